@@ -19,7 +19,7 @@ from ckpt.adapters.match.renaming import Rename
 from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.torch_private import warn_of_untested
 from ckpt.adapters.torch_store import find_coordinator
-from ckpt.adapters.walk.collect import Collected, collect
+from ckpt.adapters.walk.collect import WalkResult, collect
 from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.origin import Origin
@@ -188,7 +188,7 @@ class CheckpointManager:
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
 
-    def _prepare(self, collected: Collected) -> None:
+    def _prepare(self, collected: WalkResult) -> None:
         prepared = self._plans.prepare(collected)
         growth = growth_of(collected, prepared.leaves)
         nbytes = prepared.plan.size + growth
@@ -699,8 +699,10 @@ class CheckpointManager:
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), reported=True)
             return pending
         collected = self._collect(state, patterns=patterns)
-        if collected.unused and self._coordinator.world_size == 1:  # Another rank may have the name
-            raise no_match_error(collected.unused)
+        if (
+            collected.idle_patterns and self._coordinator.world_size == 1
+        ):  # Another rank may have the name
+            raise no_match_error(collected.idle_patterns)
         prepared = self._plans.prepare(collected)
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
         slot = self._saver.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)

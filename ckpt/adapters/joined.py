@@ -30,7 +30,7 @@ _START_SECONDS: Final = 300.0
 _ANY_PORT: Final = 0
 _MOST_PORT: Final = 65535
 _SILENT: Final = "does rank 0 run, and can this machine reach that address?"
-_UNREACHED: Final = (
+_ADVICE: Final = (
     f"{_SILENT} Rank 0 has given the name of its host, or 127.0.0.1 if it cannot look that up: "
     "pass host= on rank 0 with a name or address that the other machines reach"
 )
@@ -148,7 +148,7 @@ def _broadcast(
         raise ConfigError("join: rank 0 has failed to serve a store: see its own error")
     if store is None:
         host, port = _host_and_port(address)
-        store = _store(host, port, serves=False, timeout=timeout, way=_UNREACHED)
+        store = _store(host, port, serves=False, timeout=timeout, way=_ADVICE)
     return _meet(store, rank, world_size, deadline)
 
 
@@ -202,8 +202,8 @@ def _store(host: str, port: int, *, serves: bool, timeout: float, way: str = _SI
     except (dist.DistError, RuntimeError, ValueError) as error:
         if serves:
             way = "is the port free on this machine, and is this the machine of that name?"
-        said = str(error).splitlines()[0]
-        raise ConfigError(f"join: no store at {host}:{port}: {way} ({said})") from None
+        cause = str(error).splitlines()[0]
+        raise ConfigError(f"join: no store at {host}:{port}: {way} ({cause})") from None
 
 
 def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordinator:
@@ -214,8 +214,8 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
         CommitTimeout: Some ranks have not joined before ``deadline`` (``time.monotonic()``).
     """
     coordinator = TorchStoreCoordinator((rank, world_size), store=store)
-    mine = secrets.token_hex(8).encode()
-    if coordinator.set_once(f"joined/{rank}", mine) != mine:
+    token = secrets.token_hex(8).encode()
+    if coordinator.set_once(f"joined/{rank}", token) != token:
         raise ConfigError(
             f"join: another process has joined as rank {rank}: give each process a rank of its own"
         )
@@ -226,9 +226,10 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
     if sizes == {size}:
         wait = Wait(max(0.0, deadline - time.monotonic()), "the join")
         sizes |= set(gather(coordinator, "joined", wait).values())
-    if others := sizes - {size}:
+    if other_sizes := sizes - {size}:
         raise ConfigError(
-            f"join: world_size={world_size} on rank {rank}, and {int(others.pop())} on another "
+            f"join: world_size={world_size} on rank {rank}, and {int(other_sizes.pop())} on "
+            "another "
             "rank: give all ranks the same"
         )
     return coordinator

@@ -68,8 +68,8 @@ def tested_range() -> str:
 def is_tested(version: str) -> bool:
     """Return True if ``version`` of torch belongs to a tested release."""
     major, minor = version.split(".")[:2]
-    first, last = TESTED_TORCH
-    return first <= (int(major), int(minor)) <= last
+    oldest, last = TESTED_TORCH
+    return oldest <= (int(major), int(minor)) <= last
 
 
 def warn_of_untested(version: str) -> None:
@@ -108,9 +108,9 @@ def find(name: str) -> Any:
         raise missing(name.replace(":", ".")) from None
 
 
-_found: Final = {name.rpartition(".")[2].rpartition(":")[2]: find(name) for name in REQUIRED}
-StridedShard: Final[Any] = _found["_StridedShard"]
-get_default_store: Final[Callable[[], Any]] = _found["_get_default_store"]
+_classes: Final = {name.rpartition(".")[2].rpartition(":")[2]: find(name) for name in REQUIRED}
+StridedShard: Final[Any] = _classes["_StridedShard"]
+get_default_store: Final[Callable[[], Any]] = _classes["_get_default_store"]
 
 
 # -- loaders ---------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def outside_of_workers() -> Generator[None]:
     """Make ``torch.utils.data.get_worker_info()`` return None within the block, as it does outside
     of the workers of a ``DataLoader``.
     """
-    worker = _found["worker"]
+    worker = _classes["worker"]
     info, worker._worker_info = worker._worker_info, None
     try:
         yield
@@ -132,11 +132,11 @@ def outside_of_workers() -> Generator[None]:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
+def wait_for(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``. If it is the result of an asynchronous collective, wait for the collective
     and return the tensor with the result.
     """
-    if isinstance(tensor, _found["AsyncCollectiveTensor"]):
+    if isinstance(tensor, _classes["AsyncCollectiveTensor"]):
         return cast("Any", tensor).wait()  # type: ignore[no-any-return]
     return tensor
 
@@ -161,23 +161,23 @@ def with_versions(values: Mapping[str, Any], of: Mapping[str, Any]) -> OrderedDi
     """Return a state dict with the items ``values``, and with the versions of modules
     (``_metadata``) of the state dict ``of``.
     """
-    found: Any = OrderedDict(values)
-    found._metadata = getattr(of, "_metadata", {})
-    return cast("OrderedDict[str, Any]", found)
+    state: Any = OrderedDict(values)
+    state._metadata = getattr(of, "_metadata", {})
+    return cast("OrderedDict[str, Any]", state)
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return True if a hook of the backward pass is registered on ``tensor``."""
-    hooked: Any = tensor  # Torch's stubs do not declare the hooks
-    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+    target: Any = tensor  # Torch's stubs do not declare the hooks
+    return bool(target._backward_hooks or target._post_accumulate_grad_hooks)
 
 
 def use_count(tensor: torch.Tensor) -> int:
     """Return the number of references to ``tensor`` in C++ code, where all references in Python
     together count as one.
     """
-    held: Any = tensor  # Torch's stubs do not declare this method
-    return int(held._use_count())
+    target: Any = tensor  # Torch's stubs do not declare this method
+    return int(target._use_count())
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -223,8 +223,8 @@ def ranks_of_mesh(mesh: Any) -> torch.Tensor:
     group. A mesh from a file may have no process group.
     """
     if (ranks := getattr(mesh, "_rank_map", None)) is not None:
-        found: torch.Tensor = mesh._layout.remap_to_tensor(ranks)
-        return found
+        root_ranks: torch.Tensor = mesh._layout.remap_to_tensor(ranks)
+        return root_ranks
     # Torch up to 2.9 keeps the tensor itself.
     return torch.unsqueeze(mesh.mesh, 0)
 
@@ -327,8 +327,8 @@ def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any,
     optimizers share it. An object that is in the attributes and in ``settings`` is also one object
     in the copies.
     """
-    made: Any = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): made}
+    stand_in: Any = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): stand_in}
     attributes = dict(vars(optimizer))
     for name, value in attributes.items():
         if name == "state":
@@ -339,8 +339,8 @@ def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any,
             memo[id(value)] = OrderedDict[int, Any]()
         elif isinstance(value, DeviceMesh | ProcessGroup):
             memo[id(value)] = value
-    vars(made).update(deepcopy(attributes, memo))
-    return made, deepcopy(dict(settings), memo)
+    vars(stand_in).update(deepcopy(attributes, memo))
+    return stand_in, deepcopy(dict(settings), memo)
 
 
 def optimizer_hooks(optimizer: Optimizer, method: str) -> tuple[Callable[..., Any], ...]:
@@ -391,19 +391,19 @@ class FlatParameter(NamedTuple):
     """A flat parameter of FSDP1.
 
     Attributes:
-        held: The tensor that is the flat parameter, or with ``use_orig_params`` the tensors of the
-            original parameters, one for each of ``parts``.
+        tensors: The tensor that is the flat parameter, or with ``use_orig_params`` the tensors of
+            the original parameters, one for each of ``parts``.
         parts: The parts of the original parameters.
         size: The number of elements of the flat parameter on this rank; None with
             ``use_orig_params``.
-        tied: The name of each further parameter that shares its memory with a parameter in
+        ties: The name of each further parameter that shares its memory with a parameter in
             ``parts`` -> the name of the parameter in ``parts``; empty with ``use_orig_params``.
     """
 
-    held: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
     parts: Sequence[FlatPart]
     size: int | None
-    tied: dict[str, str]
+    ties: dict[str, str]
 
 
 def fsdp1_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -463,13 +463,11 @@ def fsdp1_flat(handle: Any) -> FlatParameter | None:
     if handle._use_orig_params:
         return FlatParameter(flat._params, parts, None, {})
     size = flat._sharded_size if is_sharded else flat._unpadded_unsharded_size
-    tied = {
-        _name(shared.module_name, shared.param_name): _name(
-            shared.prim_module_name, shared.prim_param_name
-        )
-        for shared in flat._shared_param_infos
+    ties = {
+        _name(info.module_name, info.param_name): _name(info.prim_module_name, info.prim_param_name)
+        for info in flat._shared_param_infos
     }
-    return FlatParameter((flat,), parts, size.numel(), tied)
+    return FlatParameter((flat,), parts, size.numel(), ties)
 
 
 def _name(*parts: str) -> str:

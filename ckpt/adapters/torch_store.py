@@ -50,7 +50,7 @@ _LOOKS: Final = 512
 """The most requests per second that all ranks together send once their pauses have their full
 length.
 """
-_NOTHING: Final = "\0"
+_NO_VALUE: Final = "\0"
 """The value that ``compare_set`` returns for a key without a value. No message is equal to it."""
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
@@ -105,14 +105,14 @@ class TorchStoreCoordinator:
         self._base = store
         self._store: Store = PrefixStore(self._prefix, _own_connection(store))
         self.set_once("attempt", new_attempt().encode())
-        agreed = self.verdict("attempt", timeout=_START_SECONDS)
-        if agreed is None:
+        attempt = self.verdict("attempt", timeout=_START_SECONDS)
+        if attempt is None:
             raise ConfigError("the job's store did not answer: is it still up?")
-        self.attempt = agreed.decode()
+        self.attempt = attempt.decode()
 
     def post(self, subject: str, message: bytes) -> None:
         """Store this rank's message on ``subject`` under a key that contains the rank."""
-        _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
+        _ask(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         """Return the messages of ``ranks`` on ``subject`` that have arrived, by rank.
@@ -127,11 +127,13 @@ class TorchStoreCoordinator:
         while keys:
             self._wait([keys[max(keys)]], min(pause, deadline - time.monotonic()))
             began = time.monotonic()
-            messages = {rank: self._look(key) for rank, key in self._there(list(keys.items()))}
-            if heard := {
+            messages = {
+                rank: self._look(key) for rank, key in self._pairs_with_value(list(keys.items()))
+            }
+            if answers := {
                 rank: message for rank, message in messages.items() if message is not None
             }:
-                return heard
+                return answers
             if time.monotonic() >= deadline:
                 break
             pause = max(_LOOK_SECONDS, _REST * (time.monotonic() - began))
@@ -141,7 +143,7 @@ class TorchStoreCoordinator:
         """Set the verdict on ``subject`` if there is none, and return the verdict that then stands.
         If several ranks call this method, the first call to reach the store sets the verdict.
         """
-        return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
+        return _ask(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         """Return the verdict on ``subject``, or None if there is none after ``timeout`` seconds.
@@ -166,9 +168,9 @@ class TorchStoreCoordinator:
         other threads. A store in this process, such as ``HashStore``, has no connection. The clone
         then uses the same store.
         """
-        other = copy.copy(self)
-        other._store = PrefixStore(self._prefix, _own_connection(self._base))
-        return other
+        twin = copy.copy(self)
+        twin._store = PrefixStore(self._prefix, _own_connection(self._base))
+        return twin
 
     def close(self) -> None:
         """Tell the other ranks that this rank no longer needs the store. The call ignores errors of
@@ -194,26 +196,26 @@ class TorchStoreCoordinator:
 
         ``Store.get`` is not used, since it would wait for minutes if the key has no value.
         """
-        found = _asked(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
-        return None if found == _NOTHING.encode() else found
+        value = _ask(lambda: self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
+        return None if value == _NO_VALUE.encode() else value
 
-    def _there(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    def _pairs_with_value(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
         """Return the pairs in ``keys`` whose key has a value. Each pair is a rank and a key.
 
         One request asks the store whether all keys of a block have values. If any has none, the
         method sends one more request for each key of the block.
         """
-        found: list[tuple[int, str]] = []
+        pairs: list[tuple[int, str]] = []
         for start in range(0, len(keys), _BLOCK):
             block = keys[start : start + _BLOCK]
             full = self._are_there([key for _, key in block])
-            found += (
+            pairs += (
                 block if full else [(rank, key) for rank, key in block if self._are_there([key])]
             )
-        return found
+        return pairs
 
     def _are_there(self, keys: list[str]) -> bool:
-        return _asked(lambda: self._store.check(keys))
+        return _ask(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Wait until all ``keys`` have a value, for at most ``seconds``. Return True if they have,
@@ -227,17 +229,17 @@ class TorchStoreCoordinator:
         longest = max(_LONGEST_PAUSE, self.world_size / _LOOKS)
         pause = max(_FIRST_PAUSE, longest / 50)
         while not self._are_there(keys):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 return False
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, seconds_left))
             pause = min(_GROWTH * pause, longest)
         return True
 
 
-def _restart(given: Store | None) -> str:
+def _restart(store: Store | None) -> str:
     """Return the number of the restart of the ranks for the keys in the store, or "0" if no earlier
-    keys can be in the store. ``given`` is the store that the coordinator was given, if any.
+    keys can be in the store. ``store`` is the store that the coordinator was given, if any.
 
     The agent's store outlives a restart of the ranks. The number is the agent's own: an agent does
     not count the restarts for which no worker of its own has failed. So ranks on several nodes may
@@ -245,7 +247,7 @@ def _restart(given: Store | None) -> str:
     """
     # Torchrun sets these variables for its workers.
     variables = os.environ  # noqa: TID251
-    is_of_agent = given is None and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_of_agent = store is None and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return variables.get("TORCHELASTIC_RESTART_COUNT", "0") if is_of_agent else "0"
 
 
@@ -258,7 +260,7 @@ def _own_connection(base: Store | None) -> Store:
         return cast(Store, store)
 
 
-def _asked(call: Callable[[], T]) -> T:
+def _ask(call: Callable[[], T]) -> T:
     try:
         return call()
     except (dist.DistError, RuntimeError) as error:

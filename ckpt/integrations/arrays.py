@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.dlpack import from_dlpack
 
 from ckpt.adapters.tensors.local_shards import LocalShards
-from ckpt.adapters.walk.stand_in import Refilled
+from ckpt.adapters.walk.stand_in import Refillable
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.model.dtype import DTYPES
 
@@ -38,7 +38,7 @@ _ROOT: Final = "value"
 _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
 
 
-class Arrays(Refilled, Stateful):
+class Arrays(Refillable, Stateful):
     """A value with arrays, as an entry of a state. `state_of` makes such entries.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 from ckpt.adapters.tensors.per_rank import RngState
 from ckpt.adapters.torch_private import outside_of_workers
 from ckpt.adapters.torch_store import world_of_launcher
-from ckpt.adapters.walk.stand_in import Checked
+from ckpt.adapters.walk.stand_in import Checkable
 from ckpt.checks import shown, whole
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.datasets_order import check_undivided, order_of
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _MAX_SAMPLES: Final = (1 << 63) - 1
 
 
-class _Position(Checked):
+class _Position(Checkable):
     """The position in the training data, which is the same on all ranks. A loop over ``batches``
     advances the position.
     """

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.zero import is_zero
-from ckpt.adapters.walk.modules import check_kind, unwrapped
+from ckpt.adapters.walk.modules import check_kind, unwrap
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 
 
@@ -41,7 +41,7 @@ def saved_as(optimizers: Iterable[Any], path: str, *, is_sharded: bool = False) 
 
 
 def _saved_as(optimizer: Any, path: str, *, is_sharded: bool) -> Any:
-    inner = unwrapped(optimizer)
+    inner = unwrap(optimizer)
     if is_zero(inner) or isinstance(inner, OptimizerStandIn):
         return optimizer
     if type(inner).state_dict is Optimizer.state_dict:

@@ -84,7 +84,7 @@ def run_page(run: RunView, page: int) -> RunPage:
         chart("From the call to the commit", arrivals, duration),
     )
     nearest = next((run.tiers[index].url for index in durable_indices), "")
-    failures = [each for each in run.history.failures if each.error != "SaveSkipped"]
+    failures = [record for record in run.history.failures if record.error != "SaveSkipped"]
     return RunPage(
         run=run,
         durable=next((row for row in run.steps if _is_there(row, durable_indices)), None),
@@ -94,7 +94,7 @@ def run_page(run: RunView, page: int) -> RunPage:
         pages=pages,
         stall_seconds=_median(stalls),
         durable_seconds=_median(arrivals.get(nearest, [])),
-        charts=[each for each in charts if each is not None],
+        charts=[item for item in charts if item is not None],
         failures=failures[: -_MOST_FAILURES - 1 : -1],
         failure_count=len(failures),
     )
@@ -220,11 +220,11 @@ class StepOpener:
                 nearest page is used.
         """
         row, url, reader = self.step(run, name)
-        matches = [each for each in reader.manifest.tensors if query in each.name]
+        matches = [entry for entry in reader.manifest.tensors if query in entry.name]
         pages = max(1, -(-len(matches) // TENSORS))
         page = min(max(page, 1), pages)
         shown_tensor = reader.tensors.get(tensor)
-        older = (each for each in run.steps if each.step < row.step and each.attempt)
+        older = (view for view in run.steps if view.step < row.step and view.attempt)
         return StepPage(
             row=row,
             url=url,
@@ -236,7 +236,7 @@ class StepOpener:
             pages=pages,
             tensor=shown_tensor,
             shards=_shards(reader, shown_tensor) if shown_tensor is not None else (),
-            earlier_step=next((each for each in older if _is_anywhere(each)), None),
+            earlier_step=next((view for view in older if _is_anywhere(view)), None),
         )
 
     def difference(

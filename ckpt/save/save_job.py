@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ckpt.adapters.walk.collect import Collected
-from ckpt.adapters.walk.prepare import Prepared
+from ckpt.adapters.walk.collect import WalkResult
+from ckpt.adapters.walk.prepare import PreparedPlan
 from ckpt.config import Metadata
 from ckpt.errors import ConfigError
 from ckpt.model.keys import StepRef
@@ -122,9 +122,9 @@ class SaveJobs:
         self,
         ref: StepRef,
         trial: int,
-        prepared: Prepared,
+        prepared: PreparedPlan,
         snapshot: Snapshot,
-        collected: Collected,
+        collected: WalkResult,
         notes: Metadata,
     ) -> SaveJob:
         """Return the description of one save. The manifest's metadata are the user's metadata and

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.adapters.walk.collect import Collected
+from ckpt.adapters.walk.collect import WalkResult
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather, leader_decides
@@ -123,7 +123,7 @@ class Suspicions:
         self._posted: deque[str] = deque()
         self._newest: Future[None] | None = None
 
-    def trained(self, collected: Collected) -> Trained | None:
+    def trained(self, collected: WalkResult) -> Trained | None:
         """Return the tensors that ``examine`` is to check; None if saves are not checked."""
         return Trained.of(collected, self._era) if self._on else None
 

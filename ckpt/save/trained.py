@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ckpt.adapters.walk.collect import Collected
+from ckpt.adapters.walk.collect import WalkResult
 from ckpt.adapters.walk.segments import Segment
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import CkptError
@@ -51,7 +51,7 @@ class Trained:
     seen: tuple[Mapping[int, str], ...]
 
     @classmethod
-    def of(cls, collected: Collected, era: int) -> Trained:
+    def of(cls, collected: WalkResult, era: int) -> Trained:
         """Return the tensors of the optimizers in ``collected``. Call it on the training thread."""
         still: list[int] = []
         moving: list[int] = []

@@ -174,4 +174,4 @@ def test_a_zero_optimizer_says_whether_it_steps_in_the_backward_pass() -> None:
 
 def test_a_tensor_that_waits_for_nothing_is_itself() -> None:
     tensor = torch.ones(2)
-    assert private.waited(tensor) is tensor
+    assert private.wait_for(tensor) is tensor

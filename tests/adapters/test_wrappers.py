@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.match.load import match
-from ckpt.adapters.tensors.wrapped import apart
+from ckpt.adapters.tensors.wrapped import take_apart
 from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.errors import (
@@ -479,7 +479,7 @@ def test_a_wrapper_on_the_meta_device_is_refused_by_name() -> None:
 
 def test_a_wrapper_that_was_taken_apart_can_be_printed() -> None:
     """Programs that report errors print the variables of a function."""
-    assert "Blocks" in repr(apart("w", Blocks.zeros((4, 4))))
+    assert "Blocks" in repr(take_apart("w", Blocks.zeros((4, 4))))
 
 
 def test_torch_s_masked_tensor_is_refused_by_name() -> None:
@@ -549,9 +549,9 @@ def test_wrappers_that_share_a_tensor_store_it_once() -> None:
     state = {"x": TwoTensor(shared, torch.ones(6, 4)), "y": TwoTensor(shared, torch.zeros(6, 4))}
     root = saved(state)
     assert manifest_of(root).tied == {"y/a": "x/a"}
-    apart = {"x": two(3), "y": two(4)}
-    restored(root, apart)
-    assert parts(apart) == parts(state)
+    take_apart = {"x": two(3), "y": two(4)}
+    restored(root, take_apart)
+    assert parts(take_apart) == parts(state)
 
 
 # -- values that a restore makes -------------------------------------------------------------------

@@ -371,7 +371,7 @@ def test_the_version_that_is_installed_is_a_tested_one(tmp_path: Path, caplog: A
 def test_hooks_that_would_have_written_into_the_folder_are_reported(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tested, "_warned", set())
+    monkeypatch.setattr(tested, "_logged_lines", set())
     job = new()
     job.accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with (
@@ -385,7 +385,7 @@ def test_hooks_that_would_have_written_into_the_folder_are_reported(
 def test_hooks_that_would_have_read_from_the_folder_are_reported(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tested, "_warned", set())
+    monkeypatch.setattr(tested, "_logged_lines", set())
     job = new()
     job.accelerator.register_load_state_pre_hook(lambda models, folder: None)
     with (

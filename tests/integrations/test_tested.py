@@ -30,7 +30,7 @@ FOLDER = Path(tested.__file__).parent
 def test_a_release_outside_of_the_range_is_reported_once(
     installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tested, "_warned", set())
+    monkeypatch.setattr(tested, "_logged_lines", set())
     monkeypatch.setattr(tested, "version", lambda _: installed)
     with caplog.at_level(logging.WARNING, "ckpt"):
         for _ in range(2):
@@ -43,7 +43,7 @@ def test_a_release_outside_of_the_range_is_reported_once(
 def test_one_tested_release_is_no_range(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tested, "_warned", set())
+    monkeypatch.setattr(tested, "_logged_lines", set())
     monkeypatch.setattr(tested, "version", lambda _: "3.1")
     warn_of_untested("frame", ("3.0", "3.0"), advice="resume once")
     assert "tested with frame 3.0 only" in caplog.text
@@ -70,6 +70,6 @@ def test_the_version_that_is_installed_is_a_tested_one(
     except PackageNotFoundError:
         pytest.skip(f"{CALLS[module]} is not installed")
     door = importlib.import_module(f"ckpt.integrations.{module}")
-    monkeypatch.setattr(tested, "_warned", set())
+    monkeypatch.setattr(tested, "_logged_lines", set())
     warn_of_untested(CALLS[module], door.TESTED_RELEASES, advice="")
     assert not caplog.records

@@ -11,7 +11,7 @@ import torch
 from ckpt.adapters.match.matching import Matcher
 from ckpt.adapters.match.saved import kind, tag
 from ckpt.adapters.tensors.local_shards import Source
-from ckpt.adapters.tensors.wrapped import Layer, apart, is_wrapper
+from ckpt.adapters.tensors.wrapped import Layer, is_wrapper, take_apart
 from ckpt.errors import DtypeMismatch, KindMismatch, ManifestCorrupt
 from ckpt.model.values import Node, join
 
@@ -43,7 +43,7 @@ def fill_tensor(match: Matcher, name: str, source: str, target: Source, node: No
         match.expect(node, name, "tensor", "array")
         match.want(name, source, target, node["n"])
         return
-    parts = apart(name, target)
+    parts = take_apart(name, target)
     sources = parts.sources()
     for path, stored_name in _stored_names(name, "", parts.layer, node):
         tensor = sources[path].source

@@ -38,9 +38,9 @@ from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
-from ckpt.adapters.walk.adapted import adapted
+from ckpt.adapters.walk.adapted import adapt
 from ckpt.adapters.walk.collect import find_parameters
-from ckpt.adapters.walk.modules import asked, items_of, unwrapped
+from ckpt.adapters.walk.modules import items_of, state_dict_errors, unwrap
 from ckpt.adapters.walk.objects import (
     check_all_bounded,
     check_mode,
@@ -50,7 +50,7 @@ from ckpt.adapters.walk.objects import (
     walk_objects,
     walk_tensors,
 )
-from ckpt.adapters.walk.stand_in import Checked, ModuleStandIn, Refilled, StandIn
+from ckpt.adapters.walk.stand_in import Checkable, ModuleStandIn, Refillable, StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
@@ -152,7 +152,7 @@ class _Match:
         if not self._matcher.slots:
             return
         optimizers = [
-            (path, unwrapped(value))
+            (path, unwrap(value))
             for path, value in self._objects
             if isinstance(value, Optimizer) and not declares_state(value)
         ]
@@ -217,13 +217,13 @@ class _Match:
         elsewhere in the checkpoint.
         """
         if not is_stateful(target):
-            target = adapted(target)
+            target = adapt(target)
         match target:
             case nn.Module():
                 match_module(self._matcher, target, node, path, source)
                 self._targets.append(target)
             case Optimizer() if not declares_state(target):
-                match_optimizer(self._matcher, unwrapped(target), node, path, source)
+                match_optimizer(self._matcher, unwrap(target), node, path, source)
                 self._targets.append(target)
             case MutableMapping() if not is_stateful(target) and has_live(target):
                 if (
@@ -258,8 +258,8 @@ class _Match:
         is_declared = declares_state(target)
         if not is_declared and not (dist.is_available() and dist.is_initialized()):
             return None
-        with asked(path, target):
-            live = target.targets() if isinstance(target, Refilled) else target.state_dict()
+        with state_dict_errors(path, target):
+            live = target.targets() if isinstance(target, Refillable) else target.state_dict()
         if not isinstance(live, MutableMapping) or not (is_declared or has_sharded(live)):
             return None
         return live
@@ -271,7 +271,7 @@ class _Match:
         """
         # The tensors of a ``Refilled`` object keep their shapes. In any other object, the restore
         # replaces a tensor that was saved with another shape (see ``_leaf``).
-        was_in_object, self._in_object = self._in_object, not isinstance(target, Refilled)
+        was_in_object, self._in_object = self._in_object, not isinstance(target, Refillable)
         self._mapping(live, path, source)
         self._in_object = was_in_object
         self._actions.append(lambda: target.load_state_dict(live))
@@ -301,7 +301,7 @@ class _Match:
                     node["v"] if tag(node) == "object" else node, path
                 )
                 load = target.load_state_dict
-                if isinstance(target, Checked):
+                if isinstance(target, Checkable):
                     target.check_saved(make_value())
                 self._actions.append(lambda: load(make_value()))
             case _:

@@ -34,7 +34,7 @@ from ckpt.adapters.walk.enum_members import member_like
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import (
     PLACELESS,
-    PLACING,
+    PLACING_SETTINGS,
     check_kind,
     check_owners,
     check_state,
@@ -544,7 +544,7 @@ class _Loader:
         if target.record is None or not self._match.takes(f"{self._path}/param_groups"):
             return target.group
         settings = target.record.settings
-        return {**target.group, **{key: settings.get(key) for key in PLACING}}
+        return {**target.group, **{key: settings.get(key) for key in PLACING_SETTINGS}}
 
     def _wrapper(self, target: _Target, key: object, present: Any) -> Source:
         """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).

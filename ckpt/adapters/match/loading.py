@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ckpt.adapters.tensors.zero import Keeper, is_zero
 from ckpt.adapters.torch_private import optimizer_hooks
 from ckpt.adapters.walk.modules import is_on_device
-from ckpt.adapters.walk.packing import packed
+from ckpt.adapters.walk.packing import pack
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import CkptError, RestoreError
 
@@ -109,7 +109,7 @@ class Completion:
 
     def _load(self, values: Callable[[], Mapping[str, Any]]) -> None:
         if self.is_apart:
-            state_dict = {**packed(self._optimizer, self._keeper.state), **values()}
+            state_dict = {**pack(self._optimizer, self._keeper.state), **values()}
             self._reset()
             if self._loads_alone:
                 self._optimizer.load_state_dict(state_dict)

@@ -15,7 +15,7 @@ from ckpt.adapters.tensors.layout import local
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
-from ckpt.adapters.walk.adapted import adapted
+from ckpt.adapters.walk.adapted import adapt
 from ckpt.adapters.walk.objects import declares_state, has_only_values, is_stateful
 
 
@@ -43,7 +43,7 @@ def has_live(value: Any, depth: int = 0) -> bool:
         return False
     if isinstance(
         value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank
-    ) or (depth and is_stateful(adapted(value))):
+    ) or (depth and is_stateful(adapt(value))):
         return True
     if isinstance(value, Mapping):
         return any(has_live(item, depth + 1) for item in value.values())

@@ -92,7 +92,7 @@ def declare_part(
     setattr(tensor, _MARK, part)
 
 
-def declared(value: Any) -> DeclaredPart | None:
+def declaration_of(value: Any) -> DeclaredPart | None:
     """Return the declaration that ``declare_part`` has attached to ``value``, or None if there is
     none.
     """

@@ -36,11 +36,11 @@ def release(module: nn.Module) -> None:
     for _, wrapper in fsdp1_wrappers(module):
         if (handle := fsdp1_handle(wrapper)) is not None:
             fsdp1_reshard(handle)
-    for each in _fsdp2_modules(module):
-        if any(map(may_be_gathering, fsdp2_groups(each))):
+    for child in _fsdp2_modules(module):
+        if any(map(may_be_gathering, fsdp2_groups(child))):
             # A call of ``unshard(async_op=True)`` may be under way, and this call waits for it.
-            each.unshard()
-        each.reshard()
+            child.unshard()
+        child.reshard()
 
 
 def forget_copies() -> None:
@@ -61,5 +61,5 @@ def _fsdp2_modules(module: nn.Module) -> list[Any]:
     return (
         []
         if api is None
-        else [each for each in module.modules() if isinstance(each, api.FSDPModule)]
+        else [child for child in module.modules() if isinstance(child, api.FSDPModule)]
     )

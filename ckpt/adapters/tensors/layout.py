@@ -21,7 +21,7 @@ from ckpt.adapters.torch_private import (
     plain_alias,
     ranks_of_mesh,
     root_mesh,
-    waited,
+    wait_for,
 )
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
@@ -48,7 +48,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
     Operations on the result run no code of a tensor subclass.
     """
-    return held if is_plain(held := held_in(tensor)) else plain_alias(held)
+    return part if is_plain(part := held_in(tensor)) else plain_alias(part)
 
 
 def held_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def held_in(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_plain(tensor):
         return tensor
-    return waited(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    return wait_for(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def _parts(source: Source) -> tuple[torch.Tensor, ...]:
@@ -72,10 +72,10 @@ def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
     return _in_boxes(tuple(map(local, _parts(source))), boxes)
 
 
-def _in_boxes(held: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
-    if len(boxes) == len(held):
-        return held
-    (whole,) = held
+def _in_boxes(tensors: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+    if len(boxes) == len(tensors):
+        return tensors
+    (whole,) = tensors
     return [whole[region.slices()] for region in local_regions(boxes)]
 
 
@@ -86,14 +86,15 @@ class Form(NamedTuple):
     Attributes:
         signature: A value that is equal for two sources if and only if their leaves and the formats
             of their memory are equal.
-        held: Plain tensors with the memory that this rank holds. They keep this memory when the
+        tensors: Plain tensors with the memory that this rank holds. They keep this memory when the
             source gets other memory.
         wrapper: The DTensor if the source is one, else None. Operations on a DTensor move its own
-            version counter, and operations on its local tensor move that of the tensor in ``held``.
+            version counter, and operations on its local tensor move that of the tensor in
+            ``tensors``.
     """
 
     signature: Hashable
-    held: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
     wrapper: torch.Tensor | None = None
 
     def memories(self, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
@@ -101,7 +102,7 @@ class Form(NamedTuple):
 
         ``boxes`` must be those of the leaf that ``leaf_of`` made of the source.
         """
-        return _in_boxes(self.held, boxes)
+        return _in_boxes(self.tensors, boxes)
 
 
 def form_of(source: Source) -> Form:
@@ -117,10 +118,10 @@ def form_of(source: Source) -> Form:
     return Form(signature, tuple(local(part).detach() for part in parts), wrapper)
 
 
-def _format(held: torch.Tensor) -> Hashable:
-    shape = None if held.is_nested else held.shape  # A nested tensor has no shape
-    kind = None if is_plain(held) else type(held)
-    return (held.dtype, shape, held.device, held.layout, kind, order_of(held))
+def _format(tensor: torch.Tensor) -> Hashable:
+    shape = None if tensor.is_nested else tensor.shape  # A nested tensor has no shape
+    kind = None if is_plain(tensor) else type(tensor)
+    return (tensor.dtype, shape, tensor.device, tensor.layout, kind, order_of(tensor))
 
 
 def order_of(memory: torch.Tensor) -> tuple[int, ...]:
@@ -159,8 +160,8 @@ def empty_in_order(
     """
     if not order:
         return torch.empty(shape, dtype=dtype, device=device)
-    turned = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
-    return turned.permute(inverse(order))
+    memory = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
+    return memory.permute(inverse(order))
 
 
 def empty_like_in_order(
@@ -170,16 +171,16 @@ def empty_like_in_order(
     ``order`` of the dimensions in local memory.
     """
     order = order or range(tensor.ndim)
-    turned = tensor.detach().permute(tuple(order))
-    made = torch.empty_like(turned, dtype=dtype, memory_format=torch.contiguous_format)
-    return made.permute(inverse(order))
+    view = tensor.detach().permute(tuple(order))
+    memory = torch.empty_like(view, dtype=dtype, memory_format=torch.contiguous_format)
+    return memory.permute(inverse(order))
 
 
 def view_in(raw: torch.Tensor, view: View, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the tensor that has the place ``view`` in the buffer ``raw``."""
-    made = torch.empty(0, dtype=getattr(torch, dtype), device=raw.device)
-    start = view.offset // made.itemsize
-    return made.set_(raw.untyped_storage(), start, shape, view.strides)
+    tensor = torch.empty(0, dtype=getattr(torch, dtype), device=raw.device)
+    start = view.offset // tensor.itemsize
+    return tensor.set_(raw.untyped_storage(), start, shape, view.strides)
 
 
 def inverse(order: Sequence[int]) -> list[int]:
@@ -256,11 +257,11 @@ def boxes_of(name: str, tensor: DTensor, rank: int | None = None) -> tuple[Box, 
             has ``name``.
     """
     if rank is None:
-        here = tensor.device_mesh.get_coordinate()
+        coordinate = tensor.device_mesh.get_coordinate()
     else:
         places = (ranks_of_mesh(tensor.device_mesh) == rank).nonzero().tolist()
-        here = places[0][1:] if places else None
-    return tuple(cut_boxes(tensor.shape, _cuts(name, tensor, here))) if here else ()
+        coordinate = places[0][1:] if places else None
+    return tuple(cut_boxes(tensor.shape, _cuts(name, tensor, coordinate))) if coordinate else ()
 
 
 def check_initialized(name: str, tensor: Source) -> None:
@@ -302,14 +303,14 @@ def check(name: str, tensor: torch.Tensor) -> str:
         # Most tensors are plain. After the checks above, only their storage can be missing.
         check_storage(name, tensor)
         return dtype_name(name, tensor.dtype)
-    held, memory = held_in(tensor), local(tensor)
+    part, memory = held_in(tensor), local(tensor)
     if memory.is_meta:
-        raise UnsupportedValue(name, f"{type(held).__name__} without data", "materialise it first")
-    if hasattr(held, "__tensor_flatten__") or not (is_plain(held) or has_storage(memory)):
+        raise UnsupportedValue(name, f"{type(part).__name__} without data", "materialise it first")
+    if hasattr(part, "__tensor_flatten__") or not (is_plain(part) or has_storage(memory)):
         raise UnsupportedValue(
             name,
-            f"{type(held).__name__}, a tensor whose elements are in other tensors",
-            f"save the tensors that it holds{_inside(held)} under names of their own, or "
+            f"{type(part).__name__}, a tensor whose elements are in other tensors",
+            f"save the tensors that it holds{_inner_names_text(part)} under names of their own, or "
             "dequantise it first",
         )
     check_storage(name, memory)
@@ -345,7 +346,7 @@ def check_storage(name: str, memory: torch.Tensor) -> None:
         )
 
 
-def _inside(tensor: torch.Tensor) -> str:
+def _inner_names_text(tensor: torch.Tensor) -> str:
     """Return the attributes that hold the tensors inside of a wrapper tensor, as text in
     parentheses for an error; empty if the class does not give them.
     """
@@ -359,14 +360,14 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     """Return the name of a dtype in a checkpoint. Raise ``UnsupportedValue``, which names the
     tensor ``name``, if a checkpoint cannot hold this dtype.
     """
-    if (found := _DTYPE_NAMES.get(dtype)) is None:
+    if (text := _DTYPE_NAMES.get(dtype)) is None:
         raise UnsupportedValue(
             name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold"
         )
-    return found
+    return text
 
 
-def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
+def replicas_of(tensor: DTensor, unit_ranks: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the global ranks that hold the same boxes as this rank, ascending and including this
     rank. Return an empty tuple if no other rank holds them, or if this rank is not in the mesh of
     the tensor.
@@ -374,29 +375,29 @@ def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...
     The mesh coordinates of these ranks differ only in replicated dimensions.
 
     Args:
-        around: The ranks of the widest mesh in the same unit (see ``tensors.units``). The mesh of
-            the tensor may be a part of that mesh, such as ``mesh["dp"]`` of a 2-D mesh. The tensor
-            then counts as replicated over the dimensions that its own mesh lacks, since all ranks
-            of the unit have a tensor of that name. If ``around`` is empty, only the tensor's own
-            mesh counts.
+        unit_ranks: The ranks of the widest mesh in the same unit (see ``tensors.units``). The mesh
+            of the tensor may be a part of that mesh, such as ``mesh["dp"]`` of a 2-D mesh. The
+            tensor then counts as replicated over the dimensions that its own mesh lacks, since all
+            ranks of the unit have a tensor of that name. If ``unit_ranks`` is empty, only the
+            tensor's own mesh counts.
     """
-    here = tensor.device_mesh.get_coordinate()
-    if here is None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return ()
-    cut = {
-        dim: at
-        for dim, (placement, at) in enumerate(zip(tensor.placements, here, strict=True))
+    fixed_dims = {
+        dim: index
+        for dim, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True))
         if not isinstance(placement, Replicate)
     }
-    ranks = _alike(tensor, cut, around)
+    ranks = _ranks_at(tensor, fixed_dims, unit_ranks)
     return ranks if len(ranks) > 1 else ()
 
 
-def holders_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
+def holders_of(tensor: DTensor, unit_ranks: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the global ranks that are known to have a tensor with the name of ``tensor``. They may
-    hold other boxes of it. ``around`` is as in ``replicas_of``.
+    hold other boxes of it. ``unit_ranks`` is as in ``replicas_of``.
     """
-    return _alike(tensor, {}, around)
+    return _ranks_at(tensor, {}, unit_ranks)
 
 
 def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
@@ -404,41 +405,45 @@ def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
     return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
 
 
-def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that have the mesh coordinates ``kept``, ascending.
+def _ranks_at(
+    tensor: DTensor, coordinates: Mapping[int, int], unit_ranks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the ranks that have the mesh coordinates ``coordinates``, ascending.
 
-    ``kept`` is a mapping: a dimension of the tensor's mesh -> the coordinate in this dimension. The
-    result has the ranks with these coordinates in the tensor's own mesh. If this mesh is a part of
-    a wider mesh, and ``around`` contains all of these ranks, the result also has the other ranks in
-    ``around`` that have these coordinates in the wider mesh.
+    ``coordinates`` is a mapping: a dimension of the tensor's mesh -> the coordinate in this
+    dimension. The result has the ranks with these coordinates in the tensor's own mesh. If this
+    mesh is a part of a wider mesh, and ``unit_ranks`` contains all of these ranks, the result also
+    has the other ranks in ``unit_ranks`` that have these coordinates in the wider mesh.
     """
     mesh = tensor.device_mesh
     own = (
-        mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
+        mesh.mesh[tuple(coordinates.get(dim, slice(None)) for dim in range(mesh.ndim))]
+        .flatten()
+        .tolist()
     )
     root = root_mesh(mesh)
     names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if root is not mesh and names and set(names) <= set(root_names):
         index = tuple(
-            kept.get(names.index(name), slice(None)) if name in names else slice(None)
+            coordinates.get(names.index(name), slice(None)) if name in names else slice(None)
             for name in root_names
         )
-        wider = set(root.mesh[index].flatten().tolist()) & set(around)
+        wider = set(root.mesh[index].flatten().tolist()) & set(unit_ranks)
         if wider.issuperset(own):
             return tuple(sorted(wider))
     return tuple(sorted(own))
 
 
-def _cuts(name: str, tensor: DTensor, here: Sequence[int]) -> Iterator[Cut]:
-    for dim, (placement, at) in enumerate(zip(tensor.placements, here, strict=True)):
+def _cuts(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[Cut]:
+    for dim, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
         parts = tensor.device_mesh.size(dim)
         match placement:
             case Replicate():
                 pass
             case StridedShard():
-                yield Cut(placement.dim, parts, at, int(placement.split_factor))
+                yield Cut(placement.dim, parts, index, int(placement.split_factor))
             case Shard():
-                yield Cut(placement.dim, parts, at)
+                yield Cut(placement.dim, parts, index)
             case Partial():
                 raise UnsupportedValue(
                     name,

@@ -98,10 +98,10 @@ class LocalShards:
             owner: The ``owner`` of ``LocalShards``.
         """
         shards: list[tuple[Sequence[int], torch.Tensor]] = []
-        memory, at = memory.detach(), 0  # A detached tensor shares the version counter
+        memory, position = memory.detach(), 0  # A detached tensor shares the version counter
         for box in split_flat(shape, start, start + memory.numel()):
-            shards.append((box.offsets, memory[at : at + box.numel].view(box.shape)))
-            at += box.numel
+            shards.append((box.offsets, memory[position : position + box.numel].view(box.shape)))
+            position += box.numel
         return cls(shape, shards, replicas, dtype=memory.dtype, owner=owner)
 
     def __repr__(self) -> str:

@@ -72,8 +72,8 @@ class RngState:
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
         }
-        if (found := _accelerator()) is not None:
-            name, module = found
+        if (accelerator := _accelerator()) is not None:
+            name, module = accelerator
             state[name] = [module.get_rng_state(index) for index in range(module.device_count())]
         return state
 
@@ -84,10 +84,10 @@ class RngState:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if (found := _accelerator(in_use=False)) is not None and found[0] in state:
-            name, module = found
-            for index, held in zip(range(module.device_count()), state[name], strict=False):
-                module.set_rng_state(held, index)
+        if (accelerator := _accelerator(in_use=False)) is not None and accelerator[0] in state:
+            name, module = accelerator
+            for index, device_state in zip(range(module.device_count()), state[name], strict=False):
+                module.set_rng_state(device_state, index)
 
 
 def _accelerator(*, in_use: bool = True) -> tuple[str, Any] | None:

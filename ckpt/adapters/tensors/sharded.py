@@ -29,7 +29,7 @@ from ckpt.adapters.torch_private import (
 )
 from ckpt.errors import UnsupportedValue
 
-_WRAPPED = "_fsdp_wrapped_module"
+_WRAPPER_NAME = "_fsdp_wrapped_module"
 
 
 class Piece(NamedTuple):
@@ -72,12 +72,12 @@ class Piece(NamedTuple):
             UnsupportedValue: ``memory`` has another size, since FSDP1 has gathered the parameter.
         """
         if not self.fits(memory):
-            raise gathered(name)
+            raise gathered_error(name)
         part = memory[self.at : self.at + self.length]
         return LocalShards.of_range(self.shape, self.start, part, self.replicas)
 
 
-def gathered(name: str) -> UnsupportedValue:
+def gathered_error(name: str) -> UnsupportedValue:
     """Return the error for a parameter that FSDP1 has gathered. The module then does not use the
     flat parameter, so the piece of the parameter cannot be read.
     """
@@ -104,11 +104,11 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
     ``use_orig_params``, a wrapper that does not shard its parameters adds nothing. The result is
     empty if the module has no FSDP1 wrapper.
     """
-    found: dict[int, Flat] = {}
+    flats: dict[int, Flat] = {}
     for lead, wrapper, handle in _handles(module):
         if (flat := fsdp1_flat(handle)) is not None:
-            found.update(_flats(lead, wrapper, flat, is_sharded=handle.uses_sharded_strategy))
-    return found
+            flats.update(_flats(lead, wrapper, flat, is_sharded=handle.uses_sharded_strategy))
+    return flats
 
 
 def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
@@ -132,8 +132,8 @@ def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
     of the job instead, if shards and copies together occupy all of them.
     """
     ranks, copies = _groups(wrapper)
-    here = torch.distributed.get_rank()
-    is_first = here == ranks[0] and (not copies or here == copies[0])
+    rank = torch.distributed.get_rank()
+    is_first = rank == ranks[0] and (not copies or rank == copies[0])
     every = tuple(range(torch.distributed.get_world_size()))
     return (every if len(ranks) * len(copies) == len(every) else ranks), is_first
 
@@ -157,15 +157,15 @@ def check_hooks(path: str, module: nn.Module, state: Mapping[str, Any]) -> None:
     for name, child in module.named_modules(remove_duplicate=False):
         hooks = [hook for hook in module_hooks(child, "state_dict") if not _is_of_torch(hook)]
         prefix = f"{name}." if name else ""
-        before = {key: value for key, value in state.items() if hooks and key.startswith(prefix)}
-        after = OrderedDict(before)
+        entries = {key: value for key, value in state.items() if hooks and key.startswith(prefix)}
+        outcome = OrderedDict(entries)
         with suppress(Exception):  # A hook that converts tensors may need them whole
             for hook in hooks:
-                hook(child, after, prefix, {"version": version_of(child)})
-        for key, value in after.items():
-            if key not in before and not isinstance(value, torch.Tensor):
+                hook(child, outcome, prefix, {"version": version_of(child)})
+        for key, value in outcome.items():
+            if key not in entries and not isinstance(value, torch.Tensor):
                 raise UnsupportedValue(
-                    f"{path}/{key.replace(f'{_WRAPPED}.', '')}",
+                    f"{path}/{key.replace(f'{_WRAPPER_NAME}.', '')}",
                     f"{type(value).__qualname__} that a hook of state_dict() adds inside of FSDP1, "
                     "where no such hook runs",
                     "return it from get_extra_state(), or take fully_shard() (FSDP2)",
@@ -181,8 +181,8 @@ def as_source(tensor: torch.Tensor) -> Source:
     api: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
     if api is None or not isinstance(tensor, api.ShardedTensor):
         return tensor
-    held: Any = tensor
-    shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in held.local_shards()]
+    sharded: Any = tensor
+    shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in sharded.local_shards()]
     return LocalShards(tuple(tensor.size()), shards, dtype=tensor.dtype)
 
 
@@ -192,7 +192,7 @@ def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """
     for name, wrapper in fsdp1_wrappers(module):
         if (handle := fsdp1_handle(wrapper)) is not None:
-            yield f"{name}.{_WRAPPED}." if name else f"{_WRAPPED}.", wrapper, handle
+            yield f"{name}.{_WRAPPER_NAME}." if name else f"{_WRAPPER_NAME}.", wrapper, handle
 
 
 def _flats(
@@ -204,17 +204,17 @@ def _flats(
     ranks, copies = _groups(wrapper)
     replicas = copies if is_sharded else ranks
     if flat.size is None:
-        for parameter, part in zip(flat.held, flat.parts, strict=True):
+        for parameter, part in zip(flat.tensors, flat.parts, strict=True):
             fqn, shape, start, _, length = part
             piece = Piece(f"{lead}{fqn}", shape, start, 0, length, length, replicas)
             yield id(parameter), {"": piece}
         return
-    keyed: dict[str, Piece] = {}
-    for fqn, shape, start, at, length in flat.parts:
+    pieces: dict[str, Piece] = {}
+    for fqn, shape, start, position, length in flat.parts:
         key = f"{lead}{fqn}"
-        keyed[key] = Piece(key, shape, start, at, length, flat.size, replicas)
-    keyed |= {f"{lead}{other}": keyed[f"{lead}{first}"] for other, first in flat.tied.items()}
-    yield id(flat.held[0]), keyed
+        pieces[key] = Piece(key, shape, start, position, length, flat.size, replicas)
+    pieces |= {f"{lead}{name}": pieces[f"{lead}{target}"] for name, target in flat.ties.items()}
+    yield id(flat.tensors[0]), pieces
 
 
 def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

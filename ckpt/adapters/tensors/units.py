@@ -58,13 +58,13 @@ def units_of(module: nn.Module) -> Callable[[str], Unit]:
 
 
 def _walk(
-    module: nn.Module, path: str, around: Unit, known: dict[int, Unit]
+    module: nn.Module, path: str, outer: Unit, units: dict[int, Unit]
 ) -> Iterator[tuple[str, Unit]]:
     """Yield the path and the unit of ``module``, and of all modules inside of it.
 
-    ``around`` is the unit that ``module`` is in, unless a unit begins at ``module`` itself.
+    ``outer`` is the unit that ``module`` is in, unless a unit begins at ``module`` itself.
     """
-    unit = _own_unit(module, known) or around
+    unit = _own_unit(module, units) or outer
     yield path, unit
     children: Mapping[str, nn.Module | None] = module._modules
     # A list with None in some places may hold modules that are on this rank alone. Other ranks may
@@ -73,40 +73,44 @@ def _walk(
     for name, child in children.items():
         if child is not None:
             inner = f"{path}.{name}" if path else name
-            yield from _walk(child, inner, Unit() if sparse else unit, known)
+            yield from _walk(child, inner, Unit() if sparse else unit, units)
 
 
-def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
+def _own_unit(module: nn.Module, units: dict[int, Unit]) -> Unit | None:
     """Return the unit that begins at ``module``. Return None if ``module`` is no wrapper, or is a
     module of ``fully_shard`` without parameters of its own.
 
     One call of ``fully_shard`` may have wrapped several modules, which have the same unit. So the
-    function adds the units of ``fully_shard`` to ``known``, and looks them up there.
+    function adds the units of ``fully_shard`` to ``units``, and looks them up there.
     """
     if isinstance(module, DistributedDataParallel):
         ranks = ranks_of(module.process_group)
-        named = (*module.module.named_parameters(), *module.module.named_buffers())
-        ignored = [tensor for name, tensor in named if name in module.parameters_to_ignore]
-        return Unit(ranks, torch.distributed.get_rank() == ranks[0], frozenset(map(id, ignored)))
+        tensors = (*module.module.named_parameters(), *module.module.named_buffers())
+        ignored_tensors = [
+            tensor for name, tensor in tensors if name in module.parameters_to_ignore
+        ]
+        return Unit(
+            ranks, torch.distributed.get_rank() == ranks[0], frozenset(map(id, ignored_tensors))
+        )
     api: Any = sys.modules.get("torch.distributed.fsdp")
     if api is None:
         return None
     wrapper: Any = module
     if isinstance(module, api.FullyShardedDataParallel):
-        ranks, first = groups_of(wrapper)
-        return Unit(ranks, first, frozenset(map(id, fsdp1_ignored(wrapper))))
+        ranks, is_first = groups_of(wrapper)
+        return Unit(ranks, is_first, frozenset(map(id, fsdp1_ignored(wrapper))))
     if not isinstance(module, api.FSDPModule):
         return None
     if not (groups := fsdp2_groups(module)):
         return None
-    if id(groups[0]) not in known:
+    if id(groups[0]) not in units:
         places = [
             getattr(group.mesh_info, f"{kind}_mesh_rank", 0)
             for group in groups
             for kind in ("shard", "replicate")
         ]
-        ignored = [
+        ignored_tensors = [
             parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)
         ]
-        known[id(groups[0])] = Unit((), not any(places), frozenset(map(id, ignored)))
-    return known[id(groups[0])]
+        units[id(groups[0])] = Unit((), not any(places), frozenset(map(id, ignored_tensors)))
+    return units[id(groups[0])]

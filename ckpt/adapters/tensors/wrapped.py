@@ -48,9 +48,9 @@ def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
     if PLAIN.issuperset(map(type, tensors)):
         return
     kinds = set[type](map(type, tensors))
-    kinds.update(type(each._local_tensor) for each in tensors if isinstance(each, DTensor))
+    kinds.update(type(tensor._local_tensor) for tensor in tensors if isinstance(tensor, DTensor))
     if any(_flattens(kind) for kind in kinds if kind is not DTensor):
-        yield from (index for index, each in enumerate(tensors) if is_wrapper(each))
+        yield from (index for index, tensor in enumerate(tensors) if is_wrapper(tensor))
 
 
 def _flattens(kind: type) -> bool:
@@ -59,7 +59,7 @@ def _flattens(kind: type) -> bool:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """Return the qualified name of the class of a tensor, or of the local tensor of a DTensor."""
-    return _qualified(type(held_in(tensor)))
+    return _full_name(type(held_in(tensor)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class Layer:
         values: The metadata as a node of plain values, which is saved and compared.
         inner: The tensors inside, by the attributes that hold them. Wrapper tensors among them are
             layers.
-        held: The wrapper tensor itself.
+        tensor: The wrapper tensor itself.
         alias: A plain tensor with the version counter of the wrapper. Operations on the wrapper
             move this counter, and do not always move the counters of the tensors inside.
     """
@@ -79,7 +79,7 @@ class Layer:
     kind: str
     values: Node
     inner: Mapping[str, torch.Tensor | Layer]
-    held: torch.Tensor
+    tensor: torch.Tensor
     alias: torch.Tensor = field(repr=False)  # Torch crashes when it prints an alias
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,23 +99,23 @@ class Layer:
             if isinstance(part, Layer):
                 yield from part.layers()
 
-    def node(self, name: str, stored: Callable[[str], str]) -> Node:
+    def node(self, name: str, stored_name: Callable[[str], str]) -> Node:
         """Return the node of the manifest's tree for this wrapper tensor, which is ``name`` in the
         state.
 
-        ``stored`` takes the name of an innermost tensor, and returns the name under which its bytes
-        are stored.
+        ``stored_name`` takes the name of an innermost tensor, and returns the name under which its
+        bytes are stored.
         """
         inner = {
-            attribute: part.node(join(name, attribute), stored)
+            attribute: part.node(join(name, attribute), stored_name)
             if isinstance(part, Layer)
-            else {"$": "tensor", "n": stored(join(name, attribute))}
+            else {"$": "tensor", "n": stored_name(join(name, attribute))}
             for attribute, part in self.inner.items()
         }
         return {"$": "subclass", "class": self.kind, "inner": inner, "v": self.values}
 
 
-class Inside(NamedTuple):
+class InnerTensor(NamedTuple):
     """An innermost tensor of a wrapper tensor, to be saved under a name of its own.
 
     Attributes:
@@ -130,14 +130,15 @@ class Inside(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Apart:
-    """The result of `apart`: a wrapper tensor and its layers.
+class WrapperParts:
+    """The result of `take_apart`: a wrapper tensor and its layers.
 
     Attributes:
         name: The name of the wrapper tensor in the state.
         tensor: The wrapper tensor, or the DTensor whose local tensor it is.
         layer: The layer of the wrapper tensor on this rank.
-        watched: The tensors around the innermost ones that have version counters of their own.
+        outer_tensors: The tensors around the innermost ones that have version counters of their
+            own.
         key: A value that is equal on the next save if the wrapper tensors and the layout of the
             DTensor have not changed. It does not cover the innermost tensors, so these must be
             compared separately.
@@ -146,26 +147,26 @@ class Apart:
     name: str
     tensor: torch.Tensor
     layer: Layer
-    watched: tuple[torch.Tensor, ...] = field(repr=False)
+    outer_tensors: tuple[torch.Tensor, ...] = field(repr=False)
     key: Hashable
 
-    def sources(self, around: tuple[int, ...] = ()) -> dict[str, Inside]:
+    def sources(self, ranks: tuple[int, ...] = ()) -> dict[str, InnerTensor]:
         """Return the innermost tensors, by their paths in the wrapper tensor.
 
         Args:
-            around: The ranks that are known to hold the same wrapper tensor, or for a DTensor the
-                ``around`` of ``replicas_of``.
+            ranks: The ranks that are known to hold the same wrapper tensor, or for a DTensor the
+                ``ranks`` of ``replicas_of``.
 
         Raises:
             UnsupportedValue: The tensor is a DTensor, and it is not possible to tell which parts of
                 the inner tensors belong to this rank.
         """
         if isinstance(self.tensor, DTensor):
-            return _sharded(self.name, self.tensor, self.layer, around)
-        return {path: Inside(leaf, around) for path, leaf in self.layer.leaves()}
+            return _sharded(self.name, self.tensor, self.layer, ranks)
+        return {path: InnerTensor(leaf, ranks) for path, leaf in self.layer.leaves()}
 
 
-def apart(name: str, tensor: torch.Tensor) -> Apart:
+def take_apart(name: str, tensor: torch.Tensor) -> WrapperParts:
     """Take apart a wrapper tensor, or a DTensor whose local tensor is one. ``name`` is its name in
     the state.
 
@@ -173,39 +174,39 @@ def apart(name: str, tensor: torch.Tensor) -> Apart:
         UnsupportedValue: The wrapper tensor cannot be saved. For example, it has memory of its own,
             or metadata with a value that is not plain.
     """
-    held = held_in(tensor)
-    layer = _layer(name, held, _as_it_is)
+    part = held_in(tensor)
+    layer = _layer(name, part, _as_it_is)
     if not isinstance(tensor, DTensor):
-        return Apart(name, tensor, layer, _aliases(layer), _identities(layer))
-    if held.shape != tensor.shape and (following := _following(name, layer)):
+        return WrapperParts(name, tensor, layer, _aliases(layer), _identities(layer))
+    if part.shape != tensor.shape and (size_paths := _size_paths(name, layer)):
         whole = tensor.shape
-        layer = _layer(name, held, lambda at, items: whole if at in following else items)
+        layer = _layer(name, part, lambda path, items: whole if path in size_paths else items)
     spec = tensor._spec
-    key = (_Same(tensor), _identities(layer), spec.mesh, spec.placements, spec.tensor_meta)
-    return Apart(name, tensor, layer, (tensor, *_aliases(layer)), key)
+    key = (_Identity(tensor), _identities(layer), spec.mesh, spec.placements, spec.tensor_meta)
+    return WrapperParts(name, tensor, layer, (tensor, *_aliases(layer)), key)
 
 
-class _Same:
+class _Identity:
     """Holds a tensor. Two of these are equal if and only if they hold the same tensor object."""
 
-    __slots__ = ("held",)
+    __slots__ = ("tensor",)
 
-    def __init__(self, held: torch.Tensor) -> None:
-        self.held = held
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.held is self.held
+    def __eq__(self, candidate: object) -> bool:
+        return isinstance(candidate, _Identity) and candidate.tensor is self.tensor
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.tensor)
 
 
 def _identities(layer: Layer) -> Hashable:
-    return (*(_Same(each.held) for each in layer.layers()), *dict(layer.leaves()))
+    return (*(_Identity(inner.tensor) for inner in layer.layers()), *dict(layer.leaves()))
 
 
 def _aliases(layer: Layer) -> tuple[torch.Tensor, ...]:
-    return tuple(each.alias for each in layer.layers())
+    return tuple(inner.alias for inner in layer.layers())
 
 
 # -- one layer -------------------------------------------------------------------------------------
@@ -217,21 +218,21 @@ def _as_it_is(_: str, items: Sequence[Any]) -> Sequence[Any]:
     return items
 
 
-def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
-    """Return the class, the metadata and the inner tensors of the wrapper tensor ``held``, which is
-    ``name`` in the state.
+def _layer(name: str, tensor: torch.Tensor, resize: _Resize) -> Layer:
+    """Return the class, the metadata and the inner tensors of the wrapper tensor ``tensor``, which
+    is ``name`` in the state.
 
-    ``resize(path, items)`` is called for each tuple or list in the metadata of ``held``, with its
+    ``resize(path, items)`` is called for each tuple or list in the metadata of ``tensor``, with its
     path and its items, and returns the items to save in place of these. It is not called for
-    wrapper tensors inside of ``held``.
+    wrapper tensors inside of ``tensor``.
 
     Raises:
         UnsupportedValue: The wrapper tensor cannot be saved.
     """
-    kind = _qualified(type(held))
-    if held.is_meta:
+    kind = _full_name(type(tensor))
+    if tensor.is_meta:
         raise UnsupportedValue(name, f"{kind} on the meta device", "materialise it first")
-    alias = plain_alias(held)
+    alias = plain_alias(tensor)
     if _has_memory(alias):
         raise UnsupportedValue(
             name,
@@ -239,22 +240,22 @@ def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
             "save its parts under names of their own",
         )
     try:
-        parts, metadata = _flattened(held)
-        again, _ = _flattened(held)
+        parts, metadata = _flatten(tensor)
+        second_parts, _ = _flatten(tensor)
     except Exception as error:
         raise UnsupportedValue(
             name, f"{kind} whose __tensor_flatten__() raises {type(error).__name__}", f"{error}"
         ) from error
     inner: dict[str, torch.Tensor | Layer] = {}
     for attribute, part in parts.items():
-        if not isinstance(part, torch.Tensor) or part is held:
+        if not isinstance(part, torch.Tensor) or part is tensor:
             raise UnsupportedValue(
                 name,
                 f"{kind} whose __tensor_flatten__() names {attribute!r}, which is no tensor inside "
                 "of it",
                 "correct the class",
             )
-        if not _is_kept(part, again.get(attribute)):
+        if not _is_kept(part, second_parts.get(attribute)):
             raise UnsupportedValue(
                 name,
                 f"{kind} whose {attribute!r} is a new tensor each time it is read",
@@ -266,37 +267,37 @@ def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
         values = _values(metadata, _metadata_of(name), resize)
     except RecursionError:
         raise UnsupportedValue(name, f"{kind} with metadata nested too deeply") from None
-    return Layer(kind, values, inner, held, alias)
+    return Layer(kind, values, inner, tensor, alias)
 
 
 def _metadata_of(name: str) -> str:
     return f"the metadata of {name}"
 
 
-def _flattened(held: Any) -> tuple[dict[str, Any], Any]:
+def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
     """Return the tensors inside of a wrapper tensor by the attributes that hold them, and the
     metadata.
     """
-    attributes, metadata = held.__tensor_flatten__()
-    return {str(attribute): getattr(held, attribute) for attribute in attributes}, metadata
+    attributes, metadata = tensor.__tensor_flatten__()
+    return {str(attribute): getattr(tensor, attribute) for attribute in attributes}, metadata
 
 
-def _is_kept(one: torch.Tensor, two: Any) -> bool:
-    """Return True if ``one`` and ``two``, two reads of the same attribute, are tensors with the
+def _is_kept(a: torch.Tensor, b: Any) -> bool:
+    """Return True if ``a`` and ``b``, two reads of the same attribute, are tensors with the
     same memory, so that the attribute does not make a new tensor on each read.
     """
-    if one is two:
+    if a is b:
         return True
-    if not isinstance(two, torch.Tensor) or type(one) is not type(two):
+    if not isinstance(b, torch.Tensor) or type(a) is not type(b):
         return False
-    one, two = held_in(one), held_in(two)
-    if _flattens(type(one)):
-        (parts, _), (again, _) = _flattened(one), _flattened(two)
-        return all(_is_kept(part, again.get(name)) for name, part in parts.items())
+    a, b = held_in(a), held_in(b)
+    if _flattens(type(a)):
+        (parts, _), (second_parts, _) = _flatten(a), _flatten(b)
+        return all(_is_kept(part, second_parts.get(name)) for name, part in parts.items())
     return (
-        one.layout == two.layout == torch.strided
-        and storage_identity(one) == storage_identity(two)
-        and one.storage_offset() == two.storage_offset()
+        a.layout == b.layout == torch.strided
+        and storage_identity(a) == storage_identity(b)
+        and a.storage_offset() == b.storage_offset()
     )
 
 
@@ -314,25 +315,25 @@ def _values(value: Any, path: str, resize: _Resize) -> Node:
     ``_layer``.
     """
 
-    def inside(items: Mapping[str, Any]) -> Node:
-        return {key: _values(item, f"{path}/{key}", resize) for key, item in items.items()}
+    def inside(entries: Mapping[str, Any]) -> Node:
+        return {key: _values(item, f"{path}/{key}", resize) for key, item in entries.items()}
 
     match value:
         case torch.device():
             return None
         case Enum():
-            return {"class": _qualified(type(value)), "member": value.name}
+            return {"class": _full_name(type(value)), "member": value.name}
         case tuple() if (names := getattr(value, "_fields", None)) is not None:
-            named = dict(zip(names, value, strict=True))
-            return {"class": _qualified(type(value)), "fields": inside(named)}
+            members = dict(zip(names, value, strict=True))
+            return {"class": _full_name(type(value)), "fields": inside(members)}
         case list() | tuple():
             items = enumerate(resize(path, value))
             return [_values(item, f"{path}/{i}", resize) for i, item in items]
         case dict() if all(type(key) is str and not key.startswith("$") for key in value):
             return inside(value)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            named = {each.name: getattr(value, each.name) for each in fields(value)}
-            return {"class": _qualified(type(value)), "fields": inside(named)}
+            members = {member.name: getattr(value, member.name) for member in fields(value)}
+            return {"class": _full_name(type(value)), "fields": inside(members)}
         case _:
             return encode(value, path, _plain)
 
@@ -345,19 +346,19 @@ def _plain(value: object, path: str) -> Node:
         return {"$": "dtype", "v": str(value).removeprefix("torch.")}
     raise UnsupportedValue(
         path,
-        _qualified(type(value)),
+        _full_name(type(value)),
         "save what the wrapper holds as tensors and plain values of their own",
     )
 
 
-def _qualified(kind: type) -> str:
+def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _known_sizes: Final = WeakKeyDictionary[type, dict[Hashable, frozenset[str]]]()
 
 
-def _following(name: str, layer: Layer) -> frozenset[str]:
+def _size_paths(name: str, layer: Layer) -> frozenset[str]:
     """Return the paths in the metadata of this rank's part of a DTensor that hold the size of the
     part. The saved metadata has the size of the whole tensor at these paths.
 
@@ -365,32 +366,33 @@ def _following(name: str, layer: Layer) -> frozenset[str]:
     such as a block size, may equal the size of the part by chance. The result for a class, a shape
     and the metadata is cached, since each save needs it.
     """
-    held, path = layer.held, _metadata_of(name)
-    places = _places_of_size(held, path, torch.Size)
+    part, path = layer.tensor, _metadata_of(name)
+    places = _places_of_size(part, path, torch.Size)
     if not places:
         return places
-    known = _known_sizes.setdefault(type(held), {})
-    key = (held.shape, str(layer.values))
-    for _, piece in _slices(held) if key not in known else ():
+    size_places = _known_sizes.setdefault(type(part), {})
+    key = (part.shape, str(layer.values))
+    for _, piece in _slices(part) if key not in size_places else ():
         with suppress(Exception):  # A user's code may raise anything
-            known[key] = places & _places_of_size(piece, path, tuple)
+            size_places[key] = places & _places_of_size(piece, path, tuple)
             break
-    return frozenset(path + place for place in known.get(key, ()))
+    return frozenset(path + place for place in size_places.get(key, ()))
 
 
-def _places_of_size(held: torch.Tensor, path: str, kind: type) -> frozenset[str]:
-    """Return the places in the metadata that hold the size of ``held`` as an instance of ``kind``.
+def _places_of_size(tensor: torch.Tensor, path: str, kind: type) -> frozenset[str]:
+    """Return the places in the metadata that hold the size of ``tensor`` as an instance of
+    ``kind``.
 
     The metadata is at ``path``, and the places are paths without this prefix.
     """
     places = set[str]()
 
     def note(place: str, items: Sequence[Any]) -> Sequence[Any]:
-        if isinstance(items, kind) and items == held.shape:
+        if isinstance(items, kind) and items == tensor.shape:
             places.add(place.removeprefix(path))
         return items
 
-    _values(_flattened(held)[1], path, note)
+    _values(_flatten(tensor)[1], path, note)
     return frozenset(places)
 
 
@@ -398,39 +400,39 @@ def _places_of_size(held: torch.Tensor, path: str, kind: type) -> frozenset[str]
 
 
 def _sharded(
-    name: str, tensor: DTensor, layer: Layer, around: tuple[int, ...]
-) -> dict[str, Inside]:
+    name: str, tensor: DTensor, layer: Layer, unit_ranks: tuple[int, ...]
+) -> dict[str, InnerTensor]:
     """Return the innermost tensors of a DTensor of a wrapper tensor, by their paths.
 
     If the DTensor is not sharded, its inner tensors are whole. If it is sharded by rows, each inner
     tensor is either whole on each rank, or a part of a larger tensor that is cut by rows. An inner
     tensor is a part if it is shorter in a slice ``[:n]`` of this rank's part of the DTensor.
     """
-    held, boxes = held_in(tensor), boxes_of(name, tensor)
+    part, boxes = held_in(tensor), boxes_of(name, tensor)
     leaves = dict(layer.leaves())
-    replicas = replicas_of(tensor, around)
+    replicas = replicas_of(tensor, unit_ranks)
     if len(boxes) == 1 and boxes[0].shape == tuple(tensor.shape):
-        return {path: Inside(leaf, replicas) for path, leaf in leaves.items()}
+        return {path: InnerTensor(leaf, replicas) for path, leaf in leaves.items()}
     if (
         len(boxes) != 1
-        or boxes[0].shape != tuple(held.shape)
+        or boxes[0].shape != tuple(part.shape)
         or boxes[0].shape[1:] != tuple(tensor.shape)[1:]
     ):
-        raise _refused(name, layer.kind, "which is not cut by rows into one part for each rank")
+        raise _refusal(name, layer.kind, "which is not cut by rows into one part for each rank")
     start, rows, whole = boxes[0].offsets[0], boxes[0].shape[0], tensor.shape[0]
-    cut = _cut_by_rows(name, layer)
-    found: dict[str, Inside] = {}
+    cut_paths = _cut_by_rows(name, layer)
+    sources: dict[str, InnerTensor] = {}
     for path, leaf in leaves.items():
-        if path not in cut:
-            found[path] = Inside(leaf, holders_of(tensor, around))
+        if path not in cut_paths:
+            sources[path] = InnerTensor(leaf, holders_of(tensor, unit_ranks))
             continue
-        at, length = leaf.shape[0] * start, leaf.shape[0] * whole
-        if at % rows or length % rows:
-            raise _refused(name, layer.kind, f"whose {path} is not cut in proportion to its rows")
-        box = ((at // rows, *[0] * (leaf.ndim - 1)), leaf)
+        offset, length = leaf.shape[0] * start, leaf.shape[0] * whole
+        if offset % rows or length % rows:
+            raise _refusal(name, layer.kind, f"whose {path} is not cut in proportion to its rows")
+        box = ((offset // rows, *[0] * (leaf.ndim - 1)), leaf)
         shape = (length // rows, *leaf.shape[1:])
-        found[path] = Inside(LocalShards(shape, [box], replicas, dtype=leaf.dtype))
-    return found
+        sources[path] = InnerTensor(LocalShards(shape, [box], replicas, dtype=leaf.dtype))
+    return sources
 
 
 def _cut_by_rows(name: str, layer: Layer) -> set[str]:
@@ -441,30 +443,30 @@ def _cut_by_rows(name: str, layer: Layer) -> set[str]:
     sliced only at the boundaries of blocks.
     """
     leaves = dict(layer.leaves())
-    for parts, piece in _slices(layer.held):
+    for parts, piece in _slices(layer.tensor):
         with suppress(Exception):  # A user's code may raise anything
             shapes = {
                 path: tuple(leaf.shape) for path, leaf in _layer(name, piece, _as_it_is).leaves()
             }
-            cut = {path for path in leaves if shapes[path] != tuple(leaves[path].shape)}
-            if cut and all(
+            cut_paths = {path for path in leaves if shapes[path] != tuple(leaves[path].shape)}
+            if cut_paths and all(
                 (shapes[path][0] * parts, *shapes[path][1:]) == tuple(leaves[path].shape)
-                for path in cut
+                for path in cut_paths
             ):
-                return cut
-    raise _refused(name, layer.kind, "which does not show by slices how it is cut")
+                return cut_paths
+    raise _refusal(name, layer.kind, "which does not show by slices how it is cut")
 
 
-def _slices(held: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield pairs of a number and a slice of the first rows of ``held``. The number says how many
-    slices of this length make up ``held``. Lengths that the class cannot slice are left out.
+def _slices(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield pairs of a number and a slice of the first rows of ``tensor``. The number says how many
+    slices of this length make up ``tensor``. Lengths that the class cannot slice are left out.
     """
-    rows = held.shape[0] if held.ndim else 0
+    rows = tensor.shape[0] if tensor.ndim else 0
     for parts in dict.fromkeys((*_prime_factors(rows), rows)):
         piece: torch.Tensor | None = None
         if parts > 1:
             with suppress(Exception), torch.no_grad():  # A user's code may raise anything
-                piece = torch.ops.aten.slice.Tensor(held, 0, 0, rows // parts)
+                piece = torch.ops.aten.slice.Tensor(tensor, 0, 0, rows // parts)
         if piece is not None:
             yield parts, piece
 
@@ -481,9 +483,9 @@ def _prime_factors(number: int) -> Iterator[int]:
         yield number
 
 
-def _refused(name: str, kind: str, why: str) -> UnsupportedValue:
+def _refusal(name: str, kind: str, reason: str) -> UnsupportedValue:
     return UnsupportedValue(
         name,
-        f"DTensor of {kind}, {why}",
+        f"DTensor of {kind}, {reason}",
         "save the tensors inside of it as DTensors of their own, or dequantise it first",
     )

@@ -25,7 +25,7 @@ from ckpt.adapters.walk.generators import GeneratorState, is_generator
 
 _log = logging.getLogger("ckpt")
 _GROUP: Final = "ckpt.adapters"
-_KNOWN: Final = (
+_NATIVE_TYPES: Final = (
     torch.Tensor, nn.Module, Optimizer, np.ndarray, Mapping, list, tuple, set, frozenset,
     str, bytes, int, float, complex, bool, type(None),
 )  # fmt: skip
@@ -35,26 +35,26 @@ Adapter = Callable[[object], object | None]
 
 @cache
 def _adapters() -> tuple[Adapter, ...]:
-    found: list[Adapter] = []
+    adapters: list[Adapter] = []
     for entry in entry_points(group=_GROUP):
         try:
-            found.append(cast(Adapter, entry.load()))
+            adapters.append(cast(Adapter, entry.load()))
         except Exception as error:  # noqa: BLE001 - another package's mistake must not cost a save
             _log.warning(
                 "ckpt: the adapter %r of %r cannot be loaded: %s", entry.name, entry.value, error
             )
-    return tuple(found)
+    return tuple(adapters)
 
 
-def adapted(value: Any) -> Any:
+def adapt(value: Any) -> Any:
     """Return the `GeneratorState` of a generator, or the object that the first adapter for
     ``value`` returns. Return ``value`` itself if no adapter supports it, or if ckpt needs none.
     """
-    if isinstance(value, _KNOWN):
+    if isinstance(value, _NATIVE_TYPES):
         return value
     if is_generator(value):
         return GeneratorState(value)
     for adapter in _adapters():
-        if (found := adapter(value)) is not None:
-            return found
+        if (stand_in := adapter(value)) is not None:
+            return stand_in
     return value

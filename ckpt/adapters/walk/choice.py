@@ -27,21 +27,21 @@ class Choice:
 
     def __init__(self, patterns: Patterns) -> None:
         self._patterns = patterns
-        self._known: dict[str, bool] = {}
-        self._used: set[str] = set()
+        self._decisions: dict[str, bool] = {}
+        self._matched_patterns: set[str] = set()
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def idle_patterns(self) -> tuple[str, ...]:
         """The patterns that have matched no name."""
-        given = (*(self._patterns.only or ()), *self._patterns.exclude)
-        return tuple(each for each in given if each not in self._used)
+        patterns = (*(self._patterns.only or ()), *self._patterns.exclude)
+        return tuple(pattern for pattern in patterns if pattern not in self._matched_patterns)
 
     @property
     def left_out(self) -> dict[str, Any]:
         """The patterns in the form in which the manifest's metadata keeps them; empty if the whole
         state is saved.
         """
-        return left_out(self._patterns, self._used)
+        return left_out(self._patterns, self._matched_patterns)
 
     def takes(self, name: str, parameter: str = "") -> bool:
         """Return True if ``name`` is saved.
@@ -51,11 +51,11 @@ class Choice:
         """
         if self._patterns is WHOLE:
             return True
-        if (known := self._known.get(name)) is None:
-            self._used.update(self._patterns.matches(name))
-            known = self._patterns.takes(name) and not self._patterns.excludes(parameter)
-            self._known[name] = known
-        return known
+        if (decision := self._decisions.get(name)) is None:
+            self._matched_patterns.update(self._patterns.matches(name))
+            decision = self._patterns.takes(name) and not self._patterns.excludes(parameter)
+            self._decisions[name] = decision
+        return decision
 
     def part_of(self, state: Mapping[Any, Any], path: str = "") -> Mapping[Any, Any]:
         """Return ``state``, the dict at ``path``, without the values that are not saved.
@@ -65,21 +65,21 @@ class Choice:
         """
         if self._patterns is WHOLE:
             return state
-        found: dict[Any, Any] = {}
+        part: dict[Any, Any] = {}
         if type(state) is OrderedDict:
-            found = OrderedDict()
-            vars(found).update(vars(state))  # A state dict has an attribute with module versions
+            part = OrderedDict()
+            vars(part).update(vars(state))  # A state dict has an attribute with module versions
         for key, value in state.items():
             name = join(path, key)
-            taken = self.takes(name)
-            if self._patterns.excludes(name) or not (taken or self._patterns.reaches(name)):
+            is_taken = self.takes(name)
+            if self._patterns.excludes(name) or not (is_taken or self._patterns.reaches(name)):
                 continue
             if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
-                found[key] = value
+                part[key] = value
             elif isinstance(value, dict) and type(value) in (dict, OrderedDict):
-                inside = self.part_of(value, name)
-                if inside or taken:
-                    found[key] = inside
-            elif taken:
-                found[key] = value
-        return found
+                inner_part = self.part_of(value, name)
+                if inner_part or is_taken:
+                    part[key] = inner_part
+            elif is_taken:
+                part[key] = value
+        return part

@@ -30,9 +30,9 @@ from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
-from ckpt.adapters.tensors.wrapped import apart, is_wrapper, kind_of
+from ckpt.adapters.tensors.wrapped import is_wrapper, kind_of, take_apart
 from ckpt.adapters.tensors.zero import Keeper, keeper_of
-from ckpt.adapters.walk.adapted import adapted
+from ckpt.adapters.walk.adapted import adapt
 from ckpt.adapters.walk.advice import advice_for
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.enum_members import plain_of
@@ -40,14 +40,14 @@ from ckpt.adapters.walk.items import ModuleItems, Part
 from ckpt.adapters.walk.last_walk import LastWalk, OptimizerItems, Structure
 from ckpt.adapters.walk.modules import (
     Parameters,
-    asked,
     check_optimizer,
     check_state,
     is_capturable,
     items_of,
     methods_beyond_step,
+    state_dict_errors,
     state_name,
-    unwrapped,
+    unwrap,
 )
 from ckpt.adapters.walk.objects import (
     check_mode,
@@ -60,7 +60,7 @@ from ckpt.adapters.walk.objects import (
 )
 from ckpt.adapters.walk.packing import after_state_dict, before_state_dict
 from ckpt.adapters.walk.registry import Registry
-from ckpt.adapters.walk.segments import Held, Segment, Table
+from ckpt.adapters.walk.segments import NamedTensor, Segment, Table
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.adapters.walk.views import views_of
 from ckpt.adapters.walk.wrappers import Wrappers, in_module, in_optimizer
@@ -87,7 +87,7 @@ _IN_OPTIMIZER: Final = (
 
 
 @dataclass(slots=True)
-class Collected:
+class WalkResult:
     """The result of a walk over a state, in the order of the walk.
 
     Attributes:
@@ -100,30 +100,30 @@ class Collected:
         tree: The tree of the state.
         per_rank: The path of each ``PerRank`` value -> the tree of the value on this rank.
         optimizers: The optimizers whose steps the fence must hold.
-        unused: The patterns that have matched no name.
+        idle_patterns: The patterns that have matched no name.
         left_out: The patterns in the form in which the manifest's metadata keeps them; empty if the
             whole state is saved.
     """
 
-    parts: list[Segment | Held] = field(default_factory=list[Segment | Held])
+    parts: list[Segment | NamedTensor] = field(default_factory=list[Segment | NamedTensor])
     tied: dict[str, str] = field(default_factory=dict[str, str])
     views: dict[str, View] = field(default_factory=dict[str, View])
     tree: Node = None
     per_rank: dict[str, Node] = field(default_factory=dict[str, Node])
     optimizers: list[Optimizer] = field(default_factory=list[Optimizer])
-    unused: tuple[str, ...] = ()
+    idle_patterns: tuple[str, ...] = ()
     left_out: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[NamedTensor]:
         """The tensors of all ``parts``, one by one."""
-        found: list[Held] = []
+        named_tensors: list[NamedTensor] = []
         for part in self.parts:
             if isinstance(part, Segment):
-                found += part.held
+                named_tensors += part.held
             else:
-                found.append(part)
-        return found
+                named_tensors.append(part)
+        return named_tensors
 
 
 def collect(
@@ -134,7 +134,7 @@ def collect(
     lasting: bool = False,
     captured: Collection[Optimizer] = (),
     patterns: Patterns = WHOLE,
-) -> Collected:
+) -> WalkResult:
     """Walk over ``state``, and return its tensors and its tree.
 
     The tensors in the result have the memory of the state. Only NumPy arrays that are not
@@ -167,7 +167,7 @@ def collect(
     check_mode(state, objects)
     look_again(objects)
     optimizers = _Optimizers(
-        [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)], captured
+        [unwrap(value) for _, value in objects if isinstance(value, Optimizer)], captured
     )
     modules = [
         (value, last_walk.items(path, value))
@@ -177,12 +177,12 @@ def collect(
     parameters = Parameters(modules)
     parameters.look_for(optimizers.all, walk_tensors(live))
     choice = last_walk.choice(patterns)
-    walk = _Walk(parameters, optimizers, choice, rank, last_walk, lasting=lasting)
+    walk = _Walk(parameters, optimizers, choice, rank, last_walk, is_lasting=lasting)
     walk.out.tree = {
         key: encode(value, join("", key), walk.other)
         for key, value in _string_keys(choice.part_of(state))
     }
-    walk.out.unused, walk.out.left_out = choice.unused, choice.left_out
+    walk.out.idle_patterns, walk.out.left_out = choice.idle_patterns, choice.left_out
     walk.out.views = views_of(walk.out.parts)
     return walk.out
 
@@ -206,13 +206,13 @@ class _Optimizers:
         """Return the identities (``id``) of the parameters of these optimizers. A parameter counts
         only if ``holds`` returns True for each optimizer that has it.
         """
-        late: set[int] = set()
+        late_ids: set[int] = set()
         eager: set[int] = set()
         for optimizer in self.all:
-            found = late if self.holds(optimizer) else eager
+            ids = late_ids if self.holds(optimizer) else eager
             for group in optimizer.param_groups:
-                found.update(map(id, group["params"]))
-        return late - eager
+                ids.update(map(id, group["params"]))
+        return late_ids - eager
 
 
 def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -230,12 +230,12 @@ def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]
     the optimizers among ``objects`` that no module holds, if they are in the dicts, lists and
     tuples of ``state``.
     """
-    found = Parameters(
+    parameters = Parameters(
         (value, items_of(path, value)) for path, value in objects if isinstance(value, nn.Module)
     )
-    optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
-    found.look_for(optimizers, walk_tensors(state))
-    return found
+    optimizers = [unwrap(value) for _, value in objects if isinstance(value, Optimizer)]
+    parameters.look_for(optimizers, walk_tensors(state))
+    return parameters
 
 
 class _Walk:
@@ -249,20 +249,22 @@ class _Walk:
         rank: int,
         last_walk: LastWalk,
         *,
-        lasting: bool,
+        is_lasting: bool,
     ) -> None:
-        self._lasting, self._optimizers, self._choice = lasting, optimizers, choice
+        self._is_lasting, self._optimizers, self._choice = is_lasting, optimizers, choice
         # Optimizers that the patterns leave out are fenced too, since their steps change parameters
         # that are saved.
         self._registry = Registry(last_walk.segments)
-        self.out = Collected(
+        self.out = WalkResult(
             self._registry.parts, self._registry.tied, optimizers=list(optimizers.all)
         )
         self._parameters, self._rank, self._last_walk = parameters, rank, last_walk
-        self._owned = optimizers.owned()
+        self._late_parameters = optimizers.owned()
         self._is_remade = False  # True inside of an object to which a restore may give new tensors
         self._modules: list[tuple[str, ModuleItems]] = []  # Those of the walk so far
-        self._alone = False  # True inside of a PerRank value, whose tensors no other rank has
+        self._is_in_per_rank = (
+            False  # True inside of a PerRank value, whose tensors no other rank has
+        )
 
     def other(self, value: object, path: str) -> Node:
         """Return the node of a value that is not plain. ``encode`` calls this method."""
@@ -280,7 +282,7 @@ class _Walk:
             case nn.Module():
                 return self._module(value, path)
             case Optimizer() if not declares_state(value):
-                return self._optimizer(unwrapped(value), path)
+                return self._optimizer(unwrap(value), path)
             case PerRank():
                 return self._per_rank(value, path)
             case torch.Size():
@@ -290,17 +292,17 @@ class _Walk:
             case _:
                 pass
         if not is_stateful(value):
-            value = adapted(value)
+            value = adapt(value)
         if is_stateful(value):
-            with asked(path, value):
-                kept = value.state_dict()  # type: ignore[attr-defined]
-            before = self._is_remade
-            self._is_remade = before or not declares_state(value)
+            with state_dict_errors(path, value):
+                content = value.state_dict()  # type: ignore[attr-defined]
+            was_remade = self._is_remade
+            self._is_remade = was_remade or not declares_state(value)
             hook = self.made if self._is_remade else self.other
             try:
-                return {"$": "object", "v": encode(kept, path, hook)}
+                return {"$": "object", "v": encode(content, path, hook)}
             finally:
-                self._is_remade = before
+                self._is_remade = was_remade
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedValue(path, kind, advice_for(value))
 
@@ -320,7 +322,7 @@ class _Walk:
             raise UnsupportedValue(
                 path, f"{kind} in a state_dict()", "give its own state_dict() there"
             )
-        if is_stateful(adapted(value)):
+        if is_stateful(adapt(value)):
             kind = f"{type(value).__qualname__} in a state_dict()"
             raise UnsupportedValue(
                 path, kind, advice_for(value) or "give its own state_dict() there"
@@ -339,9 +341,9 @@ class _Walk:
     def _tensor_node(self, path: str, tensor: torch.Tensor) -> Node:
         if not is_wrapper(tensor):
             return {"$": "tensor", "n": self._tensor(path, as_source(tensor))}
-        taken = apart(path, tensor)
-        inner = {f"{path}/{part}": inside for part, inside in taken.sources().items()}
-        return taken.layer.node(path, lambda name: self._tensor(name, *inner[name]))
+        parts = take_apart(path, tensor)
+        inner = {f"{path}/{part}": inner_tensor for part, inner_tensor in parts.sources().items()}
+        return parts.layer.node(path, lambda name: self._tensor(name, *inner[name]))
 
     def _tensor(self, name: str, tensor: Source, replicas: tuple[int, ...] = ()) -> str:
         """Register a tensor that belongs to no module or optimizer, and return the name under which
@@ -351,15 +353,15 @@ class _Walk:
         """
         # A tensor of this rank alone is never tied to another tensor, so that the stored names of
         # all other tensors are the same on all ranks.
-        if self._alone:
+        if self._is_in_per_rank:
             if isinstance(tensor, DTensor | LocalShards):
                 kind = type(tensor).__name__
                 raise UnsupportedValue(name, f"{kind} in a PerRank", "put it into the state itself")
             name = f"{name}@{self._rank}"
-            self._registry.add_untied(Held(name, tensor, late=False, replicas=()))
+            self._registry.add_untied(NamedTensor(name, tensor, late=False, replicas=()))
             return name
-        late = self._has_owner(tensor)
-        return self._registry.add(Held(name, tensor, late=late, replicas=replicas))
+        is_late = self._has_owner(tensor)
+        return self._registry.add(NamedTensor(name, tensor, late=is_late, replicas=replicas))
 
     def _has_owner(self, tensor: Source) -> bool:
         """Return True if ``tensor`` is a ``LocalShards`` with an ``owner``, and only the step of
@@ -367,8 +369,8 @@ class _Walk:
         """
         if not isinstance(tensor, LocalShards) or tensor.owner is None:
             return False
-        owner = unwrapped(tensor.owner)
-        if not any(known is owner for known in self.out.optimizers):
+        owner = unwrap(tensor.owner)
+        if not any(optimizer is owner for optimizer in self.out.optimizers):
             self.out.optimizers.append(owner)
         return self._optimizers.holds(owner)
 
@@ -383,12 +385,12 @@ class _Walk:
         ``PerRank`` value, or if the dict has a key that is no string or begins with '$', or a value
         that is neither a plain tensor nor ``LocalShards``. (Inside of an object to which a restore
         may give new tensors, ``LocalShards`` count as other values.) Unless the walk is
-        ``lasting``, it is also so if the dict has other tensors than in the last walk. These may be
-        temporary, and a segment would keep them alive.
+        ``is_lasting``, it is also so if the dict has other tensors than in the last walk. These may
+        be temporary, and a segment would keep them alive.
         """
         tensors = tuple(value.values())
-        known = PLAIN if self._is_remade else {*PLAIN, LocalShards}
-        if self._alone or not all(type(tensor) in known for tensor in tensors):
+        kinds = PLAIN if self._is_remade else {*PLAIN, LocalShards}
+        if self._is_in_per_rank or not all(type(tensor) in kinds for tensor in tensors):
             return None
         if not all(type(key) is str and not key.startswith("$") for key in value):
             return None
@@ -396,16 +398,18 @@ class _Walk:
         if table is None or not table.is_of(value, tensors):
             table = self._last_walk.tables[path] = Table(value, tensors)
             self._last_walk.segments.pop(path, None)
-            if not self._lasting:
+            if not self._is_lasting:
                 return None
 
-        late = list(map(self._has_owner, tensors))
+        late_flags = list(map(self._has_owner, tensors))
 
-        def named() -> Iterator[Held]:
-            for (key, tensor), is_late in zip(value.items(), late, strict=True):
-                yield Held(join(path, key), tensor, is_late, replicas=())
+        def make_tensors() -> Iterator[NamedTensor]:
+            for (key, tensor), is_late in zip(value.items(), late_flags, strict=True):
+                yield NamedTensor(join(path, key), tensor, is_late, replicas=())
 
-        segment = self._registry.add_segment(path, (*table.keys, *late), tensors, named)
+        segment = self._registry.add_segment(
+            path, (*table.keys, *late_flags), tensors, make_tensors
+        )
         if table.node is None or table.segment is not segment:
             names = [join(path, key) for key in value]
             table.node = {
@@ -418,7 +422,7 @@ class _Walk:
     # -- modules and optimizers --------------------------------------------------------------------
 
     def _module(self, module: nn.Module, path: str) -> Node:
-        if self._alone:
+        if self._is_in_per_rank:
             raise UnsupportedValue(
                 path, "module in a PerRank", "give it a name of its own on each rank"
             )
@@ -434,33 +438,33 @@ class _Walk:
         }
         wrappers = in_module(path, items, self._choice)
         values |= {name[len(path) + 1 :]: node for name, node in wrappers.nodes.items()}
-        late = list(map(self._owned.__contains__, map(id, items.tensors)))
+        late_flags = list(map(self._late_parameters.__contains__, map(id, items.tensors)))
 
-        def named() -> Iterator[Held]:
+        def make_tensors() -> Iterator[NamedTensor]:
             # All names of a tensor get the same source, so that ``_stored`` ties them.
-            made: dict[tuple[int, object], Source] = {}
-            rows = zip(items.held, items.tensors, late, strict=True)
+            sources: dict[tuple[int, object], Source] = {}
+            rows = zip(items.held, items.tensors, late_flags, strict=True)
             for index, (entry, tensor, is_late) in enumerate(rows):
                 name = f"{path}/{entry.fqn}"
                 if not self._choice.takes(name):
                     continue
-                source = made.setdefault(
+                source = sources.setdefault(
                     (id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor)
                 )
-                item = Held(name, source, is_late, entry.replicas, entry.left)
+                item = NamedTensor(name, source, is_late, entry.replicas, entry.left)
                 yield from wrappers.held(index, item)
 
-        key = (items, self._choice, *late, *wrappers.key)
-        self._registry.add_segment(path, key, wrappers.tensors, named, is_made=False)
+        key = (items, self._choice, *late_flags, *wrappers.key)
+        self._registry.add_segment(path, key, wrappers.tensors, make_tensors, is_made=False)
         node: Node = {"$": "module", "values": values}
         if items.left:
             node["left"] = dict.fromkeys(items.left, True)
         if items.versions is not None:
-            known = self._last_walk.versions.get(path)
-            if known is None or known[0] is not items:
-                made = encode(items.versions, f"{path}/versions", self.made)
-                known = self._last_walk.versions[path] = (items, made)
-            node["versions"] = known[1]
+            memo = self._last_walk.versions.get(path)
+            if memo is None or memo[0] is not items:
+                versions_node = encode(items.versions, f"{path}/versions", self.made)
+                memo = self._last_walk.versions[path] = (items, versions_node)
+            node["versions"] = memo[1]
         return node
 
     def _check_pieces(self, items: ModuleItems, path: str) -> None:
@@ -470,13 +474,16 @@ class _Walk:
         Pieces of two modules are not tied, since a rank that holds no element of a tensor cannot
         see whether they are. A restore into the same state would fail.
         """
-        for at, earlier in self._modules:
-            if both := items.pieced & earlier.pieced:
-                here, there = self._names(path, items, both), self._names(at, earlier, both)
-                if here and there:
+        for earlier_path, earlier in self._modules:
+            if common := items.piece_ids & earlier.piece_ids:
+                names, earlier_names = (
+                    self._names(path, items, common),
+                    self._names(earlier_path, earlier, common),
+                )
+                if names and earlier_names:
                     raise UnsupportedValue(
-                        here[0],
-                        f"part of a larger tensor that the state also has as {there[0]!r}",
+                        names[0],
+                        f"part of a larger tensor that the state also has as {earlier_names[0]!r}",
                         "put only one of the two modules into the state",
                     )
         self._modules.append((path, items))
@@ -489,7 +496,7 @@ class _Walk:
         return list(filter(self._choice.takes, names))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
-        if self._alone:
+        if self._is_in_per_rank:
             raise UnsupportedValue(
                 path, "optimizer in a PerRank", "give it a name of its own on each rank"
             )
@@ -498,10 +505,10 @@ class _Walk:
         before_state_dict(path, optimizer)
         keeper = keeper_of(path, optimizer)
         check_state(path, optimizer, keeper.state)
-        now = Structure(optimizer.param_groups, keeper.state)
-        items, wrappers = self._state_of(path, optimizer, keeper, now)
+        structure = Structure(optimizer.param_groups, keeper.state)
+        items, wrappers = self._state_of(path, optimizer, keeper, structure)
         state = wrappers.nodes | {
-            name: encode(now.values[index], name, partial(self.made, way=_IN_OPTIMIZER))
+            name: encode(structure.values[index], name, partial(self.made, way=_IN_OPTIMIZER))
             for index, name in items.others
         }
         settings, values = after_state_dict(path, optimizer, keeper.state)
@@ -516,37 +523,39 @@ class _Walk:
         return node
 
     def _state_of(
-        self, path: str, optimizer: Optimizer, keeper: Keeper, now: Structure
+        self, path: str, optimizer: Optimizer, keeper: Keeper, structure: Structure
     ) -> tuple[OptimizerItems, Wrappers]:
         """Register the tensors of an optimizer's state. Return their names, and the wrapper tensors
         among them.
         """
         # The fence does not hold an optimizer that is inside of an object of the state.
-        late = optimizer in self._optimizers.all and self._optimizers.holds(optimizer)
-        known = self._last_walk.optimizers.get(path)
-        if known is not None and known.is_of(keeper, self._parameters, now, self._choice):
-            wrappers = in_optimizer(path, known)
-            key = (late, known, *wrappers.key)
+        is_late = optimizer in self._optimizers.all and self._optimizers.holds(optimizer)
+        last_items = self._last_walk.optimizers.get(path)
+        if last_items is not None and last_items.is_of(
+            keeper, self._parameters, structure, self._choice
+        ):
+            wrappers = in_optimizer(path, last_items)
+            key = (is_late, last_items, *wrappers.key)
             if self._registry.add_known(path, key, wrappers.tensors):
-                return known, wrappers
+                return last_items, wrappers
         # The items are made again even if only the shape of a tensor has changed, since the tensor
         # may now belong to another part of a parameter.
-        items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
+        items = OptimizerItems(path, optimizer, keeper, self._parameters, structure, self._choice)
         self._last_walk.optimizers[path] = items
         wrappers = in_optimizer(path, items)
         is_flat = isinstance(optimizer, OptimizerStandIn)
         is_partial = keeper.own is not None
-        named = self._named(path, items, late, is_partial=is_partial, is_flat=is_flat)
+        tensors = self._state_tensors(path, items, is_late, is_partial=is_partial, is_flat=is_flat)
         candidates = (
-            each for index, item in enumerate(named) for each in wrappers.held(index, item)
+            inner for index, item in enumerate(tensors) for inner in wrappers.held(index, item)
         )
-        key = (late, items, *wrappers.key)
+        key = (is_late, items, *wrappers.key)
         self._registry.add_new(path, key, wrappers.tensors, candidates)
         return items, wrappers
 
-    def _named(
-        self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool, is_flat: bool
-    ) -> Iterator[Held]:
+    def _state_tensors(
+        self, path: str, items: OptimizerItems, is_late: bool, *, is_partial: bool, is_flat: bool
+    ) -> Iterator[NamedTensor]:
         """Yield the tensors of an optimizer's state with their names.
 
         ``is_partial`` is True if this rank keeps the state of some parameters only, and ``is_flat``
@@ -556,16 +565,18 @@ class _Walk:
         """
         for (part, key, parameter), tensor in zip(items.owners, items.tensors, strict=True):
             name = state_name(path, part.path, key)
-            alone = is_partial or part.piece is not None  # Not every rank has this tensor
-            replicas = () if alone else self._parameters.holders_of(parameter)
+            is_on_some_ranks = (
+                is_partial or part.piece is not None
+            )  # Not every rank has this tensor
+            replicas = () if is_on_some_ranks else self._parameters.holders_of(parameter)
             source = part.of(name, tensor)
-            untied = (is_flat or part.piece is not None) and isinstance(source, torch.Tensor)
-            yield Held(name, source, late, replicas, untied=untied)
+            is_untied = (is_flat or part.piece is not None) and isinstance(source, torch.Tensor)
+            yield NamedTensor(name, source, is_late, replicas, is_untied=is_untied)
 
     def _log_methods(self, optimizer: Optimizer) -> None:
         methods, kind = methods_beyond_step(optimizer), type(optimizer)
-        if methods and kind not in self._last_walk.logged:
-            self._last_walk.logged.add(kind)
+        if methods and kind not in self._last_walk.logged_types:
+            self._last_walk.logged_types.add(kind)
             _log.info(
                 "ckpt: %s has methods beyond step() (%s): its tensors are copied before "
                 "save_async returns",
@@ -589,11 +600,11 @@ class _Walk:
         ]
 
     def _per_rank(self, value: PerRank, path: str) -> Node:
-        if self._alone:
+        if self._is_in_per_rank:
             raise UnsupportedValue(path, "PerRank inside a PerRank", "one is enough")
-        self._alone = True
+        self._is_in_per_rank = True
         try:
             self.out.per_rank[path] = encode(value.value, path, self.other)
         finally:
-            self._alone = False
+            self._is_in_per_rank = False
         return {"$": "per_rank"}

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from ckpt.adapters.walk.stand_in import Checked
+from ckpt.adapters.walk.stand_in import Checkable
 from ckpt.errors import RestoreError
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -23,7 +23,7 @@ def is_generator(value: object) -> TypeGuard[Generator]:
     return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
 
 
-class GeneratorState(Checked):
+class GeneratorState(Checkable):
     """The present state of a generator, as an object with ``state_dict`` and ``load_state_dict``.
 
     The state is a plain value, and no tensor, so a save compares it between the ranks.

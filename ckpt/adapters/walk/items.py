@@ -101,7 +101,7 @@ class ModuleItems:
         held: The entries whose values are tensors.
         tensors: The values of ``held``.
         others: The entries whose values are no tensors.
-        pieced: The identity of each tensor that holds pieces of larger tensors.
+        piece_ids: The identity of each tensor that holds pieces of larger tensors.
         left: The canonical names of the items that are not saved.
         versions: The canonical name of each module inside -> the version, and other metadata, that
             its state dict has, unless it is ``FIRST_VERSION``. It is None if the state dict has no
@@ -114,15 +114,19 @@ class ModuleItems:
     held: tuple[Entry, ...] = field(init=False)
     tensors: tuple[Source, ...] = field(init=False)
     others: tuple[Entry, ...] = field(init=False)
-    pieced: frozenset[int] = field(init=False)
+    piece_ids: frozenset[int] = field(init=False)
     left: tuple[str, ...] = ()
     versions: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        held = tuple(entry for entry in self.entries if isinstance(entry.value, Source))
-        others = tuple(entry for entry in self.entries if not isinstance(entry.value, Source))
-        object.__setattr__(self, "held", held)
-        object.__setattr__(self, "tensors", tuple(entry.value for entry in held))
-        object.__setattr__(self, "others", others)
-        pieced = frozenset(id(entry.value) for entry in held if entry.piece is not None)
-        object.__setattr__(self, "pieced", pieced)
+        tensor_entries = tuple(entry for entry in self.entries if isinstance(entry.value, Source))
+        value_entries = tuple(
+            entry for entry in self.entries if not isinstance(entry.value, Source)
+        )
+        object.__setattr__(self, "held", tensor_entries)
+        object.__setattr__(self, "tensors", tuple(entry.value for entry in tensor_entries))
+        object.__setattr__(self, "others", value_entries)
+        piece_ids = frozenset(
+            id(entry.value) for entry in tensor_entries if entry.piece is not None
+        )
+        object.__setattr__(self, "piece_ids", piece_ids)

@@ -77,7 +77,7 @@ class LastWalk:
 
     def __init__(self) -> None:
         self.segments: dict[str, Segment] = {}
-        self.logged: set[type] = set()
+        self.logged_types: set[type] = set()
         self.tables: dict[str, Table] = {}
         self.modules: dict[str, _KnownModule] = {}
         self.optimizers: dict[str, OptimizerItems] = {}
@@ -98,29 +98,29 @@ class LastWalk:
         """
         if isinstance(module, ModuleStandIn):
             return module.items(path)
-        known = self.modules.get(path)
-        if known is not None and not known.is_of(module):
-            known = None
-        if known is not None and known.tree is not None and known.tree.still():
-            return known.items
+        record = self.modules.get(path)
+        if record is not None and not record.is_of(module):
+            record = None
+        if record is not None and record.tree is not None and record.tree.is_unchanged():
+            return record.items
         raw = raw_state(path, module)
         keys, values = tuple(raw), tuple(raw.values())
         parameters = dict(module.named_parameters())
         if (
-            known is None
-            or known.keys != keys
-            or known.tensors is None
-            or not all(map(is_, known.tensors, values))
-            or known.parameters.keys() != parameters.keys()
-            or not all(map(is_, known.parameters.values(), parameters.values()))
+            record is None
+            or record.keys != keys
+            or record.tensors is None
+            or not all(map(is_, record.tensors, values))
+            or record.parameters.keys() != parameters.keys()
+            or not all(map(is_, record.parameters.values(), parameters.values()))
         ):
             tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
             parts = declarations(tensors or ())
             items = items_of(path, module)
-            known = _KnownModule(module, keys, tensors, parameters, parts, items, tree=None)
-        tree = tree_of(module) if known.tensors is not None else None
-        self.modules[path] = known = known._replace(tree=tree)
-        return known.items
+            record = _KnownModule(module, keys, tensors, parameters, parts, items, tree=None)
+        tree = tree_of(module) if record.tensors is not None else None
+        self.modules[path] = record = record._replace(tree=tree)
+        return record.items
 
     def forget(self) -> None:
         """Forget all results, and release all tensors."""
@@ -159,17 +159,17 @@ class Structure:
         self.values: list[Any] = list(chain.from_iterable(map(_values, entries)))
         self.kinds = list(map(type, self.values))
 
-    def is_as(self, known: Structure, sources: Iterable[int]) -> bool:
-        """Return True if this structure is the same as ``known``.
+    def is_as(self, structure: Structure, sources: Iterable[int]) -> bool:
+        """Return True if this structure is the same as ``structure``.
 
         The values of the state at the indices ``sources`` must be the same objects. All other
         values need only have the same types.
         """
-        if self.sizes != known.sizes or self.kinds != known.kinds:
+        if self.sizes != structure.sizes or self.kinds != structure.kinds:
             return False
-        mine, theirs = self.values, known.values
-        return all(map(is_, self.objects, known.objects)) and all(
-            map(is_, map(mine.__getitem__, sources), map(theirs.__getitem__, sources))
+        own_values, values = self.values, structure.values
+        return all(map(is_, self.objects, structure.objects)) and all(
+            map(is_, map(own_values.__getitem__, sources), map(values.__getitem__, sources))
         )
 
 
@@ -203,12 +203,12 @@ class OptimizerItems:
     """
 
     __slots__ = (
-        "_alone",
         "_choice",
         "_items",
-        "_known",
+        "_loose",
         "_own",
         "_sources",
+        "_structure",
         "are_plain",
         "keys",
         "names",
@@ -224,14 +224,14 @@ class OptimizerItems:
         optimizer: Optimizer,
         keeper: Keeper,
         parameters: Parameters,
-        now: Structure,
+        structure: Structure,
         choice: Choice,
     ) -> None:
         check_owners(path, optimizer)
-        self._known, self._own, self._choice = now, keeper.own, choice
-        self._items, self._alone = parameters.items, dict(parameters.alone)
+        self._structure, self._own, self._choice = structure, keeper.own, choice
+        self._items, self._loose = parameters.items, dict(parameters.loose)
         self._sources = [
-            index for index, value in enumerate(now.values) if isinstance(value, Source)
+            index for index, value in enumerate(structure.values) if isinstance(value, Source)
         ]
         self.names: list[list[str]] = []
         self.owners: list[tuple[Part, object, Source]] = []
@@ -239,10 +239,10 @@ class OptimizerItems:
         self.others: list[tuple[int, str]] = []
         orders: dict[str, tuple[str, ...]] = {}
         places: dict[str, int] = {}
-        index_of, first = dict[int, int](), 0
+        index_of, position = dict[int, int](), 0
         for parameter, entry in keeper.state.items():
-            index_of[id(parameter)] = first
-            first += len(entry)
+            index_of[id(parameter)] = position
+            position += len(entry)
         groups = part_groups(optimizer, parameters)
         for group, all_parts in zip(optimizer.param_groups, groups, strict=True):
             group_parts = [
@@ -269,8 +269,11 @@ class OptimizerItems:
         self.plain = _plain_keys(self.owners, self.tensors)
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 
-    def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:
-        """Return True if this record still describes the optimizer, whose structure is ``now``.
+    def is_of(
+        self, keeper: Keeper, parameters: Parameters, structure: Structure, choice: Choice
+    ) -> bool:
+        """Return True if this record still describes the optimizer, whose structure is
+        ``structure``.
 
         All tensors must be the same objects, and all other values must have the same keys and
         types. These must be the same too: ``choice``, the items of the modules, the paths of the
@@ -279,7 +282,7 @@ class OptimizerItems:
         return (
             self._choice is choice
             and self._items == parameters.items
-            and self._alone == parameters.alone
+            and self._loose == parameters.loose
             and self._own == keeper.own
-            and now.is_as(self._known, self._sources)
+            and structure.is_as(self._structure, self._sources)
         )

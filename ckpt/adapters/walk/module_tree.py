@@ -28,7 +28,7 @@ _hooks: Final = itemgetter(*_HOOKS)
 _values: Final = methodcaller("values")
 _has_no_method: Final = methodcaller("isdisjoint", _METHODS)
 _methods: Final = attrgetter(*_METHODS)
-_INHERITED: Final = _methods(nn.Module)
+_MODULE_METHODS: Final = _methods(nn.Module)
 
 
 class ModuleTree:
@@ -41,8 +41,8 @@ class ModuleTree:
     __slots__ = (
         "_attributes",
         "_classes",
+        "_contents",
         "_dicts",
-        "_filled",
         "_kinds",
         "_modules",
         "_names",
@@ -65,19 +65,19 @@ class ModuleTree:
         self._sizes = list(map(len, self._tables))
         # Most tables are empty, and ``_sizes`` shows whether they stay empty. The contents of only
         # the other tables are compared.
-        self._filled = [table for table in self._tables if table]
-        self._dicts = [table for table in self._filled if not isinstance(table, set)]
-        self._names = list(chain.from_iterable(self._filled))
+        self._contents = [table for table in self._tables if table]
+        self._dicts = [table for table in self._contents if not isinstance(table, set)]
+        self._names = list(chain.from_iterable(self._contents))
         self._values = list(chain.from_iterable(map(_values, self._dicts)))
 
     def is_usual(self) -> bool:
         """Return True if all modules inherit their ``state_dict()``, have no hooks for it, and have
-        tables of the usual types. Only then the result of ``still`` is meaningful.
+        tables of the usual types. Only then the result of ``is_unchanged`` is meaningful.
         """
         hooks = chain.from_iterable(map(_hooks, self._attributes))
         return self._inherits() and _KINDS.issuperset(map(type, self._tables)) and not any(hooks)
 
-    def still(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return True if the tables hold the same objects as when they were recorded, so that
         ``state_dict()`` returns the same result as then.
         """
@@ -87,7 +87,7 @@ class ModuleTree:
                 and all(map(is_, map(_attributes, self._modules), self._attributes))
                 and all(map(is_, chain.from_iterable(map(_tables, self._attributes)), self._tables))
                 and list(map(len, self._tables)) == self._sizes
-                and all(map(is_, chain.from_iterable(self._filled), self._names))
+                and all(map(is_, chain.from_iterable(self._contents), self._names))
                 and all(map(is_, chain.from_iterable(map(_values, self._dicts)), self._values))
                 and self._inherits()
             )
@@ -96,7 +96,7 @@ class ModuleTree:
 
     def _inherits(self) -> bool:
         """Return True if no class and no module overrides a method in ``_METHODS``."""
-        return all(_methods(kind) == _INHERITED for kind in self._classes) and all(
+        return all(_methods(kind) == _MODULE_METHODS for kind in self._classes) and all(
             map(_has_no_method, map(dict.keys, self._attributes))
         )
 
@@ -106,14 +106,16 @@ def _modules_of(module: nn.Module) -> list[nn.Module]:
 
     ``Module.modules()`` is not used, since a class may override it.
     """
-    found = {id(module): module}
-    waiting = [module]
-    while waiting:
-        children = waiting.pop()._modules.values()
-        fresh = {id(each): each for each in children if each is not None and id(each) not in found}
-        found |= fresh
-        waiting += fresh.values()
-    return list(found.values())
+    modules = {id(module): module}
+    stack = [module]
+    while stack:
+        children = stack.pop()._modules.values()
+        fresh = {
+            id(child): child for child in children if child is not None and id(child) not in modules
+        }
+        modules |= fresh
+        stack += fresh.values()
+    return list(modules.values())
 
 
 def tree_of(module: nn.Module) -> ModuleTree | None:
@@ -121,7 +123,7 @@ def tree_of(module: nn.Module) -> ModuleTree | None:
     overrides its ``state_dict()``, has a hook for it, or has unusual tables.
     """
     try:
-        found = ModuleTree(module)
+        tree = ModuleTree(module)
     except KeyError:  # A module lacks one of the tables of ``nn.Module``
         return None
-    return found if found.is_usual() else None
+    return tree if tree.is_usual() else None

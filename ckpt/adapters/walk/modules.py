@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.declared import declared
+from ckpt.adapters.tensors.declared import declaration_of
 from ckpt.adapters.tensors.layout import (
     empty_in_order,
     empty_like_in_order,
@@ -36,7 +36,7 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.sharded import (
     check_hooks,
     flat_parameters,
-    gathered,
+    gathered_error,
     hookless_state,
     is_fsdp1,
     over_tensor_parallel,
@@ -57,37 +57,40 @@ OWN_STATE: Final = (
     "own. Under sharded parameters, let its load_state_dict() distribute the tensors first as the "
     "parameters are, since a restore makes whole ones"
 )
-PLACING: Final = ("capturable", "fused")
+PLACING_SETTINGS: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
-_WRAPPING: Final = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
+_WRAPPER_PACKAGES: Final = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
 """The packages whose wrappers of optimizers have no state of their own."""
 _DICT: Final = frozenset({dict})
 WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The children of wrapper modules, whose names a state dict may have inside of other names."""
 
 
-def unwrapped(optimizer: Any) -> Optimizer:
+def unwrap(optimizer: Any) -> Optimizer:
     """Return the optimizer inside of a wrapper that Accelerate or Lightning has made, or
     ``optimizer`` itself if it is no such wrapper.
 
     Such a wrapper has the same ``state`` and ``param_groups`` objects as the optimizer inside. A
     wrapper of another package may have these too, and more state beside them.
     """
-    found: Optimizer = optimizer
-    while (inner := _inner(found)) is not None and (
-        found.state is inner.state and found.param_groups is inner.param_groups
+    core: Optimizer = optimizer
+    while (inner := _inner(core)) is not None and (
+        core.state is inner.state and core.param_groups is inner.param_groups
     ):
-        found = inner
-    return found
+        core = inner
+    return core
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
-    if not any(each.__module__.partition(".")[0] in _WRAPPING for each in type(optimizer).__mro__):
+    if not any(
+        candidate.__module__.partition(".")[0] in _WRAPPER_PACKAGES
+        for candidate in type(optimizer).__mro__
+    ):
         return None
     # Accelerate keeps the inner one in the attribute ``optimizer``, and Lightning in
     # ``_optimizer``.
-    held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))
-    return next((each for each in held if isinstance(each, Optimizer)), None)
+    attributes = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))
+    return next((candidate for candidate in attributes if isinstance(candidate, Optimizer)), None)
 
 
 def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
@@ -114,11 +117,11 @@ def is_capturable(optimizer: Optimizer) -> bool:
 @cache
 def _own_methods(kind: type) -> tuple[str, ...]:
     unknown = [
-        each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "ckpt")
+        base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "ckpt")
     ]
-    named = {name: value for each in unknown for name, value in vars(each).items()}
+    members = {name: value for base in unknown for name, value in vars(base).items()}
     methods = (
-        name for name, value in named.items() if callable(value) or isinstance(value, classmethod)
+        name for name, value in members.items() if callable(value) or isinstance(value, classmethod)
     )
     return tuple(sorted(n for n in methods if not n.startswith("_") and not hasattr(Optimizer, n)))
 
@@ -143,31 +146,31 @@ def check_kind(path: str, optimizer: Optimizer) -> None:
         )
 
 
-def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
+def check_optimizer(path: str, optimizer: Optimizer, siblings: Sequence[Optimizer] = ()) -> None:
     """Raise ``UnsupportedValue`` if the optimizer at ``path`` may have state outside of its
     attributes ``state`` and ``param_groups``, or cannot be saved for the reason that ``check_kind``
     gives.
 
-    ``others`` are the optimizers that the state has under names of their own. The optimizer may
+    ``siblings`` are the optimizers that the state has under names of their own. The optimizer may
     hold these.
     """
     check_kind(path, optimizer)
     if is_zero(optimizer):
         return
-    for name, held in vars(optimizer).items():
-        inside = held if isinstance(held, list | tuple) else [held]
-        alone = [
-            each
-            for each in inside
-            if isinstance(each, Optimizer)
-            and each.state is not optimizer.state
-            and not any(each is other for other in others)
+    for name, value in vars(optimizer).items():
+        members = value if isinstance(value, list | tuple) else [value]
+        foreign = [
+            member
+            for member in members
+            if isinstance(member, Optimizer)
+            and member.state is not optimizer.state
+            and not any(member is candidate for candidate in siblings)
         ]
-        if alone:
+        if foreign:
             raise UnsupportedValue(
                 path,
                 f"{type(optimizer).__qualname__}, which holds another optimizer "
-                f"({type(alone[0]).__qualname__}) with state of its own",
+                f"({type(foreign[0]).__qualname__}) with state of its own",
                 f"put that one into the state as well, under a name of its own: .{name}",
             )
 
@@ -178,8 +181,8 @@ def check_owners(path: str, optimizer: Optimizer) -> None:
     """
     if is_zero(optimizer):
         return
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(key) not in known for key in optimizer.state):
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(id(key) not in ids for key in optimizer.state):
         kind = type(optimizer).__qualname__
         raise UnsupportedValue(path, f"{kind} with state that belongs to no parameter", OWN_STATE)
 
@@ -193,12 +196,12 @@ def check_state(path: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> No
             if not isinstance(values, dict):
                 check_owners(path, optimizer)
                 kind = type(optimizer).__qualname__
-                what = f"{kind} whose state of a parameter is a {type(values).__name__}"
-                raise UnsupportedValue(path, what, OWN_STATE)
+                description = f"{kind} whose state of a parameter is a {type(values).__name__}"
+                raise UnsupportedValue(path, description, OWN_STATE)
 
 
 @contextmanager
-def asked(path: str, value: object) -> Generator[None]:
+def state_dict_errors(path: str, value: object) -> Generator[None]:
     """Convert an error that the ``with`` block raises to an ``UnsupportedValue`` for ``value``,
     which is at ``path`` in the state.
 
@@ -228,7 +231,7 @@ def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
     Raises:
         UnsupportedValue: ``state_dict()`` fails, or a hook that does not run would add a value.
     """
-    with asked(path, module):
+    with state_dict_errors(path, module):
         state = hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
     if is_fsdp1(module):
         check_hooks(path, module, state)
@@ -247,7 +250,7 @@ def _entries(module: nn.Module, raw: Mapping[str, Any]) -> Iterator[Entry]:
     prefixes = _wrapper_prefixes(module)
     flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
     for key, value in raw.items():
-        for name, piece in flats.get(id(value), {"": declared(value)}).items():
+        for name, piece in flats.get(id(value), {"": declaration_of(value)}).items():
             yield Entry(
                 key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece
             )
@@ -263,13 +266,13 @@ def _wrapper_prefixes(module: nn.Module) -> list[str]:
     """Return the prefixes of the module's names that end with the insertion of a wrapper, such as
     ``block.module.``, longest first.
     """
-    found: list[str] = []
+    prefixes: list[str] = []
     for name, child in module.named_modules(remove_duplicate=False):
         lead = f"{name}." if name else ""
         if isinstance(child, DistributedDataParallel | DataParallel):
-            found.append(f"{lead}module.")
-        found += [f"{lead}{segment}." for segment in WRAPPERS if segment in child._modules]
-    return sorted(found, key=len, reverse=True)
+            prefixes.append(f"{lead}module.")
+        prefixes += [f"{lead}{segment}." for segment in WRAPPERS if segment in child._modules]
+    return sorted(prefixes, key=len, reverse=True)
 
 
 def _clean(key: str, prefixes: list[str]) -> str:
@@ -291,12 +294,12 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
     if isinstance(module, ModuleStandIn):
         return module.items(path)
     raw = raw_state(path, module)
-    shown = tuple(_entries(module, raw))
-    _check_fsdp1(path, module, {id(entry.value) for entry in shown})
-    found = tuple(_shared(module, (*shown, *_unlisted(module, shown))))
+    entries = tuple(_entries(module, raw))
+    _check_fsdp1(path, module, {id(entry.value) for entry in entries})
+    all_entries = tuple(_with_replicas(module, (*entries, *_unlisted_entries(module, entries))))
     parts: dict[int, dict[AnyPiece | None, Part]] = defaultdict(dict)
     holders: dict[int, tuple[int, ...]] = {}
-    for entry in found:
+    for entry in all_entries:
         if isinstance(value := entry.value, nn.Parameter):
             parts[id(value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
             ranks = (
@@ -306,7 +309,7 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
             )
             holders.setdefault(id(value), ranks)
     return ModuleItems(
-        entries=found[: len(shown)],
+        entries=all_entries[: len(entries)],
         parts={key: tuple(of.values()) for key, of in parts.items()},
         holders=holders,
         versions=_versions(module, raw),
@@ -321,13 +324,13 @@ def _versions(module: nn.Module, raw: Mapping[str, Any]) -> Mapping[str, Mapping
     if (metadata := vars(raw).get(VERSIONS) if hasattr(raw, "__dict__") else None) is None:
         return None
     name = canonical(module)
-    found = {name(f"{key}." if key else "").rstrip("."): of for key, of in metadata.items()}
-    return {fqn: of for fqn, of in found.items() if of != FIRST_VERSION}
+    by_name = {name(f"{key}." if key else "").rstrip("."): of for key, of in metadata.items()}
+    return {fqn: of for fqn, of in by_name.items() if of != FIRST_VERSION}
 
 
-def _unlisted(module: nn.Module, shown: Sequence[Entry]) -> Iterator[Entry]:
+def _unlisted_entries(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:
     """Yield an entry for each parameter of the module that its state dict, whose entries are
-    ``shown``, does not hold.
+    ``entries``, does not hold.
 
     A hook or a ``state_dict()`` of the module's own may save a parameter as other tensors. An
     optimizer has the parameter itself, so its state needs a name. A name that the state dict has
@@ -336,19 +339,19 @@ def _unlisted(module: nn.Module, shown: Sequence[Entry]) -> Iterator[Entry]:
     """
     if is_fsdp1(module):
         return
-    known = {id(entry.value) for entry in shown}
-    taken = {entry.fqn for entry in shown if isinstance(entry.value, nn.Parameter)}
+    ids = {id(entry.value) for entry in entries}
+    fqns = {entry.fqn for entry in entries if isinstance(entry.value, nn.Parameter)}
     name = canonical(module)
     for key, parameter in module.named_parameters():
-        if id(parameter) not in known and (fqn := name(key)) not in taken:
-            yield Entry(key=key, fqn=fqn, value=parameter, piece=declared(parameter))
+        if id(parameter) not in ids and (fqn := name(key)) not in fqns:
+            yield Entry(key=key, fqn=fqn, value=parameter, piece=declaration_of(parameter))
 
 
-def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
+def _check_fsdp1(path: str, module: nn.Module, ids: set[int]) -> None:
     """Raise ``UnsupportedValue`` if FSDP1 has gathered a flat parameter of the module, or has
     flattened DTensors.
 
-    ``found`` are the identities (``id``) of the values in the module's state dict.
+    ``ids`` are the identities (``id``) of the values in the module's state dict.
     """
     if not is_fsdp1(module):
         return
@@ -360,27 +363,27 @@ def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
             "take fully_shard() (FSDP2) instead, which can be combined with parallelize_module()",
         )
     for identity, pieces in flat_parameters(module).items():
-        if identity not in found:
+        if identity not in ids:
             key, piece = next(iter(pieces.items()))
-            raise gathered(f"{path}/{name(key or piece.fqn)}")
+            raise gathered_error(f"{path}/{name(key or piece.fqn)}")
 
 
-def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries ``found`` of ``module``, with ``replicas`` and ``left`` set if the unit of
-    the entry (see ``tensors.units``) determines them.
+def _with_replicas(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Yield the entries ``entries`` of ``module``, with ``replicas`` and ``left`` set if the unit
+    of the entry (see ``tensors.units``) determines them.
     """
     unit_of = units_of(module)
-    units = [unit_of(entry.key) for entry in found]
+    units = [unit_of(entry.key) for entry in entries]
     ranks = {unit: unit.ranks for unit in units}
     meshes = {
         (unit, id(entry.value.device_mesh)): entry.value
-        for entry, unit in zip(found, units, strict=True)
+        for entry, unit in zip(entries, units, strict=True)
         if isinstance(entry.value, DTensor)
     }
     for (unit, _), tensor in meshes.items():
         ranks[unit] = max(ranks[unit], mesh_ranks(tensor), key=len)
     buffers = {id(buffer) for buffer in module.buffers() if not isinstance(buffer, DTensor)}
-    for entry, unit in zip(found, units, strict=True):
+    for entry, unit in zip(entries, units, strict=True):
         is_buffer = id(entry.value) in buffers
         is_ignored = id(entry.value) in unit.ignored and (is_buffer or entry.value.requires_grad)
         if is_ignored or (not ranks[unit] and unit.is_first is None):
@@ -399,37 +402,37 @@ class Parameters:
 
     Attributes:
         items: The items of each module of the state.
-        alone: The identity (``id``) of each parameter that no module holds, and that is in a dict,
+        loose: The identity (``id``) of each parameter that no module holds, and that is in a dict,
             list or tuple of the state -> its path.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
         self._items = {id(module): items for module, items in modules}
         self.items = tuple(self._items.values())
-        self.alone: dict[int, str] = {}
+        self.loose: dict[int, str] = {}
 
     def look_for(
         self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Add to ``alone`` those parameters of ``optimizers`` that no module holds and that are
+        """Add to ``loose`` those parameters of ``optimizers`` that no module holds and that are
         among ``tensors``, the tensors in the dicts, lists and tuples of the state.
 
         A tensor in the state may be the parameter itself, or another tensor with the same memory,
         such as a tensor of a ``state_dict()``.
         """
         # A comparison of sets is fast, and each save looks up thousands of parameters.
-        held = set[int]().union(*(items.parts for items in self.items))
+        ids = set[int]().union(*(items.parts for items in self.items))
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        if all(held.issuperset(map(id, parameters)) for parameters in groups):
+        if all(ids.issuperset(map(id, parameters)) for parameters in groups):
             return
-        at: dict[int, list[torch.Tensor]] = defaultdict(list)
+        by_place: dict[int, list[torch.Tensor]] = defaultdict(list)
         for parameter in chain.from_iterable(groups):
-            if id(parameter) not in held and isinstance(parameter, torch.Tensor):
-                at[place_of(parameter)].append(parameter)
-        for path, tensor in tensors if at else ():
-            for parameter in at.get(place_of(tensor), ()):
+            if id(parameter) not in ids and isinstance(parameter, torch.Tensor):
+                by_place[place_of(parameter)].append(parameter)
+        for path, tensor in tensors if by_place else ():
+            for parameter in by_place.get(place_of(tensor), ()):
                 if tensor is parameter or (place_of(tensor) and same_view(tensor, parameter)):
-                    self.alone.setdefault(id(parameter), path)
+                    self.loose.setdefault(id(parameter), path)
 
     def in_module(self, parameter: Source) -> bool:
         """Return True if a module of the state holds the parameter."""
@@ -449,9 +452,9 @@ class Parameters:
         one part, whose name is made of ``group`` and ``position`` (see ``placeless``).
         """
         for items in self._items.values():
-            if found := items.parts.get(id(parameter)):
-                return found
-        return (Part(self.alone.get(id(parameter)) or placeless(group, position)),)
+            if parts := items.parts.get(id(parameter)):
+                return parts
+        return (Part(self.loose.get(id(parameter)) or placeless(group, position)),)
 
     def holders_of(self, parameter: Source) -> tuple[int, ...]:
         """Return the ranks that are known to have a parameter with the name of ``parameter``. The
@@ -490,48 +493,48 @@ def part_of(key: object) -> str:
     return state_name("", "", key)[2:]
 
 
-def fits(held: Any, saved: Tensor, piece: AnyPiece | None) -> bool:
-    """Return True if ``held``, the present value in an optimizer's state of a parameter (or of its
-    part ``piece``), has the dtype, the shape and the order of ``saved``, so that a restore can fill
-    it in place.
+def fits(present: Any, record: Tensor, piece: AnyPiece | None) -> bool:
+    """Return True if ``present``, the present value in an optimizer's state of a parameter (or of
+    its part ``piece``), has the dtype, the shape and the order of ``record``, so that a restore can
+    fill it in place.
     """
-    if not isinstance(held, torch.Tensor | LocalShards):
+    if not isinstance(present, torch.Tensor | LocalShards):
         return False
-    if held.dtype is not None and str(held.dtype) != f"torch.{saved.dtype}":
+    if present.dtype is not None and str(present.dtype) != f"torch.{record.dtype}":
         return False
-    if tuple(held.shape) == saved.shape:
-        return isinstance(held, LocalShards) or _has_order(held, saved.order)
+    if tuple(present.shape) == record.shape:
+        return isinstance(present, LocalShards) or _has_order(present, record.order)
     return (
         piece is not None
-        and isinstance(held, torch.Tensor)
-        and piece.fits(held)
-        and piece.shape == saved.shape
+        and isinstance(present, torch.Tensor)
+        and piece.fits(present)
+        and piece.shape == record.shape
     )
 
 
-def _has_order(held: torch.Tensor, order: tuple[int, ...]) -> bool:
-    memory = local(held)
+def _has_order(tensor: torch.Tensor, order: tuple[int, ...]) -> bool:
+    memory = local(tensor)
     return memory.numel() < 2 or order_of(memory) == order
 
 
-def in_present_order(saved: Tensor, weight: Tensor | None, parameter: Source) -> Tensor:
-    """Return ``saved``, a value of an optimizer's state, with the order that a restore gives it.
+def in_present_order(record: Tensor, weight: Tensor | None, parameter: Source) -> Tensor:
+    """Return ``record``, a value of an optimizer's state, with the order that a restore gives it.
 
     This is the saved order. But a value that was saved with the shape and the order of its
     parameter, ``weight``, gets the order that the parameter has now, since optimizers make their
     values like the parameters.
     """
-    like = weight is not None and (weight.shape, weight.order) == (saved.shape, saved.order)
-    if not like or not isinstance(parameter, torch.Tensor) or parameter.shape != saved.shape:
-        return saved
-    return msgspec.structs.replace(saved, order=order_of(local(parameter)))
+    like = weight is not None and (weight.shape, weight.order) == (record.shape, record.order)
+    if not like or not isinstance(parameter, torch.Tensor) or parameter.shape != record.shape:
+        return record
+    return msgspec.structs.replace(record, order=order_of(local(parameter)))
 
 
 def new_state(
     parameter: torch.Tensor,
     group: Mapping[str, Any],
     key: object,
-    saved: Tensor,
+    record: Tensor,
     piece: AnyPiece | None,
     *,
     is_plain: bool = False,
@@ -539,7 +542,7 @@ def new_state(
     """Return a new tensor for a value of an optimizer's state that does not exist yet.
 
     The tensor has the layout that the optimizer would choose. If the saved shape is that of the
-    parameter, this is the layout of the parameter, but with the order of ``saved``. Otherwise, and
+    parameter, this is the layout of the parameter, but with the order of ``record``. Otherwise, and
     always for the key ``step`` and with ``is_plain``, the tensor is plain. A tensor for ``step`` is
     on the CPU unless ``group`` is capturable or fused. Any other tensor is on the device of the
     parameter. The caller fills the tensor.
@@ -548,7 +551,7 @@ def new_state(
         parameter: The parameter that the value belongs to.
         group: The settings that the parameter group of the parameter has when the value is used.
         key: The key of the value in the state of the parameter.
-        saved: The tensor in the checkpoint.
+        record: The tensor in the checkpoint.
         piece: The piece of the saved parameter that ``parameter`` holds; None if it holds all.
         is_plain: True if the saved tensor was plain although its parameter was a DTensor.
 
@@ -556,22 +559,22 @@ def new_state(
         RestoreError: The parameter is a DTensor, and the saved tensor has another shape and at
             least one dimension, and ``is_plain`` is False.
     """
-    dtype = getattr(torch, saved.dtype)
-    if piece is not None and piece.shape == saved.shape and key != "step":
+    dtype = getattr(torch, record.dtype)
+    if piece is not None and piece.shape == record.shape and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
-    if tuple(parameter.shape) == saved.shape and key != "step" and not is_plain:
-        if not _has_order(parameter, saved.order):
-            return empty_like_in_order(parameter, saved.order, dtype)
+    if tuple(parameter.shape) == record.shape and key != "step" and not is_plain:
+        if not _has_order(parameter, record.order):
+            return empty_like_in_order(parameter, record.order, dtype)
         return torch.empty_like(
             parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False
         ).detach()
-    if isinstance(parameter, DTensor) and saved.shape != () and not is_plain:
+    if isinstance(parameter, DTensor) and record.shape != () and not is_plain:
         raise RestoreError(
-            f"{saved.name!r} has another shape than its sharded parameter: take one optimizer "
+            f"{record.name!r} has another shape than its sharded parameter: take one optimizer "
             "step before restoring, so that its layout is known"
         )
     device = parameter.device if is_on_device(key, group) else "cpu"
-    return empty_in_order(saved.shape, saved.order, dtype=dtype, device=device)
+    return empty_in_order(record.shape, record.order, dtype=dtype, device=device)
 
 
 def is_on_device(key: object, group: Mapping[str, Any]) -> bool:
@@ -579,4 +582,4 @@ def is_on_device(key: object, group: Mapping[str, Any]) -> bool:
     This is so unless the value is ``step``, and the parameter group ``group`` is neither capturable
     nor fused.
     """
-    return key != "step" or any(group.get(setting) for setting in PLACING)
+    return key != "step" or any(group.get(setting) for setting in PLACING_SETTINGS)

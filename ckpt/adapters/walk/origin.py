@@ -36,34 +36,34 @@ class StateMark:
 
     Args:
         state: The state.
-        most: The most tensors to remember of each module, and beside the modules; None for all.
+        limit: The most tensors to remember of each module, and beside the modules; None for all.
 
     Thread safety: only the training thread uses it.
     """
 
-    def __init__(self, state: object, most: int | None = None) -> None:
+    def __init__(self, state: object, limit: int | None = None) -> None:
         state = without_plain(state)
         modules = [value for _, value in walk_objects(state) if isinstance(value, nn.Module)]
         tensors = (tensor for _, tensor in walk_tensors(state))
         self._modules = tuple(map(weakref.ref, modules))
-        self._tensors = tuple(map(weakref.ref, islice(tensors, most)))
-        self._most = most
+        self._tensors = tuple(map(weakref.ref, islice(tensors, limit)))
+        self._limit = limit
 
-    def meets(self, other: StateMark) -> bool:
+    def meets(self, mark: StateMark) -> bool:
         """Return True if the two states are known to share memory."""
-        return not self.memory().isdisjoint(other.memory())
+        return not self.memory().isdisjoint(mark.memory())
 
-    def is_apart(self, other: StateMark) -> bool:
+    def is_apart(self, mark: StateMark) -> bool:
         """Return True if the tensors of both states still exist and share no memory."""
-        mine, theirs = self.memory(), other.memory()
-        return bool(mine and theirs) and mine.isdisjoint(theirs)
+        own, addresses = self.memory(), mark.memory()
+        return bool(own and addresses) and own.isdisjoint(addresses)
 
     def memory(self) -> frozenset[int]:
         """Return the addresses of the memory of those tensors that still exist."""
-        modules = [module for each in self._modules if (module := each()) is not None]
-        inside = (islice(chain(m.parameters(), m.buffers()), self._most) for m in modules)
-        tensors = [tensor for each in self._tensors if (tensor := each()) is not None]
-        return frozenset(map(_address, chain(*inside, tensors))) - {0}
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        module_tensors = (islice(chain(m.parameters(), m.buffers()), self._limit) for m in modules)
+        tensors = [tensor for ref in self._tensors if (tensor := ref()) is not None]
+        return frozenset(map(_address, chain(*module_tensors, tensors))) - {0}
 
 
 class Origin:
@@ -77,7 +77,7 @@ class Origin:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._saved: StateMark | None = None
+        self._last_mark: StateMark | None = None
         self._restores: list[tuple[StepRef, StateMark]] = []
         self._point: StepRef | None = None
         self._decisions = 0
@@ -104,8 +104,8 @@ class Origin:
             return is_first
         mark = StateMark(state)
         self._restores.append((ref, mark))
-        is_of_job = self._saved is None or not self._saved.is_apart(mark)
-        if self._saved is not None and self._coordinator.world_size > 1:
+        is_of_job = self._last_mark is None or not self._last_mark.is_apart(mark)
+        if self._last_mark is not None and self._coordinator.world_size > 1:
             is_of_job = self._agree(is_of_job)
         if is_of_job:
             self._point = ref
@@ -124,10 +124,12 @@ class Origin:
         """
         restores, self._restores = self._restores, []
         point, self._point = self._point, None
-        self._saved = StateMark(state, _SAMPLE)
-        mark = StateMark(state) if restores else self._saved
-        found = next((ref for ref, other in reversed(restores) if other.meets(mark)), point)
-        return found if found != point else None
+        self._last_mark = StateMark(state, _SAMPLE)
+        mark = StateMark(state) if restores else self._last_mark
+        origin = next(
+            (ref for ref, restored_mark in reversed(restores) if restored_mark.meets(mark)), point
+        )
+        return origin if origin != point else None
 
 
 def _address(tensor: torch.Tensor) -> int:

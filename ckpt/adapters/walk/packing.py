@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch.optim import Optimizer
 
 from ckpt.adapters.torch_private import optimizer_hooks
-from ckpt.adapters.walk.modules import OWN_STATE, asked
+from ckpt.adapters.walk.modules import OWN_STATE, state_dict_errors
 from ckpt.errors import UnsupportedValue
 
 _GROUPS: Final = "param_groups"
@@ -17,7 +17,7 @@ _PARAMETERS: Final = "params"
 _STATE: Final = "state"
 
 
-def packed(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[str, Any]:
+def pack(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the parameter groups of ``optimizer`` and ``state``, in the form of
     ``Optimizer.state_dict``: numbers take the place of the parameters.
 
@@ -41,7 +41,7 @@ def packed(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[str, Any]:
 
 def before_state_dict(path: str, optimizer: Optimizer) -> None:
     """Run the hooks that ``optimizer.state_dict()`` runs first. They may change the optimizer."""
-    with asked(path, optimizer):
+    with state_dict_errors(path, optimizer):
         for hook in optimizer_hooks(optimizer, "state_dict_pre"):
             hook(optimizer)
 
@@ -59,12 +59,12 @@ def after_state_dict(
     hooks = optimizer_hooks(optimizer, "state_dict_post")
     if not hooks:
         return optimizer.param_groups, {}
-    result = packed(optimizer, state)
-    with asked(path, optimizer):
+    result = pack(optimizer, state)
+    with state_dict_errors(path, optimizer):
         for hook in hooks:
-            changed = hook(optimizer, result)
-            result = result if changed is None else changed
-        is_same = _has_same_state(result, packed(optimizer, state))
+            new_result = hook(optimizer, result)
+            result = result if new_result is None else new_result
+        is_same = _has_same_state(result, pack(optimizer, state))
         values = {key: value for key, value in result.items() if key not in (_STATE, _GROUPS)}
     if not is_same:
         raise UnsupportedValue(
@@ -76,14 +76,14 @@ def after_state_dict(
     return result[_GROUPS], values
 
 
-def _has_same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _has_same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Return True if two results of ``packed`` have the same parameters, and the same objects as
     their state.
     """
-    groups, others = one[_GROUPS], other[_GROUPS]
-    state, values = one[_STATE], other[_STATE]
+    groups, groups_b = a[_GROUPS], b[_GROUPS]
+    state, values = a[_STATE], b[_STATE]
     return (
-        [group[_PARAMETERS] for group in groups] == [group[_PARAMETERS] for group in others]
+        [group[_PARAMETERS] for group in groups] == [group[_PARAMETERS] for group in groups_b]
         and state.keys() == values.keys()
         and all(
             state[number].keys() == values[number].keys()

@@ -19,8 +19,8 @@ import torch
 from ckpt.adapters.tensors.layout import Form, check_storage, form_of, leaf_of, local
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.zero import keeper_of
-from ckpt.adapters.walk.collect import Collected
-from ckpt.adapters.walk.segments import Held, Segment
+from ckpt.adapters.walk.collect import WalkResult
+from ckpt.adapters.walk.segments import NamedTensor, Segment
 from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box_index import BoxIndex
@@ -36,7 +36,7 @@ from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Batch, Check, Snapshot
 from ckpt.storage.tiers import OpenTier
 
-Part = Segment | Held
+Part = Segment | NamedTensor
 
 _SMALL_STATE_BYTES: Final = 512  # The size of a step counter and its entries in the header
 
@@ -56,7 +56,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Prepared:
+class PreparedPlan:
     """A save plan and the leaves that it was made for.
 
     Attributes:
@@ -85,9 +85,9 @@ class Prepared:
         """
         for slot in slots:
             with self.lock:
-                _, chosen = self._lay(slot, parts, overlap)
+                _, batches = self._lay(slot, parts, overlap)
                 if check == "sampled":
-                    for batch in chosen:
+                    for batch in batches:
                         batch.sample.build()
 
     def snapshot(
@@ -113,68 +113,75 @@ class Prepared:
             check: The ``check`` of ``SaveConfig``.
         """
         with self.lock:
-            image, chosen = self._lay(slot, parts, overlap)
-            return Snapshot(step, chosen, image.window(), check=check)
+            image, batches = self._lay(slot, parts, overlap)
+            return Snapshot(step, batches, image.window(), check=check)
 
     def _lay(self, slot: Slot, parts: Sequence[Part], overlap: bool) -> tuple[Image, list[Batch]]:
         """Return the image in ``slot``, and the copies of each of ``parts`` into it. The image and
         the copies of segments are kept with the slot.
         """
-        laid: tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]] | None = slot.laid.get(self)
-        if laid is None:
-            laid = slot.laid[self] = Image(self.plan, self.leaves, slot), {}
-        image, batches = laid
-        chosen: list[Batch] = []
-        first = 0
+        layout: tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]] | None = slot.laid.get(
+            self
+        )
+        if layout is None:
+            layout = slot.laid[self] = Image(self.plan, self.leaves, slot), {}
+        image, batches = layout
+        part_batches: list[Batch] = []
+        leaf_index = 0
         for index, part in enumerate(parts):
-            known = batches.get((index, overlap))
-            if known is None or known[0] is not part:
-                known = (part, self._batch(image, part, first, overlap))
+            entry = batches.get((index, overlap))
+            if entry is None or entry[0] is not part:
+                entry = (part, self._batch(image, part, leaf_index, overlap))
                 # A tensor outside of a segment may be temporary, so it is not kept alive.
                 if isinstance(part, Segment):
-                    batches[(index, overlap)] = known
-            chosen.append(known[1])
-            first += len(part.held) if isinstance(part, Segment) else 1
-        return image, chosen
+                    batches[(index, overlap)] = entry
+            part_batches.append(entry[1])
+            leaf_index += len(part.held) if isinstance(part, Segment) else 1
+        return image, part_batches
 
-    def _batch(self, image: Image, part: Part, first: int, overlap: bool) -> Batch:
-        """Return the copies of ``part`` into ``image``. ``first`` is the index of the first leaf of
-        the part.
+    def _batch(self, image: Image, part: Part, leaf_index: int, overlap: bool) -> Batch:
+        """Return the copies of ``part`` into ``image``. ``leaf_index`` is the index of the first
+        leaf of the part.
         """
         eager: list[Copy] = []
-        late: list[Copy] = []
+        late_copies: list[Copy] = []
         checks: list[Check] = []
         wrappers: list[tuple[str, torch.Tensor]] = []
-        for offset, (held, form) in enumerate(_forms(part)):
-            leaf = self.leaves[first + offset]
+        for offset, (entry, form) in enumerate(_forms(part)):
+            leaf = self.leaves[leaf_index + offset]
             # These tensors are aliases of the memory that the source has when the save is called.
             # If ``parameter.data = other`` replaces this memory during the copy, the old memory is
             # still copied.
             parts = form.memories(leaf.boxes)
             # A cached plan guarantees shapes, but not that the memory still exists.
             for memory in parts:
-                check_storage(held.name, memory)
-            is_late = overlap and held.late and all(map(_may_be_late, (*parts, *held.watched)))
-            for item, piece, region in self.by_leaf[first + offset]:
+                check_storage(entry.name, memory)
+            is_late = (
+                overlap and entry.late and all(map(_may_be_late, (*parts, *entry.outer_tensors)))
+            )
+            for item, piece, region in self.by_leaf[leaf_index + offset]:
                 memory = parts[piece]
                 source = copyable(memory, leaf.dtype)
                 source = source if region is None else source[region]
                 address = source.data_ptr()
-                (late if is_late else eager).extend(
-                    Copy(held.name, source, view, memory, end, cut, address)
+                (late_copies if is_late else eager).extend(
+                    Copy(entry.name, source, view, memory, end, cut, address)
                     for view, end, cut in image.targets(item, flat=source.is_contiguous())
                 )
             if is_late:
                 own = () if form.wrapper is None else (form.wrapper,)
-                wrappers += [(held.name, each) for each in (*own, *held.watched)]
+                wrappers += [(entry.name, outer) for outer in (*own, *entry.outer_tensors)]
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, tuple(parts), is_late))
         # The snapshot sorts the late copies of all batches together. This is fast if each batch is
         # sorted already.
-        late.sort(key=attrgetter("end"))
+        late_copies.sort(key=attrgetter("end"))
         return Batch(
-            eager=tuple(eager), late=tuple(late), checks=tuple(checks), wrappers=tuple(wrappers)
+            eager=tuple(eager),
+            late=tuple(late_copies),
+            checks=tuple(checks),
+            wrappers=tuple(wrappers),
         )
 
 
@@ -200,8 +207,8 @@ class PlanCache:
         # Even with "one", each node writes a copy of tensors below this size, such as counters and
         # buffers.
         self._from_bytes = SPLIT_FROM_BYTES if copies == "one" else float("inf")
-        self._known: list[Segment | Hashable] = []
-        self._prepared: Prepared | None = None
+        self._structure: list[Segment | Hashable] = []
+        self._plan: PreparedPlan | None = None
 
     @classmethod
     def of(cls, rank: int, config: SaveConfig, tiers: Sequence[OpenTier]) -> Self:
@@ -209,40 +216,40 @@ class PlanCache:
         node_of = next((tier.nodes.of for tier in tiers if tier.nodes), ())
         return cls(rank, config.chunk_bytes, node_of=node_of, copies=config.copies)
 
-    def prepare(self, collected: Collected) -> Prepared:
-        """Return the plan for ``collected``: the last plan if the structure is the same, else a new
-        one.
+    def prepare(self, walk_result: WalkResult) -> PreparedPlan:
+        """Return the plan for ``walk_result``: the last plan if the structure is the same, else a
+        new one.
 
         Raises:
             UnsupportedValue: A tensor cannot be saved, or two tensors have the same name. The error
                 has the name.
             StagingError: A device of the tensors is capturing a graph.
         """
-        found = [
+        structure = [
             part if isinstance(part, Segment) else _signature(part, form_of(part.tensor))
-            for part in collected.parts
+            for part in walk_result.parts
         ]
-        if self._prepared is None or not _same_structure(self._known, found):
-            self._prepared = self._new(collected.held)
-        self._known = found
-        refuse_capture(self._prepared.devices, "save_async")
-        return self._prepared
+        if self._plan is None or not _same_structure(self._structure, structure):
+            self._plan = self._new(walk_result.held)
+        self._structure = structure
+        refuse_capture(self._plan.devices, "save_async")
+        return self._plan
 
     def forget(self) -> None:
         """Forget the plan and the tensors. The slots then drop the copies that they keep for it."""
-        self._prepared = None
-        self._known = []
+        self._plan = None
+        self._structure = []
 
-    def _new(self, held: Sequence[Held]) -> Prepared:
+    def _new(self, tensors: Sequence[NamedTensor]) -> PreparedPlan:
         names: set[str] = set()
-        for item in held:
+        for item in tensors:
             if item.name in names:
                 raise UnsupportedValue(
                     item.name, "name that two values share", "rename one of them"
                 )
             check_name(item.name, item.name)
             names.add(item.name)
-        leaves = tuple(self._leaf(item) for item in held)
+        leaves = tuple(self._leaf(item) for item in tensors)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
         by_leaf: list[list[_Place]] = [[] for _ in leaves]
         regions = [BoxIndex(leaf.boxes) for leaf in leaves]
@@ -254,73 +261,69 @@ class PlanCache:
                 whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append(_Place(index, piece, region))
-        return Prepared(
-            leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)), devices=_devices(held)
+        return PreparedPlan(
+            leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)), devices=_devices(tensors)
         )
 
-    def _leaf(self, held: Held) -> Leaf:
-        leaf = leaf_of(held.name, held.tensor, () if held.left else held.replicas)
-        is_own = isinstance(held.tensor, LocalShards)
+    def _leaf(self, item: NamedTensor) -> Leaf:
+        leaf = leaf_of(item.name, item.tensor, () if item.left else item.replicas)
+        is_own = isinstance(item.tensor, LocalShards)
         if is_own and leaf.replicas and self._rank not in leaf.replicas:
             raise UnsupportedValue(
-                held.name,
+                item.name,
                 f"LocalShards whose replicas lack this rank ({self._rank})",
                 "give the numbers of all ranks that hold the same shards",
             )
         node_of = self._node_of if leaf.nbytes < self._from_bytes else ()
         if len(leaf.boxes) > BOXES_PER_RANK:
             raise UnsupportedValue(
-                held.name,
+                item.name,
                 f"tensor in {len(leaf.boxes)} parts on one rank, of which ckpt stores at most "
                 f"{BOXES_PER_RANK}",
                 "join parts that are next to each other, or put them into several tensors",
             )
-        if held.left:
-            return nonwriter_leaf(leaf, held.replicas, self._rank, node_of)
+        if item.left:
+            return nonwriter_leaf(leaf, item.replicas, self._rank, node_of)
         return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
 
 
-def _same_structure(
-    before: Sequence[Segment | Hashable], now: Sequence[Segment | Hashable]
-) -> bool:
-    if len(before) == len(now) and all(
-        one is two or one == two for one, two in zip(before, now, strict=True)
-    ):
+def _same_structure(old: Sequence[Segment | Hashable], new: Sequence[Segment | Hashable]) -> bool:
+    if len(old) == len(new) and all(a is b or a == b for a, b in zip(old, new, strict=True)):
         return True
-    return _flat(before) == _flat(now)
+    return _flat(old) == _flat(new)
 
 
 def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
-    found: list[Hashable] = []
+    signatures: list[Hashable] = []
     for part in parts:
-        found += (
+        signatures += (
             [_signature(*pair) for pair in _forms(part)] if isinstance(part, Segment) else [part]
         )
-    return found
+    return signatures
 
 
-def _forms(part: Part) -> Iterable[tuple[Held, Form]]:
+def _forms(part: Part) -> Iterable[tuple[NamedTensor, Form]]:
     """Return each tensor of ``part`` with its form."""
     if isinstance(part, Segment):
         return zip(part.held, part.forms, strict=True)
     return [(part, form_of(part.tensor))]
 
 
-def _signature(held: Held, form: Form) -> Hashable:
-    return (held.name, form.signature, held.replicas, held.left)
+def _signature(item: NamedTensor, form: Form) -> Hashable:
+    return (item.name, form.signature, item.replicas, item.left)
 
 
-def growth_of(collected: Collected, leaves: Sequence[Leaf]) -> int:
+def growth_of(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
     """Return an estimate of how many bytes this rank's image grows by when the optimizers make
     their first step.
 
     The settings of an optimizer show how many tensors it probably keeps for a parameter.
     ``leaves`` are those of ``collected.held``, in the same order.
     """
-    pairs = zip(collected.held, leaves, strict=True)
-    shares = {id(held.tensor): len(leaf.replicas) or 1 for held, leaf in pairs}
+    pairs = zip(walk_result.held, leaves, strict=True)
+    shares = {id(item.tensor): len(leaf.replicas) or 1 for item, leaf in pairs}
     growth = 0
-    for optimizer in collected.optimizers:
+    for optimizer in walk_result.optimizers:
         keeper = keeper_of("", optimizer)
         for group in optimizer.param_groups:
             copies = (
@@ -358,11 +361,11 @@ def _may_be_late(memory: torch.Tensor) -> bool:
     )
 
 
-def _devices(held: Iterable[Held]) -> Devices:
-    sources = (item.tensor for item in held)
-    found = {
+def _devices(items: Iterable[NamedTensor]) -> Devices:
+    sources = (item.tensor for item in items)
+    devices = {
         part.device
         for source in sources
         for part in (source.tensors if isinstance(source, LocalShards) else (local(source),))
     }
-    return tuple(sorted((device for device in found if device.type != "cpu"), key=str))
+    return tuple(sorted((device for device in devices if device.type != "cpu"), key=str))

@@ -9,7 +9,7 @@ import torch
 
 from ckpt.adapters.tensors.layout import check_initialized
 from ckpt.adapters.tensors.local_shards import Source
-from ckpt.adapters.walk.segments import At, Held, Segment, place_of, same_view
+from ckpt.adapters.walk.segments import NamedTensor, Segment, TensorsByAddress, place_of, same_view
 from ckpt.model.values import check_name
 
 
@@ -29,32 +29,34 @@ class Registry:
         """``segments`` has the segment of the last walk for each path. The registry replaces those
         that have changed.
         """
-        self.parts: list[Segment | Held] = []
+        self.parts: list[Segment | NamedTensor] = []
         self.tied: dict[str, str] = {}
         self._segments: Final = segments
-        self._seen: dict[int, str] = {}
-        self._at: At = {}
-        self._unread: list[Segment] = []  # Segments that are not yet in ``_seen`` and ``_at``
+        self._names_by_id: dict[int, str] = {}
+        self._by_address: TensorsByAddress = {}
+        self._pending: list[
+            Segment
+        ] = []  # Segments that are not yet in ``_names_by_id`` and ``_by_address``
 
-    def add_untied(self, item: Held) -> None:
+    def add_untied(self, item: NamedTensor) -> None:
         """Register a tensor that is never tied to another one."""
         self.parts.append(item)
 
-    def add(self, item: Held) -> str:
+    def add(self, item: NamedTensor) -> str:
         """Register a tensor, and return the name under which its bytes are stored."""
-        stored = self._stored(item.name, item.tensor, self._seen, self._at)
-        if stored == item.name:
+        stored_name = self._stored_name(item.name, item.tensor, self._names_by_id, self._by_address)
+        if stored_name == item.name:
             self.parts.append(item)
         else:
-            self.tied[item.name] = stored
-        return stored
+            self.tied[item.name] = stored_name
+        return stored_name
 
     def add_segment(
         self,
         path: str,
         key: Sequence[object],
         tensors: Sequence[Source],
-        make: Callable[[], Iterator[Held]],
+        make: Callable[[], Iterator[NamedTensor]],
         *,
         is_made: bool = True,
     ) -> Segment:
@@ -64,8 +66,8 @@ class Registry:
         It is the segment of the last walk if that can be used again (see ``add_known``). Otherwise
         it is a new one with the tensors that ``make`` yields.
         """
-        known = self.add_known(path, key, tensors)
-        return known or self.add_new(path, key, tensors, make(), is_made=is_made)
+        segment = self.add_known(path, key, tensors)
+        return segment or self.add_new(path, key, tensors, make(), is_made=is_made)
 
     def add_known(
         self, path: str, key: Sequence[object], tensors: Sequence[Source]
@@ -77,19 +79,19 @@ class Registry:
         tensor of this walk is the same object as one of the segment, or is at the same address.
         """
         segment = self._segments.get(path)
-        if segment is None or not segment.closed or not segment.still(key, tensors):
+        if segment is None or not segment.closed or not segment.is_unchanged(key, tensors):
             return None
-        before = self._segments_before()
+        earlier = self._segments_before()
         # Segments compare by identity. If the segments before this one are the same as in the last
         # walk, they are known to share no memory with this one.
-        if before is None or before != segment.apart_from:
+        if earlier is None or earlier != segment.apart_from:
             self._read()
             if not (
-                self._seen.keys().isdisjoint(segment.seen)
-                and self._at.keys().isdisjoint(segment.at)
+                self._names_by_id.keys().isdisjoint(segment.seen)
+                and self._by_address.keys().isdisjoint(segment.at)
             ):
                 return None
-            segment.apart_from = before
+            segment.apart_from = earlier
         return self._add(path, segment)
 
     def add_new(
@@ -97,37 +99,39 @@ class Registry:
         path: str,
         key: Sequence[object],
         tensors: Sequence[Source],
-        candidates: Iterator[Held],
+        candidates: Iterator[NamedTensor],
         *,
         is_made: bool = True,
     ) -> Segment:
         """Register a new segment of ``candidates`` at ``path``, and return it."""
-        held: list[Held] = []
-        tied: dict[str, str] = {}
-        seen: dict[int, str] = {}
-        at: At = {}
+        named_tensors: list[NamedTensor] = []
+        ties: dict[str, str] = {}
+        names_by_id: dict[int, str] = {}
+        by_address: TensorsByAddress = {}
         for item in candidates:
-            if item.untied:
-                held.append(item)
+            if item.is_untied:
+                named_tensors.append(item)
                 continue
-            stored = self._stored(item.name, item.tensor, seen, at)
-            if stored == item.name:
-                held.append(item)
+            stored_name = self._stored_name(item.name, item.tensor, names_by_id, by_address)
+            if stored_name == item.name:
+                named_tensors.append(item)
             else:
                 check_name(item.name, item.name)  # A save plan checks the names of all others
-                tied[item.name] = stored
-        self._read()  # ``_stored`` has not called this method if there are no candidates
+                ties[item.name] = stored_name
+        self._read()  # ``_stored_name`` has not called this method if there are no candidates
         # A later call of ``_read`` replaces the list at each of these addresses by the list of this
         # segment. So this list must have the earlier tensors too.
-        for address in at.keys() & self._at.keys():
-            at[address] = [*self._at[address], *at[address]]
-        segment = Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
+        for address in by_address.keys() & self._by_address.keys():
+            by_address[address] = [*self._by_address[address], *by_address[address]]
+        segment = Segment(
+            key, tensors, held=named_tensors, tied=ties, seen=names_by_id, at=by_address
+        )
         segment.is_made = is_made
         return self._add(path, segment)
 
     def _add(self, path: str, segment: Segment) -> Segment:
         self._segments[path] = segment
-        self._unread.append(segment)
+        self._pending.append(segment)
         self.tied.update(segment.tied)
         self.parts.append(segment)
         return segment
@@ -136,42 +140,54 @@ class Registry:
         """Return the segments that were registered so far, or None if other tensors were registered
         too.
         """
-        found = [part for part in self.parts if isinstance(part, Segment)]
-        return found if len(found) == len(self.parts) else None
+        segments = [part for part in self.parts if isinstance(part, Segment)]
+        return segments if len(segments) == len(self.parts) else None
 
     def _read(self) -> None:
-        """Add the tensors of all segments so far to ``_seen`` and ``_at``.
+        """Add the tensors of all segments so far to ``_names_by_id`` and ``_by_address``.
 
         The registry calls this method as late as possible, since it needs neither table if the walk
         takes all segments of the last walk in the same order.
         """
-        for segment in self._unread:
-            self._seen.update(segment.seen)
-            self._at.update(segment.at)
-        self._unread.clear()
+        for segment in self._pending:
+            self._names_by_id.update(segment.seen)
+            self._by_address.update(segment.at)
+        self._pending.clear()
 
-    def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
+    def _stored_name(
+        self, name: str, tensor: Source, names_by_id: dict[int, str], by_address: TensorsByAddress
+    ) -> str:
         """Return the name under which the bytes of ``tensor`` are stored: ``name``, or that of an
         earlier tensor to which it is tied.
 
-        ``seen`` and ``at`` are ``_seen`` and ``_at`` of this registry, or the tables of a segment
-        that is being built. The call adds the tensor to them if it is stored under ``name``. The
-        result of the walk keeps such a tensor alive, so no other tensor can have the same identity.
+        ``names_by_id`` and ``by_address`` are ``_names_by_id`` and ``_by_address`` of this
+        registry, or the tables of a segment that is being built. The call adds the tensor to them
+        if it is stored under ``name``. The result of the walk keeps such a tensor alive, so no
+        other tensor can have the same identity.
         """
         check_initialized(name, tensor)
         self._read()
-        stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
-        if stored is None:
-            stored = name
+        stored_name = self._names_by_id.get(id(tensor)) or names_by_id.get(id(tensor))
+        if stored_name is None:
+            stored_name = name
             if isinstance(tensor, torch.Tensor) and (address := place_of(tensor)):
-                others = (
-                    [*self._at.get(address, ()), *at.get(address, ())]
-                    if at is not self._at
-                    else at.get(address, [])
+                candidates = (
+                    [*self._by_address.get(address, ()), *by_address.get(address, ())]
+                    if by_address is not self._by_address
+                    else by_address.get(address, [])
                 )
-                stored = next((known for other, known in others if same_view(other, tensor)), name)
-                if stored == name:
-                    at.setdefault(address, []).append((tensor, name))
-            if stored == name:  # A tied tensor may be freed, and another one may get its identity
-                seen[id(tensor)] = name
-        return stored
+                stored_name = next(
+                    (
+                        earlier_name
+                        for earlier, earlier_name in candidates
+                        if same_view(earlier, tensor)
+                    ),
+                    name,
+                )
+                if stored_name == name:
+                    by_address.setdefault(address, []).append((tensor, name))
+            if (
+                stored_name == name
+            ):  # A tied tensor may be freed, and another one may get its identity
+                names_by_id[id(tensor)] = name
+        return stored_name

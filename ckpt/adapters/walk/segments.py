@@ -25,7 +25,7 @@ from ckpt.adapters.torch_private import guards_of, storage_identity
 
 
 # A walk makes thousands of these objects, and a frozen dataclass takes four times as long to make.
-class Held(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor of the state, with its name.
 
     Attributes:
@@ -36,8 +36,10 @@ class Held(NamedTuple):
             is a DTensor, the ``around`` of ``layout.replicas_of``.
         left: True if another of ``replicas`` saves the tensor and this rank does not. The values on
             the two ranks may differ.
-        watched: The wrapper tensors around the tensor. They have version counters of their own.
-        untied: True if the tensor is stored under its own name even if another one has its memory.
+        outer_tensors: The wrapper tensors around the tensor. They have version counters of their
+            own.
+        is_untied: True if the tensor is stored under its own name even if another one has its
+            memory.
     """
 
     name: str
@@ -45,11 +47,11 @@ class Held(NamedTuple):
     late: bool
     replicas: tuple[int, ...]
     left: bool = False
-    watched: tuple[torch.Tensor, ...] = ()
-    untied: bool = False
+    outer_tensors: tuple[torch.Tensor, ...] = ()
+    is_untied: bool = False
 
 
-At = dict[int, list[tuple[torch.Tensor, str]]]
+TensorsByAddress = dict[int, list[tuple[torch.Tensor, str]]]
 """The address of memory -> the tensors at this address, each with the name under which its bytes
 are stored.
 """
@@ -93,10 +95,10 @@ class Segment:
         key: Sequence[object],
         tensors: Sequence[Source],
         *,
-        held: Sequence[Held],
+        held: Sequence[NamedTensor],
         tied: Mapping[str, str],
         seen: Mapping[int, str],
-        at: At,
+        at: TensorsByAddress,
     ) -> None:
         self.held, self.tied, self.seen, self.at = tuple(held), dict(tied), dict(seen), at
         self.closed = {item.name for item in held}.issuperset(tied.values())
@@ -107,7 +109,7 @@ class Segment:
         self._facts = Facts(self._tensors)
         self.forms = tuple(form_of(item.tensor) for item in self.held)
 
-    def still(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
+    def is_unchanged(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
         """Return True if ``key`` equals that of this segment, and ``tensors`` are the same objects
         with the same memory and form.
         """
@@ -115,7 +117,7 @@ class Segment:
             len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
             and self._key == tuple(key)
-            and self._facts.still(tensors)
+            and self._facts.is_unchanged(tensors)
         )
 
 
@@ -184,7 +186,7 @@ class Facts:
             return
         self._kinds = kinds
 
-    def still(self, tensors: Sequence[Source]) -> bool:
+    def is_unchanged(self, tensors: Sequence[Source]) -> bool:
         """Return True if ``tensors`` have the recorded properties now. Return False if a tensor is
         of a kind that cannot be compared.
         """
@@ -204,7 +206,7 @@ class Facts:
             return False
 
     def _are_alike(self, memories: Sequence[torch.Tensor]) -> bool:
-        alike = (
+        is_same = (
             all(map(eq, map(torch.Tensor.size, memories), self._sizes))
             and all(map(eq, map(torch.Tensor.stride, memories), self._strides))
             and all(map(is_, map(_dtype, memories), self._dtypes))
@@ -213,9 +215,9 @@ class Facts:
         )
         # The guards also compare properties that do not matter here, such as whether a tensor
         # requires a gradient. If only these have changed, the guards are made again.
-        if alike:
+        if is_same:
             self._guards = guards_of(memories)
-        return alike
+        return is_same
 
 
 def _memories(
@@ -271,19 +273,19 @@ def place_of(tensor: Source) -> int:
     return 0
 
 
-def same_view(one: torch.Tensor, two: torch.Tensor) -> bool:
+def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors at the same address have the same elements.
 
     A tensor that is lazily conjugated or negated has the same memory as the original, but other
     values.
     """
-    if isinstance(one, DTensor) or isinstance(two, DTensor):
-        if not (isinstance(one, DTensor) and isinstance(two, DTensor)) or one._spec != two._spec:
+    if isinstance(a, DTensor) or isinstance(b, DTensor):
+        if not (isinstance(a, DTensor) and isinstance(b, DTensor)) or a._spec != b._spec:
             return False
-        one, two = one._local_tensor, two._local_tensor
+        a, b = a._local_tensor, b._local_tensor
     return (
-        (one.dtype, one.shape, one.device) == (two.dtype, two.shape, two.device)
-        and one.stride() == two.stride()
-        and one.is_conj() == two.is_conj()
-        and one.is_neg() == two.is_neg()
+        (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+        and a.stride() == b.stride()
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
     )

@@ -40,7 +40,7 @@ class StandIn(ABC):
         """
 
 
-class Refilled(ABC):
+class Refillable(ABC):
     """The base class of objects that give a restore other tensors to fill than those of their
     ``state_dict()``.
 
@@ -54,7 +54,7 @@ class Refilled(ABC):
         """
 
 
-class Checked(ABC):
+class Checkable(ABC):
     """The base class of objects that check a saved ``state_dict()``, and may refuse it before the
     restore changes anything.
     """

@@ -45,7 +45,7 @@ class _Trainable(ModuleStandIn):
         super().__init__()
         self.model = model
         self._last_walk = LastWalk()
-        self._known: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
+        self._last_items: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
 
     def look(self) -> None:
         """Do nothing, since ``items`` reads the model on every call."""
@@ -62,26 +62,30 @@ class _Trainable(ModuleStandIn):
         now.
         """
         whole = self._last_walk.items(path, self.model)
-        trained = [_is_trained(entry.value) for entry in whole.entries]
-        if self._known is None or self._known[0] is not whole or self._known[1] != trained:
-            self._known = whole, trained, _part_of(whole, trained)
-        return self._known[2]
+        flags = [_is_trained(entry.value) for entry in whole.entries]
+        if (
+            self._last_items is None
+            or self._last_items[0] is not whole
+            or self._last_items[1] != flags
+        ):
+            self._last_items = whole, flags, _part_of(whole, flags)
+        return self._last_items[2]
 
 
-def _part_of(whole: ModuleItems, trained: Sequence[bool]) -> ModuleItems:
-    """Return ``whole`` without the entries to leave out. ``trained`` says for each entry whether it
+def _part_of(whole: ModuleItems, flags: Sequence[bool]) -> ModuleItems:
+    """Return ``whole`` without the entries to leave out. ``flags`` says for each entry whether it
     is a trained parameter.
     """
-    pairs = list(zip(whole.entries, trained, strict=True))
+    pairs = list(zip(whole.entries, flags, strict=True))
     homes = {_home(entry) for entry, is_trained in pairs if is_trained}
-    kept = [
+    keeps = [
         is_trained or (id(entry.value) not in whole.parts and _home(entry) in homes)
         for entry, is_trained in pairs
     ]
     return replace(
         whole,
-        entries=tuple(entry for (entry, _), keep in zip(pairs, kept, strict=True) if keep),
-        left=tuple(entry.fqn for (entry, _), keep in zip(pairs, kept, strict=True) if not keep),
+        entries=tuple(entry for (entry, _), keep in zip(pairs, keeps, strict=True) if keep),
+        left=tuple(entry.fqn for (entry, _), keep in zip(pairs, keeps, strict=True) if not keep),
     )
 
 

@@ -10,13 +10,13 @@ import torch
 
 from ckpt.adapters.tensors.layout import dtype_name, is_expanded, is_plain
 from ckpt.adapters.torch_private import storage_identity
-from ckpt.adapters.walk.segments import Held, Segment, is_part
+from ckpt.adapters.walk.segments import NamedTensor, Segment, is_part
 from ckpt.model.views import View, without_sparse
 
 _ALIGNMENT: Final = 16  # The bytes of the largest element
 
 
-def views_of(parts: Sequence[Segment | Held]) -> dict[str, View]:
+def views_of(parts: Sequence[Segment | NamedTensor]) -> dict[str, View]:
     """Return the places of those tensors that share their storage with another tensor.
 
     Only plain tensors that a restore may have to make are looked at. A restore fills the tensors of
@@ -35,22 +35,22 @@ def views_of(parts: Sequence[Segment | Held]) -> dict[str, View]:
         by_storage[storage_identity(tensor)].append((name, tensor))
     views: dict[str, View] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for held in by_storage.values():
-        if len(held) == 1:
+    for group in by_storage.values():
+        if len(group) == 1:
             continue
-        start = held[0][1].untyped_storage().data_ptr()
-        skipped = min(tensor.data_ptr() - start for _, tensor in held) // _ALIGNMENT * _ALIGNMENT
-        for name, tensor in held:
-            offset = tensor.data_ptr() - start - skipped
-            views[name] = View(held[0][0], offset, tensor.stride())
+        start = group[0][1].untyped_storage().data_ptr()
+        base = min(tensor.data_ptr() - start for _, tensor in group) // _ALIGNMENT * _ALIGNMENT
+        for name, tensor in group:
+            offset = tensor.data_ptr() - start - base
+            views[name] = View(group[0][0], offset, tensor.stride())
             kinds[name] = dtype_name(name, tensor.dtype), tuple(tensor.shape)
     return without_sparse(views, kinds)
 
 
-def _plain(parts: Sequence[Segment | Held]) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain(parts: Sequence[Segment | NamedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for part in parts:
         if isinstance(part, Segment):
-            items: Sequence[Held] = part.held if part.is_made else ()
+            items: Sequence[NamedTensor] = part.held if part.is_made else ()
         else:
             items = (part,)
         for item in items:

@@ -9,18 +9,18 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 
 from ckpt.adapters.tensors.local_shards import Source
-from ckpt.adapters.tensors.wrapped import Apart, apart, kind_of, wrappers_in
+from ckpt.adapters.tensors.wrapped import WrapperParts, kind_of, take_apart, wrappers_in
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.items import AnyPiece, ModuleItems
 from ckpt.adapters.walk.last_walk import OptimizerItems
 from ckpt.adapters.walk.modules import state_name
-from ckpt.adapters.walk.segments import Held
+from ckpt.adapters.walk.segments import NamedTensor
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node
 
-Named = tuple[str, AnyPiece | None]
+NameAndPiece = tuple[str, AnyPiece | None]
 """The name of a tensor, and the piece of it that this rank holds (None if the tensor is whole)."""
-NameOf = Callable[[int], Named | None]
+NameOf = Callable[[int], NameAndPiece | None]
 """A function from the index of a tensor to its name and piece, or None if it is not saved."""
 
 
@@ -45,61 +45,61 @@ class Wrappers:
 
         ``are_plain`` is True if the caller knows that there are no wrapper tensors.
         """
-        self._found: dict[int, Apart] = {}
+        self._parts: dict[int, WrapperParts] = {}
         self.tensors = tensors
         self.key: tuple[Hashable, ...] = ()
         self.nodes: dict[str, Node] = {}
         if are_plain or not (indices := list(wrappers_in(tensors))):
             return
-        known: dict[int, Apart] = {}
+        parts_by_id: dict[int, WrapperParts] = {}
         for index in indices:
-            tensor, named = tensors[index], name_of(index)
-            if named is None or not isinstance(tensor, torch.Tensor):
+            tensor, name_and_piece = tensors[index], name_of(index)
+            if name_and_piece is None or not isinstance(tensor, torch.Tensor):
                 continue
-            name, piece = named
+            name, piece = name_and_piece
             if piece is not None:
                 raise UnsupportedValue(
                     name,
                     f"{kind_of(tensor)} in a part of a parameter",
                     "use fully_shard() (FSDP2), or save it as plain tensors",
                 )
-            if id(tensor) not in known:
-                known[id(tensor)] = apart(name, tensor)
-            taken = self._found[index] = known[id(tensor)]
-            self.nodes[name] = taken.layer.node(name, str)
-        left = set(indices) - self._found.keys()
+            if id(tensor) not in parts_by_id:
+                parts_by_id[id(tensor)] = take_apart(name, tensor)
+            parts = self._parts[index] = parts_by_id[id(tensor)]
+            self.nodes[name] = parts.layer.node(name, str)
+        rest = set(indices) - self._parts.keys()
         self.tensors = [
-            each
+            inner
             for index, tensor in enumerate(tensors)
-            if index not in left
-            for each in self._innermost(index, tensor)
+            if index not in rest
+            for inner in self._innermost(index, tensor)
         ]
-        self.key = tuple((index, taken.key) for index, taken in self._found.items())
+        self.key = tuple((index, parts.key) for index, parts in self._parts.items())
 
     def _innermost(self, index: int, tensor: Source) -> list[Source]:
-        taken = self._found.get(index)
-        return [tensor] if taken is None else [leaf for _, leaf in taken.layer.leaves()]
+        parts = self._parts.get(index)
+        return [tensor] if parts is None else [leaf for _, leaf in parts.layer.leaves()]
 
-    def held(self, index: int, item: Held) -> Iterator[Held]:
+    def held(self, index: int, item: NamedTensor) -> Iterator[NamedTensor]:
         """Yield ``item``, whose tensor is the one at ``index``. If this tensor is a wrapper tensor,
         yield an item for each innermost tensor instead.
         """
-        if (taken := self._found.get(index)) is None:
+        if (parts := self._parts.get(index)) is None:
             yield item
             return
-        for path, inside in taken.sources(item.replicas).items():
+        for path, inner in parts.sources(item.replicas).items():
             yield item._replace(
                 name=f"{item.name}/{path}",
-                tensor=inside.source,
-                replicas=inside.replicas,
-                watched=taken.watched,
+                tensor=inner.source,
+                replicas=inner.replicas,
+                outer_tensors=parts.outer_tensors,
             )
 
 
 def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
     """Return the wrapper tensors of the module at ``path`` that ``choice`` takes."""
 
-    def name_of(index: int) -> Named | None:
+    def name_of(index: int) -> NameAndPiece | None:
         entry = items.held[index]
         name = f"{path}/{entry.fqn}"
         return (name, entry.piece) if choice.takes(name) else None
@@ -110,7 +110,7 @@ def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
 def in_optimizer(path: str, items: OptimizerItems) -> Wrappers:
     """Return the wrapper tensors in the state of the optimizer at ``path``."""
 
-    def name_of(index: int) -> Named:
+    def name_of(index: int) -> NameAndPiece:
         part, key, _ = items.owners[index]
         return state_name(path, part.path, key), part.piece
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from ckpt.adapters.tensors.layout import leaf_of, memories
-from ckpt.adapters.walk.collect import Collected, collect
+from ckpt.adapters.walk.collect import WalkResult, collect
 from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import UnsupportedValue
@@ -66,7 +66,7 @@ def wrapped(
     return net, torch.optim.Adam(net.parameters())
 
 
-def held(found: Collected, name: str) -> list[tuple[Box, torch.Tensor]]:
+def held(found: WalkResult, name: str) -> list[tuple[Box, torch.Tensor]]:
     item = next(item for item in found.held if item.name == found.tied.get(name, name))
     leaf = leaf_of(item.name, item.tensor, item.replicas)
     return list(zip(leaf.boxes, memories(item.tensor, leaf.boxes), strict=True))

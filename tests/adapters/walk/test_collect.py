@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.last_walk import LastWalk
-from ckpt.adapters.walk.segments import Held, Segment
+from ckpt.adapters.walk.segments import NamedTensor, Segment
 from ckpt.errors import DtypeMismatch, FormatUnsupported, ShapeMismatch, UnsupportedValue
 from ckpt.model.dtype import DTYPES
 from ckpt.model.values import LARGE
@@ -783,7 +783,7 @@ def collected(state: dict[str, Any], last_walk: LastWalk, **settings: Any):
 def test_a_large_dict_of_tensors_is_one_segment_once_it_has_come_twice():
     last_walk, state = LastWalk(), {"x": many()}
     first, second, third = (collected(state, last_walk) for _ in range(3))
-    assert [type(part) for part in first.parts] == [Held] * 40
+    assert [type(part) for part in first.parts] == [NamedTensor] * 40
     assert [type(part) for part in second.parts] == [Segment]
     assert third.parts[0] is second.parts[0]
     assert first.held == second.held == third.held
@@ -797,7 +797,7 @@ def test_passing_tensors_are_not_kept_alive():
     for _ in range(3):
         state = {"x": many()}
         gone += map(weakref.ref, state["x"].values())
-        assert {type(part) for part in collected(state, last_walk).parts} == {Held}
+        assert {type(part) for part in collected(state, last_walk).parts} == {NamedTensor}
         del state
     gc.collect()
     assert not [ref for ref in gone if ref() is not None]

@@ -16,7 +16,7 @@ from ckpt import declare_part
 from ckpt.adapters import torch_private
 from ckpt.adapters.walk import last_walk as last_walk_module
 from ckpt.adapters.walk import segments
-from ckpt.adapters.walk.collect import Collected, collect
+from ckpt.adapters.walk.collect import WalkResult, collect
 from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.modules import raw_state
 from ckpt.adapters.walk.prepare import PlanCache
@@ -390,7 +390,7 @@ CHANGES: list[Callable[[State], None]] = [
 ]
 
 
-def found(walk: Collected) -> list[tuple[Any, ...]]:
+def found(walk: WalkResult) -> list[tuple[Any, ...]]:
     """Return names and memory of what a walk found, as it is saved.
 
     For a segment, this is what the segment has kept of it.
@@ -401,7 +401,7 @@ def found(walk: Collected) -> list[tuple[Any, ...]]:
             for held, form in zip(part.held, part.forms, strict=True):
                 memory = [
                     (each.data_ptr(), each.dtype, each.shape, each.stride(), each.is_neg())
-                    for each in form.held
+                    for each in form.tensors
                 ]
                 rows.append(
                     (held.name, id(held.tensor), held.late, held.replicas, form.signature, memory)
@@ -573,7 +573,7 @@ def test_a_part_that_is_declared_again_is_found() -> None:
 def test_a_part_whose_declaration_has_not_changed_is_not_named_again() -> None:
     state, last_walk = trained(), LastWalk()
 
-    def declared() -> Collected:
+    def declared() -> WalkResult:
         declare_part(state["model"].one.weight, (12, 6), (6, 0))
         return collect(state, rank=0, last_walk=last_walk)
 
