@@ -137,7 +137,7 @@ class SaveJobs:
             trial=trial,
             plan=prepared.plan,
             image=snapshot.window,
-            tied=collected.tied,
+            tied=collected.ties,
             views=collected.views,
             tree=dumps(collected.tree, "state"),
             per_rank=dumps(collected.per_rank, "state"),

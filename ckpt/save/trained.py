@@ -75,7 +75,7 @@ class Trained:
         alone: dict[int, str] = {}
         for part in collected.parts:
             if isinstance(part, Segment):
-                seen.append(part.seen)
+                seen.append(part.names_by_id)
             else:
                 alone[id(part.tensor)] = part.name
         return cls(era, tuple(still), tuple(moving), (*seen, alone))

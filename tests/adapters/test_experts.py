@@ -163,9 +163,9 @@ def test_a_part_that_two_modules_of_a_state_hold_is_refused_by_name() -> None:
             collect(state, rank=0)
         assert refused.value.name == "own/experts"
         found = collect(state, rank=0, patterns=Patterns(exclude=("own/experts",)))
-        assert "own/router" in found.tied
+        assert "own/router" in found.ties
 
 
 def test_a_whole_parameter_that_two_modules_of_a_state_hold_is_tied() -> None:
     net = nn.ModuleDict({"inner": Router(1.0)})
-    assert set(collect({"model": net, "own": net["inner"]}, rank=0).tied) == {"own/router"}
+    assert set(collect({"model": net, "own": net["inner"]}, rank=0).ties) == {"own/router"}

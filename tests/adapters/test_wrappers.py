@@ -644,7 +644,7 @@ def test_a_segment_is_used_again_until_a_wrapper_holds_another_tensor() -> None:
     now = segments()
     assert now[0] is first[0]
     assert now[1] is not first[1]
-    assert any(item.tensor is moment.codes for item in now[1].held)
+    assert any(item.tensor is moment.codes for item in now[1].named_tensors)
 
 
 @pytest.mark.parametrize("make", [two, nested])

@@ -51,7 +51,7 @@ def save_each(
         snapshot.copy_late()
         images[rank] = bytes(slot.view[: prepared.plan.size])
         fragment = fragment_over(
-            rank, world_size, prepared.plan, images[rank], chunk_bytes=chunk_bytes, tied=found.tied,
+            rank, world_size, prepared.plan, images[rank], chunk_bytes=chunk_bytes, tied=found.ties,
             tree=msgspec.Raw(msgspec.json.encode(found.tree)), replicas=snapshot.replicas(),
         )  # fmt: skip
         parts.append(fragment)

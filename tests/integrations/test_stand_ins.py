@@ -211,7 +211,11 @@ def test_a_save_finds_nothing_new_where_only_values_have_changed() -> None:
     source.train(1)
     second = collect(state, rank=0, last_walk=last_walk)
     assert [id(part) for part in first.parts] == [id(part) for part in second.parts]
-    steps = {held.name: float(held.tensor) for held in second.held if held.name.endswith("/step")}  # type: ignore[arg-type]
+    steps = {
+        held.name: float(held.tensor)  # type: ignore[arg-type]
+        for held in second.named_tensors
+        if held.name.endswith("/step")
+    }
     assert set(steps.values()) == {2.0}
     assert len(steps) == 3
 

@@ -40,7 +40,7 @@ def schedule_free(kind: str, parameters: Parameters) -> Optimizer:
 
 def late(state: dict[str, Any]) -> list[str]:
     """Return the names of the tensors that are copied while training goes on."""
-    return sorted(held.name for held in collect(state, rank=0).held if held.late)
+    return sorted(held.name for held in collect(state, rank=0).named_tensors if held.is_late)
 
 
 # -- schedule-free, from its own package -----------------------------------------------------------
@@ -243,8 +243,8 @@ def test_an_optimizer_of_another_kind_at_the_same_place_is_seen() -> None:
     with CheckpointManager("memory://kinds") as manager:
         for step, optimizer in enumerate((first, second, first)):
             manager.save({"model": model, "o": optimizer}, step)
-            held = manager._last_walk.segments["o"].held
-            assert {each.late for each in held} == {optimizer is first}
+            held = manager._last_walk.segments["o"].named_tensors
+            assert {each.is_late for each in held} == {optimizer is first}
 
 
 def test_a_log_line_names_the_class_once(root: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,7 @@ def match_module(match: Matcher, module: nn.Module, node: Node, path: str, sourc
         match.expect(node, path, "module")
     match.open(path, source)
     loader = _Loader(match, module, path)
-    for fqn in loader.items.left:
+    for fqn in loader.items.omissions:
         match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
     for entry in loader.items.entries:
         name = f"{path}/{entry.fqn}"
@@ -209,7 +209,7 @@ class _Loader:
         present values of all entries that are not restored.
         """
         items = self.items
-        if items.left:  # Of a part of a module
+        if items.omissions:  # Of a part of a module
             items = items_of(self._path, self._module)
         whole: Any = OrderedDict(
             (

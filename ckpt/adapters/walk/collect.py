@@ -94,7 +94,7 @@ class WalkResult:
         parts: The tensors. The tensors of a module, an optimizer or a large dict form one segment,
             which is the same object as in the last walk if nothing in it has changed. Any other
             tensor is a ``Held`` of its own.
-        tied: The name of each tensor that is tied to an earlier one (see ``Registry``) -> the name
+        ties: The name of each tensor that is tied to an earlier one (see ``Registry``) -> the name
             under which the bytes of the earlier tensor are stored.
         views: The tensors that share a buffer with others, each with its place in the buffer.
         tree: The tree of the state.
@@ -106,7 +106,7 @@ class WalkResult:
     """
 
     parts: list[Segment | NamedTensor] = field(default_factory=list[Segment | NamedTensor])
-    tied: dict[str, str] = field(default_factory=dict[str, str])
+    ties: dict[str, str] = field(default_factory=dict[str, str])
     views: dict[str, View] = field(default_factory=dict[str, View])
     tree: Node = None
     per_rank: dict[str, Node] = field(default_factory=dict[str, Node])
@@ -115,12 +115,12 @@ class WalkResult:
     left_out: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
-    def held(self) -> list[NamedTensor]:
+    def named_tensors(self) -> list[NamedTensor]:
         """The tensors of all ``parts``, one by one."""
         named_tensors: list[NamedTensor] = []
         for part in self.parts:
             if isinstance(part, Segment):
-                named_tensors += part.held
+                named_tensors += part.named_tensors
             else:
                 named_tensors.append(part)
         return named_tensors
@@ -175,11 +175,11 @@ def collect(
         if isinstance(value, nn.Module)
     ]
     parameters = Parameters(modules)
-    parameters.look_for(optimizers.all, walk_tensors(live))
+    parameters.look_for(optimizers.members, walk_tensors(live))
     choice = last_walk.choice(patterns)
     walk = _Walk(parameters, optimizers, choice, rank, last_walk, is_lasting=lasting)
     walk.out.tree = {
-        key: encode(value, join("", key), walk.other)
+        key: encode(value, join("", key), walk.leaf_node)
         for key, value in _string_keys(choice.part_of(state))
     }
     walk.out.idle_patterns, walk.out.left_out = choice.idle_patterns, choice.left_out
@@ -189,26 +189,26 @@ def collect(
 
 @dataclass(frozen=True, slots=True)
 class _Optimizers:
-    """The optimizers of a state. Those in ``captured`` run no hook in their steps."""
+    """The optimizers of a state. Those in ``hookless`` run no hook in their steps."""
 
-    all: Sequence[Optimizer]
-    captured: Collection[Optimizer]
+    members: Sequence[Optimizer]
+    hookless: Collection[Optimizer]
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return True if only calls of ``step()`` change the tensors of the optimizer, and a hook
         can hold these calls. The tensors may then be copied while training goes on.
         """
         return not (
-            methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in self.captured
+            methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in self.hookless
         )
 
-    def owned(self) -> set[int]:
+    def late_parameters(self) -> set[int]:
         """Return the identities (``id``) of the parameters of these optimizers. A parameter counts
         only if ``holds`` returns True for each optimizer that has it.
         """
         late_ids: set[int] = set()
         eager: set[int] = set()
-        for optimizer in self.all:
+        for optimizer in self.members:
             ids = late_ids if self.holds(optimizer) else eager
             for group in optimizer.param_groups:
                 ids.update(map(id, group["params"]))
@@ -256,17 +256,17 @@ class _Walk:
         # that are saved.
         self._registry = Registry(last_walk.segments)
         self.out = WalkResult(
-            self._registry.parts, self._registry.tied, optimizers=list(optimizers.all)
+            self._registry.parts, self._registry.ties, optimizers=list(optimizers.members)
         )
         self._parameters, self._rank, self._last_walk = parameters, rank, last_walk
-        self._late_parameters = optimizers.owned()
+        self._late_parameters = optimizers.late_parameters()
         self._is_remade = False  # True inside of an object to which a restore may give new tensors
         self._modules: list[tuple[str, ModuleItems]] = []  # Those of the walk so far
         self._is_in_per_rank = (
             False  # True inside of a PerRank value, whose tensors no other rank has
         )
 
-    def other(self, value: object, path: str) -> Node:
+    def leaf_node(self, value: object, path: str) -> Node:
         """Return the node of a value that is not plain. ``encode`` calls this method."""
         match value:
             case torch.Tensor():
@@ -298,7 +298,7 @@ class _Walk:
                 content = value.state_dict()  # type: ignore[attr-defined]
             was_remade = self._is_remade
             self._is_remade = was_remade or not declares_state(value)
-            hook = self.made if self._is_remade else self.other
+            hook = self.remade_node if self._is_remade else self.leaf_node
             try:
                 return {"$": "object", "v": encode(content, path, hook)}
             finally:
@@ -306,13 +306,13 @@ class _Walk:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedValue(path, kind, advice_for(value))
 
-    def made(self, value: object, path: str, way: str = _IN_STATE_DICT) -> Node:
+    def remade_node(self, value: object, path: str, way: str = _IN_STATE_DICT) -> Node:
         """Return the node of a value that is not plain, and that a restore must make itself.
 
         This is so for values inside of a ``state_dict()``, for example. ``encode`` calls this
-        method for them in place of ``other``. The method refuses a wrapper tensor, a ``PerRank``
-        value and every object with a ``state_dict()``, since a restore cannot make one. ``way`` is
-        the advice for a value that no advice is known for.
+        method for them in place of ``leaf_node``. The method refuses a wrapper tensor, a
+        ``PerRank`` value and every object with a ``state_dict()``, since a restore cannot make one.
+        ``way`` is the advice for a value that no advice is known for.
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
@@ -330,7 +330,7 @@ class _Walk:
         if isinstance(value, PerRank):
             raise UnsupportedValue(path, "PerRank in a state_dict()", _REMADE)
         try:
-            return self.other(value, path)
+            return self.leaf_node(value, path)
         except UnsupportedValue as error:
             if error.name != path or error.detail:
                 raise
@@ -358,10 +358,10 @@ class _Walk:
                 kind = type(tensor).__name__
                 raise UnsupportedValue(name, f"{kind} in a PerRank", "put it into the state itself")
             name = f"{name}@{self._rank}"
-            self._registry.add_untied(NamedTensor(name, tensor, late=False, replicas=()))
+            self._registry.add_untied(NamedTensor(name, tensor, is_late=False, replicas=()))
             return name
         is_late = self._has_owner(tensor)
-        return self._registry.add(NamedTensor(name, tensor, late=is_late, replicas=replicas))
+        return self._registry.add(NamedTensor(name, tensor, is_late=is_late, replicas=replicas))
 
     def _has_owner(self, tensor: Source) -> bool:
         """Return True if ``tensor`` is a ``LocalShards`` with an ``owner``, and only the step of
@@ -413,7 +413,7 @@ class _Walk:
         if table.node is None or table.segment is not segment:
             names = [join(path, key) for key in value]
             table.node = {
-                key: {"$": "tensor", "n": segment.tied.get(name, name)}
+                key: {"$": "tensor", "n": segment.ties.get(name, name)}
                 for key, name in zip(value, names, strict=True)
             }
             table.segment = segment
@@ -432,8 +432,8 @@ class _Walk:
             )
         self._check_pieces(items, path)
         values = {
-            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.made)
-            for entry in items.others
+            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.remade_node)
+            for entry in items.value_entries
             if self._choice.takes(f"{path}/{entry.fqn}")
         }
         wrappers = in_module(path, items, self._choice)
@@ -443,7 +443,7 @@ class _Walk:
         def make_tensors() -> Iterator[NamedTensor]:
             # All names of a tensor get the same source, so that ``_stored`` ties them.
             sources: dict[tuple[int, object], Source] = {}
-            rows = zip(items.held, items.tensors, late_flags, strict=True)
+            rows = zip(items.tensor_entries, items.tensors, late_flags, strict=True)
             for index, (entry, tensor, is_late) in enumerate(rows):
                 name = f"{path}/{entry.fqn}"
                 if not self._choice.takes(name):
@@ -451,18 +451,18 @@ class _Walk:
                 source = sources.setdefault(
                     (id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor)
                 )
-                item = NamedTensor(name, source, is_late, entry.replicas, entry.left)
-                yield from wrappers.held(index, item)
+                item = NamedTensor(name, source, is_late, entry.replicas, entry.is_delegated)
+                yield from wrappers.expand(index, item)
 
         key = (items, self._choice, *late_flags, *wrappers.key)
         self._registry.add_segment(path, key, wrappers.tensors, make_tensors, is_made=False)
         node: Node = {"$": "module", "values": values}
-        if items.left:
-            node["left"] = dict.fromkeys(items.left, True)
+        if items.omissions:
+            node["left"] = dict.fromkeys(items.omissions, True)
         if items.versions is not None:
             memo = self._last_walk.versions.get(path)
             if memo is None or memo[0] is not items:
-                versions_node = encode(items.versions, f"{path}/versions", self.made)
+                versions_node = encode(items.versions, f"{path}/versions", self.remade_node)
                 memo = self._last_walk.versions[path] = (items, versions_node)
             node["versions"] = memo[1]
         return node
@@ -492,7 +492,9 @@ class _Walk:
         """Return the names to save of those items of the module at ``path`` whose identities are in
         ``tensors``.
         """
-        names = [f"{path}/{entry.fqn}" for entry in items.held if id(entry.value) in tensors]
+        names = [
+            f"{path}/{entry.fqn}" for entry in items.tensor_entries if id(entry.value) in tensors
+        ]
         return list(filter(self._choice.takes, names))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
@@ -500,7 +502,7 @@ class _Walk:
             raise UnsupportedValue(
                 path, "optimizer in a PerRank", "give it a name of its own on each rank"
             )
-        check_optimizer(path, optimizer, self._optimizers.all)
+        check_optimizer(path, optimizer, self._optimizers.members)
         self._log_methods(optimizer)
         before_state_dict(path, optimizer)
         keeper = keeper_of(path, optimizer)
@@ -508,8 +510,10 @@ class _Walk:
         structure = Structure(optimizer.param_groups, keeper.state)
         items, wrappers = self._state_of(path, optimizer, keeper, structure)
         state = wrappers.nodes | {
-            name: encode(structure.values[index], name, partial(self.made, way=_IN_OPTIMIZER))
-            for index, name in items.others
+            name: encode(
+                structure.values[index], name, partial(self.remade_node, way=_IN_OPTIMIZER)
+            )
+            for index, name in items.value_items
         }
         settings, values = after_state_dict(path, optimizer, keeper.state)
         groups = self._groups(settings, items.names, path)
@@ -517,9 +521,9 @@ class _Walk:
         if items.plain:
             node["plain"] = list(items.plain)
         if values:
-            node["values"] = encode(values, f"{path}/values", self.made)
+            node["values"] = encode(values, f"{path}/values", self.remade_node)
         if isinstance(optimizer, OptimizerStandIn):
-            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.made)
+            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.remade_node)
         return node
 
     def _state_of(
@@ -529,7 +533,7 @@ class _Walk:
         among them.
         """
         # The fence does not hold an optimizer that is inside of an object of the state.
-        is_late = optimizer in self._optimizers.all and self._optimizers.holds(optimizer)
+        is_late = optimizer in self._optimizers.members and self._optimizers.holds(optimizer)
         last_items = self._last_walk.optimizers.get(path)
         if last_items is not None and last_items.is_of(
             keeper, self._parameters, structure, self._choice
@@ -547,7 +551,7 @@ class _Walk:
         is_partial = keeper.own is not None
         tensors = self._state_tensors(path, items, is_late, is_partial=is_partial, is_flat=is_flat)
         candidates = (
-            inner for index, item in enumerate(tensors) for inner in wrappers.held(index, item)
+            inner for index, item in enumerate(tensors) for inner in wrappers.expand(index, item)
         )
         key = (is_late, items, *wrappers.key)
         self._registry.add_new(path, key, wrappers.tensors, candidates)
@@ -593,7 +597,7 @@ class _Walk:
                 "values": encode(
                     {key: plain_of(value) for key, value in group.items() if key != "params"},
                     f"{path}/param_groups/{index}",
-                    self.made,
+                    self.remade_node,
                 ),
             }
             for index, (group, group_names) in enumerate(zip(settings, names, strict=True))
@@ -604,7 +608,7 @@ class _Walk:
             raise UnsupportedValue(path, "PerRank inside a PerRank", "one is enough")
         self._is_in_per_rank = True
         try:
-            self.out.per_rank[path] = encode(value.value, path, self.other)
+            self.out.per_rank[path] = encode(value.value, path, self.leaf_node)
         finally:
             self._is_in_per_rank = False
         return {"$": "per_rank"}

@@ -29,8 +29,8 @@ class Entry:
             tensor.
         replicas: If ``value`` is a plain tensor, the ranks that are known to hold the same tensor.
             If it is a DTensor, the ``around`` of ``layout.replicas_of``.
-        left: True if another of ``replicas`` saves the entry and this rank does not. The values on
-            the two ranks may differ.
+        is_delegated: True if another of ``replicas`` saves the entry and this rank does not. The
+            values on the two ranks may differ.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Entry:
     value: Any
     piece: AnyPiece | None = None
     replicas: tuple[int, ...] = ()
-    left: bool = False
+    is_delegated: bool = False
 
 
 class Part(NamedTuple):
@@ -98,11 +98,11 @@ class ModuleItems:
             have several parts; any other parameter has one.
         holders: The identity of each parameter -> the ranks that are known to have a parameter with
             the same name. They may hold other parts of it.
-        held: The entries whose values are tensors.
-        tensors: The values of ``held``.
-        others: The entries whose values are no tensors.
+        tensor_entries: The entries whose values are tensors.
+        tensors: The values of ``tensor_entries``.
+        value_entries: The entries whose values are no tensors.
         piece_ids: The identity of each tensor that holds pieces of larger tensors.
-        left: The canonical names of the items that are not saved.
+        omissions: The canonical names of the items that are not saved.
         versions: The canonical name of each module inside -> the version, and other metadata, that
             its state dict has, unless it is ``FIRST_VERSION``. It is None if the state dict has no
             metadata.
@@ -111,11 +111,11 @@ class ModuleItems:
     entries: tuple[Entry, ...]
     parts: Mapping[int, tuple[Part, ...]]
     holders: Mapping[int, tuple[int, ...]]
-    held: tuple[Entry, ...] = field(init=False)
+    tensor_entries: tuple[Entry, ...] = field(init=False)
     tensors: tuple[Source, ...] = field(init=False)
-    others: tuple[Entry, ...] = field(init=False)
+    value_entries: tuple[Entry, ...] = field(init=False)
     piece_ids: frozenset[int] = field(init=False)
-    left: tuple[str, ...] = ()
+    omissions: tuple[str, ...] = ()
     versions: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -123,9 +123,9 @@ class ModuleItems:
         value_entries = tuple(
             entry for entry in self.entries if not isinstance(entry.value, Source)
         )
-        object.__setattr__(self, "held", tensor_entries)
+        object.__setattr__(self, "tensor_entries", tensor_entries)
         object.__setattr__(self, "tensors", tuple(entry.value for entry in tensor_entries))
-        object.__setattr__(self, "others", value_entries)
+        object.__setattr__(self, "value_entries", value_entries)
         piece_ids = frozenset(
             id(entry.value) for entry in tensor_entries if entry.piece is not None
         )

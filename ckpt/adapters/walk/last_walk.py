@@ -194,8 +194,8 @@ class OptimizerItems:
         owners: For each item of ``tensors``, the part of a parameter that it belongs to, its key in
             the state, and the parameter.
         tensors: The tensors of the state. A tensor that has several names occurs once for each.
-        others: For each value of the state that is not a tensor, its index in ``Structure.values``
-            and its name.
+        value_items: For each value of the state that is not a tensor, its index in
+            ``Structure.values`` and its name.
         keys: The order of the parameters in the state, and of the keys of each.
         plain: The keys whose tensors are plain though their parameters are ``DTensor`` objects, as
             ``part_of`` gives them, sorted.
@@ -212,10 +212,10 @@ class OptimizerItems:
         "are_plain",
         "keys",
         "names",
-        "others",
         "owners",
         "plain",
         "tensors",
+        "value_items",
     )
 
     def __init__(
@@ -236,7 +236,7 @@ class OptimizerItems:
         self.names: list[list[str]] = []
         self.owners: list[tuple[Part, object, Source]] = []
         self.tensors: list[Source] = []
-        self.others: list[tuple[int, str]] = []
+        self.value_items: list[tuple[int, str]] = []
         orders: dict[str, tuple[str, ...]] = {}
         places: dict[str, int] = {}
         index_of, position = dict[int, int](), 0
@@ -264,7 +264,7 @@ class OptimizerItems:
                             self.owners.append((part, key, parameter))
                             self.tensors.append(value)
                         else:
-                            self.others.append((index, state_name(path, part.path, key)))
+                            self.value_items.append((index, state_name(path, part.path, key)))
         self.keys = KeyOrder.of(orders, sorted(orders, key=places.__getitem__))
         self.plain = _plain_keys(self.owners, self.tensors)
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))

@@ -369,8 +369,8 @@ def _check_fsdp1(path: str, module: nn.Module, ids: set[int]) -> None:
 
 
 def _with_replicas(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries ``entries`` of ``module``, with ``replicas`` and ``left`` set if the unit
-    of the entry (see ``tensors.units``) determines them.
+    """Yield ``entries`` of ``module``, with ``replicas`` and ``is_delegated`` set if
+    the unit of the entry (see ``tensors.units``) determines them.
     """
     unit_of = units_of(module)
     units = [unit_of(entry.key) for entry in entries]
@@ -390,7 +390,9 @@ def _with_replicas(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entr
             # The unit does not show which other ranks hold the same tensor.
             yield entry
         elif is_buffer and unit.is_first is not None:
-            yield entry if unit.is_first else replace(entry, replicas=ranks[unit], left=True)
+            yield (
+                entry if unit.is_first else replace(entry, replicas=ranks[unit], is_delegated=True)
+            )
         else:
             yield replace(entry, replicas=ranks[unit])
 

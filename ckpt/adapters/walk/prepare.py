@@ -136,7 +136,7 @@ class PreparedPlan:
                 if isinstance(part, Segment):
                     batches[(index, overlap)] = entry
             part_batches.append(entry[1])
-            leaf_index += len(part.held) if isinstance(part, Segment) else 1
+            leaf_index += len(part.named_tensors) if isinstance(part, Segment) else 1
         return image, part_batches
 
     def _batch(self, image: Image, part: Part, leaf_index: int, overlap: bool) -> Batch:
@@ -157,7 +157,7 @@ class PreparedPlan:
             for memory in parts:
                 check_storage(entry.name, memory)
             is_late = (
-                overlap and entry.late and all(map(_may_be_late, (*parts, *entry.outer_tensors)))
+                overlap and entry.is_late and all(map(_may_be_late, (*parts, *entry.outer_tensors)))
             )
             for item, piece, region in self.by_leaf[leaf_index + offset]:
                 memory = parts[piece]
@@ -230,7 +230,7 @@ class PlanCache:
             for part in walk_result.parts
         ]
         if self._plan is None or not _same_structure(self._structure, structure):
-            self._plan = self._new(walk_result.held)
+            self._plan = self._new(walk_result.named_tensors)
         self._structure = structure
         refuse_capture(self._plan.devices, "save_async")
         return self._plan
@@ -266,7 +266,7 @@ class PlanCache:
         )
 
     def _leaf(self, item: NamedTensor) -> Leaf:
-        leaf = leaf_of(item.name, item.tensor, () if item.left else item.replicas)
+        leaf = leaf_of(item.name, item.tensor, () if item.is_delegated else item.replicas)
         is_own = isinstance(item.tensor, LocalShards)
         if is_own and leaf.replicas and self._rank not in leaf.replicas:
             raise UnsupportedValue(
@@ -282,7 +282,7 @@ class PlanCache:
                 f"{BOXES_PER_RANK}",
                 "join parts that are next to each other, or put them into several tensors",
             )
-        if item.left:
+        if item.is_delegated:
             return nonwriter_leaf(leaf, item.replicas, self._rank, node_of)
         return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
 
@@ -305,12 +305,12 @@ def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
 def _forms(part: Part) -> Iterable[tuple[NamedTensor, Form]]:
     """Return each tensor of ``part`` with its form."""
     if isinstance(part, Segment):
-        return zip(part.held, part.forms, strict=True)
+        return zip(part.named_tensors, part.forms, strict=True)
     return [(part, form_of(part.tensor))]
 
 
 def _signature(item: NamedTensor, form: Form) -> Hashable:
-    return (item.name, form.signature, item.replicas, item.left)
+    return (item.name, form.signature, item.replicas, item.is_delegated)
 
 
 def growth_of(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
@@ -318,9 +318,9 @@ def growth_of(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
     their first step.
 
     The settings of an optimizer show how many tensors it probably keeps for a parameter.
-    ``leaves`` are those of ``collected.held``, in the same order.
+    ``leaves`` are those of ``walk_result.named_tensors``, in the same order.
     """
-    pairs = zip(walk_result.held, leaves, strict=True)
+    pairs = zip(walk_result.named_tensors, leaves, strict=True)
     shares = {id(item.tensor): len(leaf.replicas) or 1 for item, leaf in pairs}
     growth = 0
     for optimizer in walk_result.optimizers:

@@ -21,7 +21,7 @@ class Registry:
 
     Attributes:
         parts: The segments, and the tensors that belong to no segment.
-        tied: The name of each tensor that is tied to an earlier one -> the name under which the
+        ties: The name of each tensor that is tied to an earlier one -> the name under which the
             bytes of the earlier tensor are stored.
     """
 
@@ -30,7 +30,7 @@ class Registry:
         that have changed.
         """
         self.parts: list[Segment | NamedTensor] = []
-        self.tied: dict[str, str] = {}
+        self.ties: dict[str, str] = {}
         self._segments: Final = segments
         self._names_by_id: dict[int, str] = {}
         self._by_address: TensorsByAddress = {}
@@ -48,7 +48,7 @@ class Registry:
         if stored_name == item.name:
             self.parts.append(item)
         else:
-            self.tied[item.name] = stored_name
+            self.ties[item.name] = stored_name
         return stored_name
 
     def add_segment(
@@ -87,8 +87,8 @@ class Registry:
         if earlier is None or earlier != segment.apart_from:
             self._read()
             if not (
-                self._names_by_id.keys().isdisjoint(segment.seen)
-                and self._by_address.keys().isdisjoint(segment.at)
+                self._names_by_id.keys().isdisjoint(segment.names_by_id)
+                and self._by_address.keys().isdisjoint(segment.by_address)
             ):
                 return None
             segment.apart_from = earlier
@@ -124,7 +124,12 @@ class Registry:
         for address in by_address.keys() & self._by_address.keys():
             by_address[address] = [*self._by_address[address], *by_address[address]]
         segment = Segment(
-            key, tensors, held=named_tensors, tied=ties, seen=names_by_id, at=by_address
+            key,
+            tensors,
+            named_tensors=named_tensors,
+            ties=ties,
+            names_by_id=names_by_id,
+            by_address=by_address,
         )
         segment.is_made = is_made
         return self._add(path, segment)
@@ -132,7 +137,7 @@ class Registry:
     def _add(self, path: str, segment: Segment) -> Segment:
         self._segments[path] = segment
         self._pending.append(segment)
-        self.tied.update(segment.tied)
+        self.ties.update(segment.ties)
         self.parts.append(segment)
         return segment
 
@@ -150,8 +155,8 @@ class Registry:
         takes all segments of the last walk in the same order.
         """
         for segment in self._pending:
-            self._names_by_id.update(segment.seen)
-            self._by_address.update(segment.at)
+            self._names_by_id.update(segment.names_by_id)
+            self._by_address.update(segment.by_address)
         self._pending.clear()
 
     def _stored_name(

@@ -31,11 +31,11 @@ class NamedTensor(NamedTuple):
     Attributes:
         name: The name of the tensor in the checkpoint.
         tensor: The tensor.
-        late: True if only an optimizer's step changes the tensor, and the fence holds this step.
+        is_late: True if only an optimizer's step changes the tensor, and the fence holds this step.
         replicas: If it is a plain tensor, the ranks that are known to hold the same tensor. If it
             is a DTensor, the ``around`` of ``layout.replicas_of``.
-        left: True if another of ``replicas`` saves the tensor and this rank does not. The values on
-            the two ranks may differ.
+        is_delegated: True if another of ``replicas`` saves the tensor and this rank does not. The
+            values on the two ranks may differ.
         outer_tensors: The wrapper tensors around the tensor. They have version counters of their
             own.
         is_untied: True if the tensor is stored under its own name even if another one has its
@@ -44,9 +44,9 @@ class NamedTensor(NamedTuple):
 
     name: str
     tensor: Source
-    late: bool
+    is_late: bool
     replicas: tuple[int, ...]
-    left: bool = False
+    is_delegated: bool = False
     outer_tensors: tuple[torch.Tensor, ...] = ()
     is_untied: bool = False
 
@@ -62,15 +62,17 @@ class Segment:
     with them in a few passes.
 
     Attributes:
-        held: The tensors whose bytes are stored under their own names.
-        forms: The form of each of ``held``.
-        tied: The name of each other tensor -> the name under which its bytes are stored.
-        seen: The identity (``id``) of each tensor in ``held`` -> its name.
-        at: The tensors in ``held`` by their addresses, with earlier tensors at these addresses.
+        named_tensors: The tensors whose bytes are stored under their own names.
+        forms: The form of each of ``named_tensors``.
+        ties: The name of each other tensor -> the name under which its bytes are stored.
+        names_by_id: The identity (``id``) of each tensor in ``named_tensors`` -> its name.
+        by_address: The tensors in ``named_tensors`` by their addresses, with earlier tensors at
+            these addresses.
         closed: True if no tensor is tied to a tensor outside of the segment. Only then the segment
             may be used again.
         is_made: True if a restore may have to make the tensors. It never makes those of a module.
-        parts_of_buffers: Whether one of ``held`` may be a view of a buffer (see ``is_part``).
+        parts_of_buffers: Whether one of ``named_tensors`` may be a view of a buffer (see
+            ``is_part``).
         apart_from: The segments that came before this one in the last walk, and that are known to
             share no tensor and no memory with it; None if this is not known.
     """
@@ -80,14 +82,14 @@ class Segment:
         "_key",
         "_tensors",
         "apart_from",
-        "at",
+        "by_address",
         "closed",
         "forms",
-        "held",
         "is_made",
+        "named_tensors",
+        "names_by_id",
         "parts_of_buffers",
-        "seen",
-        "tied",
+        "ties",
     )
 
     def __init__(
@@ -95,19 +97,24 @@ class Segment:
         key: Sequence[object],
         tensors: Sequence[Source],
         *,
-        held: Sequence[NamedTensor],
-        tied: Mapping[str, str],
-        seen: Mapping[int, str],
-        at: TensorsByAddress,
+        named_tensors: Sequence[NamedTensor],
+        ties: Mapping[str, str],
+        names_by_id: Mapping[int, str],
+        by_address: TensorsByAddress,
     ) -> None:
-        self.held, self.tied, self.seen, self.at = tuple(held), dict(tied), dict(seen), at
-        self.closed = {item.name for item in held}.issuperset(tied.values())
+        self.named_tensors, self.ties, self.names_by_id, self.by_address = (
+            tuple(named_tensors),
+            dict(ties),
+            dict(names_by_id),
+            by_address,
+        )
+        self.closed = {item.name for item in named_tensors}.issuperset(ties.values())
         self.apart_from: list[Segment] | None = None
         self.is_made = True
-        self.parts_of_buffers = any(is_part(item.tensor) for item in self.held)
+        self.parts_of_buffers = any(is_part(item.tensor) for item in self.named_tensors)
         self._key, self._tensors = tuple(key), tuple(tensors)
         self._facts = Facts(self._tensors)
-        self.forms = tuple(form_of(item.tensor) for item in self.held)
+        self.forms = tuple(form_of(item.tensor) for item in self.named_tensors)
 
     def is_unchanged(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
         """Return True if ``key`` equals that of this segment, and ``tensors`` are the same objects

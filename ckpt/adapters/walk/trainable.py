@@ -85,7 +85,9 @@ def _part_of(whole: ModuleItems, flags: Sequence[bool]) -> ModuleItems:
     return replace(
         whole,
         entries=tuple(entry for (entry, _), keep in zip(pairs, keeps, strict=True) if keep),
-        left=tuple(entry.fqn for (entry, _), keep in zip(pairs, keeps, strict=True) if not keep),
+        omissions=tuple(
+            entry.fqn for (entry, _), keep in zip(pairs, keeps, strict=True) if not keep
+        ),
     )
 
 

@@ -50,7 +50,7 @@ def views_of(parts: Sequence[Segment | NamedTensor]) -> dict[str, View]:
 def _plain(parts: Sequence[Segment | NamedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for part in parts:
         if isinstance(part, Segment):
-            items: Sequence[NamedTensor] = part.held if part.is_made else ()
+            items: Sequence[NamedTensor] = part.named_tensors if part.is_made else ()
         else:
             items = (part,)
         for item in items:

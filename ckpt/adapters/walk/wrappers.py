@@ -80,7 +80,7 @@ class Wrappers:
         parts = self._parts.get(index)
         return [tensor] if parts is None else [leaf for _, leaf in parts.layer.leaves()]
 
-    def held(self, index: int, item: NamedTensor) -> Iterator[NamedTensor]:
+    def expand(self, index: int, item: NamedTensor) -> Iterator[NamedTensor]:
         """Yield ``item``, whose tensor is the one at ``index``. If this tensor is a wrapper tensor,
         yield an item for each innermost tensor instead.
         """
@@ -100,7 +100,7 @@ def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
     """Return the wrapper tensors of the module at ``path`` that ``choice`` takes."""
 
     def name_of(index: int) -> NameAndPiece | None:
-        entry = items.held[index]
+        entry = items.tensor_entries[index]
         name = f"{path}/{entry.fqn}"
         return (name, entry.piece) if choice.takes(name) else None
 

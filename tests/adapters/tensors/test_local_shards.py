@@ -177,7 +177,7 @@ def test_the_owner_is_fenced(others: int) -> None:
     found = collect({"d": state}, rank=0, lasting=True)
     assert found.optimizers == [optimizer]
     assert len(found.parts) == 1
-    assert [held.name for held in found.held if held.late] == ["d/w"]
+    assert [held.name for held in found.named_tensors if held.is_late] == ["d/w"]
 
 
 def test_a_part_changed_behind_the_owner_s_back_fails_the_save(

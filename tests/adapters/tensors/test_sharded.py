@@ -67,7 +67,7 @@ def wrapped(
 
 
 def held(found: WalkResult, name: str) -> list[tuple[Box, torch.Tensor]]:
-    item = next(item for item in found.held if item.name == found.tied.get(name, name))
+    item = next(item for item in found.named_tensors if item.name == found.ties.get(name, name))
     leaf = leaf_of(item.name, item.tensor, item.replicas)
     return list(zip(leaf.boxes, memories(item.tensor, leaf.boxes), strict=True))
 
@@ -101,7 +101,7 @@ def test_the_ranks_hold_every_parameter_once(world_size: int, named: bool, inner
                     assert torch.equal(doubled, 2 * parameter[box.slices()])
                 if world_size > 1:
                     boxes[name] += [box for box, _ in model]
-            assert found.tied["model/tied.weight"] == "model/head.weight"
+            assert found.ties["model/tied.weight"] == "model/head.weight"
             names = {
                 name for group in found.tree["optimizer"]["groups"] for name in group["params"]
             }
@@ -147,7 +147,7 @@ def test_without_shards_all_ranks_are_replicas() -> None:
             net, _ = wrapped(named=named, kind=ShardingStrategy.NO_SHARD)
             found = collect({"model": net}, rank=1)
             # a buffer is saved by the first rank
-            held = [item for item in found.held if item.name != "model/seen"]
+            held = [item for item in found.named_tensors if item.name != "model/seen"]
             leaves = [leaf_of(item.name, item.tensor, item.replicas) for item in held]
             assert {leaf.replicas for leaf in leaves} == {(0, 1, 2)}
             assert all(tiling_fault(leaf.shape, leaf.boxes) is None for leaf in leaves)

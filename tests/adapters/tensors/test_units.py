@@ -229,7 +229,8 @@ def test_what_a_unit_has_on_a_wider_mesh_is_written_once() -> None:
         with rank_of(rank, WORLD):
             found = collect({"model": in_the_same_unit(rank)}, rank=rank)
             leaves = {
-                item.name: leaf_of(item.name, item.tensor, item.replicas) for item in found.held
+                item.name: leaf_of(item.name, item.tensor, item.replicas)
+                for item in found.named_tensors
             }
             assert leaves["model/norm.weight"].replicas == ((0, 1) if rank < 2 else (2, 3))
 
@@ -244,7 +245,10 @@ def test_three_dimensions_are_shared_over_the_stage_alone() -> None:
         parallelize_module(block, mesh["tp"], {"attention": ColwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
         found = collect({"model": block}, rank=5)
-        leaves = {item.name: leaf_of(item.name, item.tensor, item.replicas) for item in found.held}
+        leaves = {
+            item.name: leaf_of(item.name, item.tensor, item.replicas)
+            for item in found.named_tensors
+        }
         assert leaves["model/norm.weight"].replicas == (4, 5)
         assert leaves["model/attention.weight"].replicas == ()
 

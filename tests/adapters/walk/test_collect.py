@@ -723,10 +723,10 @@ def test_the_state_of_an_optimizer_that_no_fence_holds_is_copied_at_once() -> No
     layer(torch.ones(2)).sum().backward()
     optimizer.step()
     hidden = collect({"m": layer, "x": Declares(optimizer)}, rank=0)
-    assert not any(item.late for item in hidden.held)
+    assert not any(item.is_late for item in hidden.named_tensors)
     assert optimizer not in hidden.optimizers
     seen = collect({"m": layer, "o": optimizer}, rank=0)
-    assert all(item.late for item in seen.held)
+    assert all(item.is_late for item in seen.named_tensors)
 
 
 def test_complex128_may_stand_beside_any_other_dtype() -> None:
@@ -786,7 +786,7 @@ def test_a_large_dict_of_tensors_is_one_segment_once_it_has_come_twice():
     assert [type(part) for part in first.parts] == [NamedTensor] * 40
     assert [type(part) for part in second.parts] == [Segment]
     assert third.parts[0] is second.parts[0]
-    assert first.held == second.held == third.held
+    assert first.named_tensors == second.named_tensors == third.named_tensors
     assert first.tree == second.tree == third.tree
     assert collected(state, LastWalk(), lasting=True).tree == first.tree
 
@@ -826,8 +826,8 @@ def test_a_table_that_changes_is_seen(lasting):
                 collected(state, LastWalk()),
                 collected(state, last_walk, lasting=lasting),
             )
-            assert fresh.held == known.held
-            assert (fresh.tree, fresh.tied) == (known.tree, known.tied)
+            assert fresh.named_tensors == known.named_tensors
+            assert (fresh.tree, fresh.ties) == (known.tree, known.ties)
 
 
 @pytest.mark.parametrize("odd", [1.5, torch.ones(2).to_sparse(), np.ones(3), nn.Linear(2, 2)])

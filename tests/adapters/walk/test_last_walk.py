@@ -398,23 +398,30 @@ def found(walk: WalkResult) -> list[tuple[Any, ...]]:
     rows: list[tuple[Any, ...]] = []
     for part in walk.parts:
         if isinstance(part, Segment):
-            for held, form in zip(part.held, part.forms, strict=True):
+            for held, form in zip(part.named_tensors, part.forms, strict=True):
                 memory = [
                     (each.data_ptr(), each.dtype, each.shape, each.stride(), each.is_neg())
                     for each in form.tensors
                 ]
                 rows.append(
-                    (held.name, id(held.tensor), held.late, held.replicas, form.signature, memory)
+                    (
+                        held.name,
+                        id(held.tensor),
+                        held.is_late,
+                        held.replicas,
+                        form.signature,
+                        memory,
+                    )
                 )
         else:
-            rows.append((part.name, id(part.tensor), part.late, part.replicas))
+            rows.append((part.name, id(part.tensor), part.is_late, part.replicas))
     return rows
 
 
 def assert_finds_what_is_there(state: State, last_walk: LastWalk, plans: PlanCache) -> None:
     known, fresh = collect(state, rank=0, last_walk=last_walk), collect(state, rank=0)
     assert found(known) == found(fresh)
-    assert (known.tree, known.tied) == (fresh.tree, fresh.tied)
+    assert (known.tree, known.ties) == (fresh.tree, fresh.ties)
     assert list(map(id, known.optimizers)) == list(map(id, fresh.optimizers))
     assert plans.prepare(known).leaves == PlanCache(0, 1 << 20).prepare(fresh).leaves
 
@@ -553,7 +560,7 @@ def test_what_an_earlier_module_shares_from_now_on_is_found(
     state["first"].register_buffer("kept", shared(state["second"].weight))
     for _ in range(2):
         assert_finds_what_is_there(state, last_walk, plans)
-    assert collect(state, rank=0, last_walk=last_walk).tied == {"second/weight": "first/kept"}
+    assert collect(state, rank=0, last_walk=last_walk).ties == {"second/weight": "first/kept"}
 
 
 def test_a_part_that_is_declared_again_is_found() -> None:
