@@ -57,7 +57,7 @@ CALLS = {
 
 
 def test_every_integration_with_a_range_reports() -> None:
-    ranges = {path.stem for path in FOLDER.glob("*.py") if "\nTESTED: " in path.read_text()}
+    ranges = {path.stem for path in FOLDER.glob("*.py") if "\nTESTED_RELEASES: " in path.read_text()}
     assert ranges == CALLS.keys()
 
 
