@@ -45,7 +45,7 @@ from ckpt.restore.report import RestoreReport
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.tiers import Tiers, as_tiers
 
-TESTED_RELEASES: Final = ("1.0", "1.15")
+TESTED_RANGE: Final = ("1.0", "1.15")
 """The first and the last release of accelerate that the tests ran with."""
 # The name is not "checkpoints", since accelerate deletes the contents of its folder of that name.
 _ROOT: Final = "ckpt"
@@ -372,7 +372,7 @@ def _check(accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
     if kind in _REFUSALS:
         raise ConfigError(f"an Accelerator of type {kind} is not supported: {_REFUSALS[kind]}")
-    warn_of_untested("accelerate", TESTED_RELEASES, advice="save and restore once and compare")
+    warn_of_untested("accelerate", TESTED_RANGE, advice="save and restore once and compare")
 
 
 def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:

@@ -54,7 +54,7 @@ from ckpt.model.values import check_structure, parse
 from ckpt.pending import PendingSave
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
-TESTED_RELEASES: Final = ("0.19", "0.19")
+TESTED_RANGE: Final = ("0.19", "0.19")
 """The first and the last release of deepspeed that the tests ran with."""
 LATEST: Final = "latest"
 _HEADER, _PARTS = "deepspeed", "parts"  # The two entries of a state
@@ -104,7 +104,7 @@ class CkptEngine:
         **settings: Any,
     ) -> None:
         advice = "load a checkpoint once and compare the losses"
-        warn_of_untested("deepspeed", TESTED_RELEASES, advice=advice)
+        warn_of_untested("deepspeed", TESTED_RANGE, advice=advice)
         _check(engine)
         self.pending: PendingSave | None = None
         self.has_shared_error = False

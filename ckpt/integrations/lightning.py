@@ -55,7 +55,7 @@ from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of
 
-TESTED_RELEASES: Final = ("2.6", "2.6")
+TESTED_RANGE: Final = ("2.6", "2.6")
 
 _REFUSALS: Final = {
     "filename": "a step is a folder that ckpt names; leave filename out, and read best_model_path",
@@ -143,7 +143,7 @@ class CkptCheckpoint(ModelCheckpoint):
             every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
         )
-        warn_of_untested("lightning", TESTED_RELEASES, advice="save and resume once and compare")
+        warn_of_untested("lightning", TESTED_RANGE, advice="save and resume once and compare")
         keeps_best = monitor is not None and save_top_k > 0
         best = (monitor or "", mode, save_top_k) if keeps_best else None
         self._tiers = [

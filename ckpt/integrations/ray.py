@@ -42,7 +42,7 @@ from ckpt.restore.report import RestoreReport
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 REFERENCE: Final = "ckpt.json"
-TESTED_RELEASES: Final = ("2.60", "2.60")
+TESTED_RANGE: Final = ("2.60", "2.60")
 _SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _MOST_BYTES: Final = 64 << 10  # The largest size of a reference
 _DRAIN_SECONDS: Final = 120.0  # The assumed time until a preemption without a deadline
@@ -89,7 +89,7 @@ class RayCheckpoints:
         tiers: Tiers | None = None,
         **settings: Any,
     ) -> None:
-        warn_of_untested("ray", TESTED_RELEASES, advice="kill a worker once and compare the losses")
+        warn_of_untested("ray", TESTED_RANGE, advice="kill a worker once and compare the losses")
         if settings.get("on_error") == "warn":
             raise ConfigError(
                 'RayCheckpoints(on_error="warn"): Ray ends a run whose reported checkpoint fails; '

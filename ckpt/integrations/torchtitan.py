@@ -52,7 +52,7 @@ from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.worker_seeds import give_generator
 from ckpt.model.keys import StepRef
 
-TESTED_RELEASES: Final = ("0.3", "0.3")
+TESTED_RANGE: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
 _NOT_FOUND: Final = "has not found the step to load"
 _DCP: Final = "dcp"
@@ -91,7 +91,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     save_future: Any  # A PendingSave, which has the result() of a future
 
     def __init__(self, config: Any, **parts: Any) -> None:
-        warn_of_untested("torchtitan", TESTED_RELEASES, advice="resume once and compare the losses")
+        warn_of_untested("torchtitan", TESTED_RANGE, advice="resume once and compare the losses")
         # With these values, torchtitan starts no process group for DCP and no thread that removes
         # folders.
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)

@@ -54,7 +54,7 @@ from ckpt.integrations.trainer_folder import (
 from ckpt.manager import CheckpointManager
 from ckpt.storage.tiers import Tiers, as_tiers
 
-TESTED_RELEASES: Final = ("5.23", "5.23")  # The first and the last release that every test ran with
+TESTED_RANGE: Final = ("5.23", "5.23")  # The first and the last release that every test ran with
 BEST_STEP: Final = "trainer_best_step"
 """The name of a metric that a step gets if it is the best so far. Its value is the step's number.
 
@@ -89,9 +89,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         ckpt_observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        warn_of_untested(
-            "transformers", TESTED_RELEASES, advice="resume once and compare the losses"
-        )
+        warn_of_untested("transformers", TESTED_RANGE, advice="resume once and compare the losses")
         for value in (*args, *options.values()):
             if isinstance(value, TrainingArguments):
                 _check_arguments(value)
@@ -295,14 +293,12 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
         Only ``resume_from_checkpoint=True`` and ``"auto"`` allow an earlier step.
         """
-        checkpoint = resume_from_checkpoint
+        folder = resume_from_checkpoint
         while True:
             try:
-                return super()._inner_training_loop(
-                    *args, resume_from_checkpoint=checkpoint, **options
-                )
+                return super()._inner_training_loop(*args, resume_from_checkpoint=folder, **options)
             except _StepDamaged as error:
-                checkpoint = self._ckpt_before(error)
+                folder = self._ckpt_before(error)
 
     def _ckpt_before(self, damage: _StepDamaged) -> str:
         """Write the ``checkpoint-N`` folder of the newest step before the damaged step whose
@@ -359,9 +355,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_text(self) -> str:
         """Return the text of ``trainer_state.json`` for the present state of the trainer."""
         objects: list[Any] = [*self.callback_handler.callbacks, self.control]
-        able: list[Any] = [
-            candidate for candidate in objects if isinstance(candidate, ExportableState)
-        ]
+        able: list[Any] = [item for item in objects if isinstance(item, ExportableState)]
         snapshot = TrainerState(stateful_callbacks=able)
         self.state.stateful_callbacks = snapshot.stateful_callbacks
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"

@@ -52,12 +52,12 @@ def test_one_tested_release_is_no_range(
 CALLS = {
     path.stem: found[1]
     for path in sorted(FOLDER.glob("*.py"))
-    if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)", TESTED_RELEASES', path.read_text()))
+    if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)", TESTED_RANGE', path.read_text()))
 }
 
 
 def test_every_integration_with_a_range_reports() -> None:
-    ranges = {path.stem for path in FOLDER.glob("*.py") if "\nTESTED_RELEASES: " in path.read_text()}
+    ranges = {path.stem for path in FOLDER.glob("*.py") if "\nTESTED_RANGE: " in path.read_text()}
     assert ranges == CALLS.keys()
 
 
@@ -71,5 +71,5 @@ def test_the_version_that_is_installed_is_a_tested_one(
         pytest.skip(f"{CALLS[module]} is not installed")
     door = importlib.import_module(f"ckpt.integrations.{module}")
     monkeypatch.setattr(tested, "_logged_lines", set())
-    warn_of_untested(CALLS[module], door.TESTED_RELEASES, advice="")
+    warn_of_untested(CALLS[module], door.TESTED_RANGE, advice="")
     assert not caplog.records

@@ -399,30 +399,22 @@ class _Loader:
         for source in names_below(match.checkpoint.names, target.source):
             part = source[start:]
             if "/" in part:
-                continue  # The tensor is inside of a container, whose node is in ``saved.values``
-            key = _key(f"{target.name}/{part}", part, keys)
-            if (fresh_value := fresh.get(key)) is not None and target.part.of(
-                target.name, fresh_value
-            ) is fresh_value:
+                continue  # The tensor is inside of a container, whose node is in ``record.values``
+            name = f"{target.name}/{part}"
+            key = _key(name, part, keys)
+            value = fresh.get(key)
+            if value is not None and target.part.of(target.name, value) is value:
                 continue  # The value, a step counter for instance, belongs to all parts
             if is_wrapper(current.get(key)):
                 # The saved value is a plain tensor, so this call raises ``KindMismatch``.
-                fill_tensor(
-                    match,
-                    f"{target.name}/{part}",
-                    source,
-                    current[key],
-                    match.checkpoint.node(source),
-                )
+                fill_tensor(match, name, source, current[key], match.checkpoint.node(source))
             if target.part.piece is None and isinstance(target.parameter, torch.Tensor):
                 match.slots.append(self._slot(target, key, current.get(key), source))
                 continue
-            saved_tensor = match.checkpoint.tensors[source]
-            tensor = self._target_tensor(
-                target, key, fresh.get(key, current.get(key)), saved_tensor
-            )
+            present = fresh.get(key, current.get(key))
+            tensor = self._target_tensor(target, key, present, match.checkpoint.tensors[source])
             fresh[key] = tensor
-            match.want(f"{target.name}/{part}", source, target.part.of(target.name, tensor))
+            match.want(name, source, target.part.of(target.name, tensor))
         for source, node in record.values.items():
             part = source[start:]
             key = _key(f"{target.name}/{part}", part, keys)

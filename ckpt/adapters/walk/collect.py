@@ -262,9 +262,8 @@ class _Walk:
         self._late_parameters = optimizers.late_parameters()
         self._is_remade = False  # True inside of an object to which a restore may give new tensors
         self._modules: list[tuple[str, ModuleItems]] = []  # Those of the walk so far
-        self._is_in_per_rank = (
-            False  # True inside of a PerRank value, whose tensors no other rank has
-        )
+        # True inside of a PerRank value, whose tensors no other rank has
+        self._is_in_per_rank = False
 
     def leaf_node(self, value: object, path: str) -> Node:
         """Return the node of a value that is not plain. ``encode`` calls this method."""
@@ -298,7 +297,7 @@ class _Walk:
                 content = value.state_dict()  # type: ignore[attr-defined]
             was_remade = self._is_remade
             self._is_remade = was_remade or not declares_state(value)
-            hook = self.remade_node if self._is_remade else self.leaf_node
+            hook = self.made_node if self._is_remade else self.leaf_node
             try:
                 return {"$": "object", "v": encode(content, path, hook)}
             finally:
@@ -306,7 +305,7 @@ class _Walk:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedValue(path, kind, advice_for(value))
 
-    def remade_node(self, value: object, path: str, way: str = _IN_STATE_DICT) -> Node:
+    def made_node(self, value: object, path: str, way: str = _IN_STATE_DICT) -> Node:
         """Return the node of a value that is not plain, and that a restore must make itself.
 
         This is so for values inside of a ``state_dict()``, for example. ``encode`` calls this
@@ -403,13 +402,11 @@ class _Walk:
 
         late_flags = list(map(self._has_owner, tensors))
 
-        def make_tensors() -> Iterator[NamedTensor]:
+        def make() -> Iterator[NamedTensor]:
             for (key, tensor), is_late in zip(value.items(), late_flags, strict=True):
                 yield NamedTensor(join(path, key), tensor, is_late, replicas=())
 
-        segment = self._registry.add_segment(
-            path, (*table.keys, *late_flags), tensors, make_tensors
-        )
+        segment = self._registry.add_segment(path, (*table.keys, *late_flags), tensors, make)
         if table.node is None or table.segment is not segment:
             names = [join(path, key) for key in value]
             table.node = {
@@ -432,7 +429,7 @@ class _Walk:
             )
         self._check_pieces(items, path)
         values = {
-            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.remade_node)
+            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.made_node)
             for entry in items.value_entries
             if self._choice.takes(f"{path}/{entry.fqn}")
         }
@@ -440,7 +437,7 @@ class _Walk:
         values |= {name[len(path) + 1 :]: node for name, node in wrappers.nodes.items()}
         late_flags = list(map(self._late_parameters.__contains__, map(id, items.tensors)))
 
-        def make_tensors() -> Iterator[NamedTensor]:
+        def make() -> Iterator[NamedTensor]:
             # All names of a tensor get the same source, so that ``_stored`` ties them.
             sources: dict[tuple[int, object], Source] = {}
             rows = zip(items.tensor_entries, items.tensors, late_flags, strict=True)
@@ -455,14 +452,14 @@ class _Walk:
                 yield from wrappers.expand(index, item)
 
         key = (items, self._choice, *late_flags, *wrappers.key)
-        self._registry.add_segment(path, key, wrappers.tensors, make_tensors, is_made=False)
+        self._registry.add_segment(path, key, wrappers.tensors, make, is_made=False)
         node: Node = {"$": "module", "values": values}
         if items.omissions:
             node["left"] = dict.fromkeys(items.omissions, True)
         if items.versions is not None:
             memo = self._last_walk.versions.get(path)
             if memo is None or memo[0] is not items:
-                versions_node = encode(items.versions, f"{path}/versions", self.remade_node)
+                versions_node = encode(items.versions, f"{path}/versions", self.made_node)
                 memo = self._last_walk.versions[path] = (items, versions_node)
             node["versions"] = memo[1]
         return node
@@ -476,10 +473,8 @@ class _Walk:
         """
         for earlier_path, earlier in self._modules:
             if common := items.piece_ids & earlier.piece_ids:
-                names, earlier_names = (
-                    self._names(path, items, common),
-                    self._names(earlier_path, earlier, common),
-                )
+                names = self._names(path, items, common)
+                earlier_names = self._names(earlier_path, earlier, common)
                 if names and earlier_names:
                     raise UnsupportedValue(
                         names[0],
@@ -492,9 +487,7 @@ class _Walk:
         """Return the names to save of those items of the module at ``path`` whose identities are in
         ``tensors``.
         """
-        names = [
-            f"{path}/{entry.fqn}" for entry in items.tensor_entries if id(entry.value) in tensors
-        ]
+        names = [f"{path}/{item.fqn}" for item in items.tensor_entries if id(item.value) in tensors]
         return list(filter(self._choice.takes, names))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
@@ -510,9 +503,7 @@ class _Walk:
         structure = Structure(optimizer.param_groups, keeper.state)
         items, wrappers = self._state_of(path, optimizer, keeper, structure)
         state = wrappers.nodes | {
-            name: encode(
-                structure.values[index], name, partial(self.remade_node, way=_IN_OPTIMIZER)
-            )
+            name: encode(structure.values[index], name, partial(self.made_node, way=_IN_OPTIMIZER))
             for index, name in items.value_items
         }
         settings, values = after_state_dict(path, optimizer, keeper.state)
@@ -521,9 +512,9 @@ class _Walk:
         if items.plain:
             node["plain"] = list(items.plain)
         if values:
-            node["values"] = encode(values, f"{path}/values", self.remade_node)
+            node["values"] = encode(values, f"{path}/values", self.made_node)
         if isinstance(optimizer, OptimizerStandIn):
-            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.remade_node)
+            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.made_node)
         return node
 
     def _state_of(
@@ -534,14 +525,12 @@ class _Walk:
         """
         # The fence does not hold an optimizer that is inside of an object of the state.
         is_late = optimizer in self._optimizers.members and self._optimizers.holds(optimizer)
-        last_items = self._last_walk.optimizers.get(path)
-        if last_items is not None and last_items.is_of(
-            keeper, self._parameters, structure, self._choice
-        ):
-            wrappers = in_optimizer(path, last_items)
-            key = (is_late, last_items, *wrappers.key)
+        last = self._last_walk.optimizers.get(path)
+        if last is not None and last.is_of(keeper, self._parameters, structure, self._choice):
+            wrappers = in_optimizer(path, last)
+            key = (is_late, last, *wrappers.key)
             if self._registry.add_known(path, key, wrappers.tensors):
-                return last_items, wrappers
+                return last, wrappers
         # The items are made again even if only the shape of a tensor has changed, since the tensor
         # may now belong to another part of a parameter.
         items = OptimizerItems(path, optimizer, keeper, self._parameters, structure, self._choice)
@@ -569,9 +558,7 @@ class _Walk:
         """
         for (part, key, parameter), tensor in zip(items.owners, items.tensors, strict=True):
             name = state_name(path, part.path, key)
-            is_on_some_ranks = (
-                is_partial or part.piece is not None
-            )  # Not every rank has this tensor
+            is_on_some_ranks = is_partial or part.piece is not None
             replicas = () if is_on_some_ranks else self._parameters.holders_of(parameter)
             source = part.of(name, tensor)
             is_untied = (is_flat or part.piece is not None) and isinstance(source, torch.Tensor)
@@ -597,7 +584,7 @@ class _Walk:
                 "values": encode(
                     {key: plain_of(value) for key, value in group.items() if key != "params"},
                     f"{path}/param_groups/{index}",
-                    self.remade_node,
+                    self.made_node,
                 ),
             }
             for index, (group, group_names) in enumerate(zip(settings, names, strict=True))
