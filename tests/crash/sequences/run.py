@@ -417,7 +417,9 @@ def run_event(run: Run, event: Event, agents: Callable[[], AgentFolder]) -> None
                 pins.clear()
             elif not ends and (step := choice(before[place], fraction)) is not None:
                 run_command(run, "pin", run.url(place), step, "--for", "1d")
-                pins |= {ref for ref in before[place] if ref.step == step}
+                # Of several attempts at a step, the command pins the one that a restore takes.
+                attempts = {ref for ref in before[place] if ref.step == step}
+                pins |= attempts if len(attempts) == 1 else set()
         case WipePlan(place):
             shutil.rmtree(run.url(place), ignore_errors=True)
             run.oracle.pins.pop(place, None)
