@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from importlib import import_module
 from typing import Any, Final
@@ -13,8 +13,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt import PerRank, RngState
 from tests.census.optimizers import TAKEN, Entry
@@ -85,38 +86,17 @@ class OwnState:
     def load_state_dict(self, state: Any) -> None:
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
-        self.optimizer.load_state_dict(_distributed(_together(state), parameters))
-
-
-def _distributed(value: Any, parameters: Sequence[Any]) -> Any:
-    """Return ``value``, a state dict, or a dict of some, with its tensors sharded as the parameters
-    with their numbers are.
-    """
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: _sharded(inner, parameters[key])
-        if isinstance(key, int) and key < len(parameters)
-        else _distributed(inner, parameters)
-        for key, inner in value.items()
-    }
-
-
-def _sharded(value: Any, parameter: Any) -> Any:
-    """Return ``value`` with the tensors of the shape of ``parameter`` sharded as it is."""
-    if isinstance(value, dict):
-        return {key: _sharded(inner, parameter) for key, inner in value.items()}
-    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        meshes = [value.device_mesh for value in parameters if isinstance(value, DTensor)]
+        self.optimizer.load_state_dict(_together(state, meshes[0] if meshes else None))
 
 
 def _apart(value: Any) -> Any:
     """Return ``value`` with the parts of each deque, and of each object of a package of optimizers,
-    in its place.
+    in its place, and with each DTensor whole.
     """
+    if isinstance(value, DTensor):
+        dims = [each.dim if isinstance(each, Shard) else None for each in value.placements]
+        return {"whole": value.full_tensor(), "dims": dims}
     if isinstance(value, dict):
         return {key: _apart(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
@@ -131,19 +111,25 @@ def _apart(value: Any) -> Any:
     return value
 
 
-def _together(value: Any) -> Any:
-    """Undo ``_apart``: return the value that it was called with."""
-    if isinstance(value, dict) and value.keys() == {"items", "most"}:
-        return deque(_together(value["items"]), value["most"])
-    if isinstance(value, dict) and value.keys() == {"kind", "parts"}:
-        module, name = value["kind"]
-        made = object.__new__(getattr(import_module(module), name))
-        vars(made).update(_together(value["parts"]))
-        return made
+def _together(value: Any, mesh: DeviceMesh | None) -> Any:
+    """Undo ``_apart``: return the value that it was called with. A DTensor with a partial placement
+    is replicated.
+    """
     if isinstance(value, dict):
-        return {key: _together(inner) for key, inner in value.items()}
+        inner = {key: _together(each, mesh) for key, each in value.items()}
+        if value.keys() == {"whole", "dims"}:
+            placements = [Replicate() if dim is None else Shard(dim) for dim in value["dims"]]
+            return distribute_tensor(value["whole"], mesh, placements)
+        if value.keys() == {"items", "most"}:
+            return deque(inner["items"], inner["most"])
+        if value.keys() == {"kind", "parts"}:
+            module, name = value["kind"]
+            made = object.__new__(getattr(import_module(module), name))
+            vars(made).update(inner["parts"])
+            return made
+        return inner
     if type(value) in (list, tuple):
-        return type(value)(map(_together, value))
+        return type(value)(_together(each, mesh) for each in value)
     return value
 
 
@@ -215,7 +201,8 @@ def seed_all(seed: int) -> None:
 
 def _digests(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, DTensor):
-        value = value.to_local()
+        is_partial = any(each.is_partial() for each in value.placements)
+        value = value.full_tensor() if is_partial else value.to_local()
     if isinstance(value, torch.Tensor):
         yield path, _digest(value)
     elif isinstance(value, dict):

@@ -54,8 +54,8 @@ from ckpt.model.values import VERSIONS, join
 PLACELESS: Final = "~param/"
 OWN_STATE: Final = (
     "put an object into the state whose state_dict() and load_state_dict() call the optimizer's "
-    "own. Under sharded parameters, let its load_state_dict() distribute the tensors first as the "
-    "parameters are, since a restore makes whole ones"
+    "own. Under sharded parameters, let it give each DTensor whole (full_tensor()) beside its "
+    "placements, and distribute it so again, with Replicate() for a partial one"
 )
 PLACING_SETTINGS: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
