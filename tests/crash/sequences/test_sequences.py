@@ -17,10 +17,14 @@ def run(*words: object, timeout: float) -> str:
     return run_script(_SCRIPT, *words, timeout=timeout)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_jobs_in_random_sequences_leave_what_is_promised(tmp_path: Path) -> None:
-    assert "ALL WELL" in run(tmp_path, 1, 3, 6, timeout=280)
+    assert "ALL WELL" in run(tmp_path, 1, 2, 6, timeout=280)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutant", ["keep too few", "forget farther tiers"])
 def test_the_sequences_notice_a_retention_that_keeps_too_little(
     tmp_path: Path, mutant: str
