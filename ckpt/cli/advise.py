@@ -20,7 +20,7 @@ from ckpt.cli.options import (
     seconds,
 )
 from ckpt.errors import ConfigError, NoCheckpoint
-from ckpt.observe.advice import Advice, Assumed, Measured, measured
+from ckpt.observe.advice import Advice, Assumptions, Measurements, measurements_of
 from ckpt.observe.advice import advise as advice_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal import JournalReader
@@ -29,7 +29,7 @@ from ckpt.storage.tiers import resolve_tier
 
 
 def advise(
-    where: PlaceArgument = None,
+    argument: PlaceArgument = None,
     failures: Annotated[
         float | None,
         typer.Option(
@@ -66,7 +66,7 @@ def advise(
       ckpt advise runs/gpt --failures-per-day 2 --restart 3m
       ckpt advise runs/gpt --drag 0.1s --json
     """
-    place = one_place([where] if where else None, root)
+    place = one_place([argument] if argument else None, root)
     url = resolve_tier(place, config).url
     records = JournalReader(url).read()
     if not records:
@@ -76,57 +76,62 @@ def advise(
             f"{url} has no journal: train with CheckpointManager({url!r}, "
             f"observers=[Journal({url!r})]), where Journal is imported from ckpt.observe"
         )
-    found = measured(records, history_of(records))
-    if failures is None and not found.failures_per_day > 0:
+    measurements = measurements_of(records, history_of(records))
+    if failures is None and not measurements.failures_per_day > 0:
         raise ConfigError(
             "the journal shows no failure, or covers less than an hour: give --failures-per-day"
         )
-    assumed = Assumed(
-        failures_per_day=found.failures_per_day if failures is None else failures,
+    assumptions = Assumptions(
+        failures_per_day=measurements.failures_per_day if failures is None else failures,
         restart_seconds=seconds("--restart", restart),
         drag_seconds=seconds("--drag", drag) if drag else 0.0,
     )
-    advice = advice_of(found, assumed)
+    advice = advice_of(measurements, assumptions)
     if json:
         output.show_json(
             {
                 "root": url,
-                "measured": asdict(found),
-                "assumed": asdict(assumed),
-                "tiers": [asdict(each) for each in advice],
+                "measured": asdict(measurements),
+                "assumed": asdict(assumptions),
+                "tiers": [asdict(entry) for entry in advice],
             }
         )
     else:
-        _show(found, assumed, advice, drag=bool(drag), observed=failures is None)
+        _show(measurements, assumptions, advice, drag=bool(drag), from_journal=failures is None)
 
 
 def _show(
-    found: Measured, assumed: Assumed, advice: Sequence[Advice], *, drag: bool, observed: bool
+    measurements: Measurements,
+    assumptions: Assumptions,
+    advice: Sequence[Advice],
+    *,
+    drag: bool,
+    from_journal: bool,
 ) -> None:
     rows = [
         (
-            each.tier,
-            output.duration(each.durable_seconds),
-            _long(each.interval_seconds) + (" (durable)" if each.is_bound else ""),
-            f"{each.lost_minutes:.1f} min",
-            f"{each.lost_minutes_now:.1f} min" if math.isfinite(each.lost_minutes_now) else "-",
+            entry.tier,
+            output.duration(entry.durable_seconds),
+            _long(entry.interval_seconds) + (" (durable)" if entry.is_bound else ""),
+            f"{entry.lost_minutes:.1f} min",
+            f"{entry.lost_minutes_now:.1f} min" if math.isfinite(entry.lost_minutes_now) else "-",
         )
-        for each in advice
+        for entry in advice
     ]
     columns = ("tier", "durable after", "save every", "lost per day", "lost per day now")
     output.show_table(columns, rows, right=columns[1:])
     output.show_facts(
         {
-            "stall": f"{output.duration(found.stall_seconds)} per save (median)",
-            "drag": f"{output.duration(assumed.drag_seconds)} per save"
+            "stall": f"{output.duration(measurements.stall_seconds)} per save (median)",
+            "drag": f"{output.duration(assumptions.drag_seconds)} per save"
             if drag
             else "not in the journal, taken as 0: give --drag",
-            "interval now": _long(found.interval_seconds),
-            "failures": f"{assumed.failures_per_day:.2g} per day"
-            + (", as the journal shows" if observed else ""),
-            "restart": _long(assumed.restart_seconds),
-            "host memory": f"{output.size(found.nbytes)} to {output.size(2 * found.nbytes)} per "
-            "rank: one image, or two where they pay",
+            "interval now": _long(measurements.interval_seconds),
+            "failures": f"{assumptions.failures_per_day:.2g} per day"
+            + (", as the journal shows" if from_journal else ""),
+            "restart": _long(assumptions.restart_seconds),
+            "host memory": f"{output.size(measurements.nbytes)} to "
+            f"{output.size(2 * measurements.nbytes)} per rank: one image, or two where they pay",
         }
     )
 

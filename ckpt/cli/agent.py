@@ -39,14 +39,14 @@ def agent(
             help="run: end after so long without a job. Default: CKPT_AGENT_IDLE_SECONDS, or 600.",
         ),
     ] = None,
-    now: Annotated[
+    at_once: Annotated[
         bool,
         typer.Option("--now", help="stop: leave what is not finished yet. Nothing is torn."),
     ] = False,
     step: Annotated[
         str, typer.Option("--step", metavar="N", help='prefetch: this step, or "latest".')
     ] = LATEST,
-    to: Annotated[
+    destinations: Annotated[
         list[str] | None,
         typer.Option(
             "--to",
@@ -84,11 +84,11 @@ def agent(
       ckpt agent run --idle-seconds 86400
       ckpt agent prefetch s3://bucket/run42 --to /nvme/run42
     """
-    if action != "prefetch" and (url or to or config or step != LATEST):
+    if action != "prefetch" and (url or destinations or config or step != LATEST):
         raise ConfigError("URL, --step, --to and --config belong to ckpt agent prefetch")
     if idle is not None and action != "run":
         raise ConfigError("--idle-seconds belongs to ckpt agent run")
-    if now and action != "stop":
+    if at_once and action != "stop":
         raise ConfigError("--now belongs to ckpt agent stop")
     match action:
         case "run":
@@ -101,54 +101,60 @@ def agent(
         case "status":
             _status(as_json=json)
         case "stop":
-            _stop(at_once=now, as_json=json)
+            _stop(at_once=at_once, as_json=json)
         case "prefetch":
             if not is_step(step):
                 raise ConfigError(f'--step {step}: give the number of a step, or "latest"')
             number = None if step == LATEST else int(step)
-            prefetch(url, to or [], number, config, as_json=json)
+            prefetch(url, destinations or [], number, config, as_json=json)
 
 
 def _start(*, as_json: bool) -> None:
-    found = reach(AgentFolder.of_this_user())
-    found.close()
+    connection = reach(AgentFolder.of_this_user())
+    connection.close()
     if as_json:
-        output.show_json({"version": found.welcome.version, "pid": found.welcome.pid})
+        output.show_json({"version": connection.welcome.version, "pid": connection.welcome.pid})
     else:
-        output.show_line(f"agent {found.welcome.version}, process {found.welcome.pid}")
+        output.show_line(f"agent {connection.welcome.version}, process {connection.welcome.pid}")
 
 
 def _status(*, as_json: bool) -> None:
     folder = AgentFolder.of_this_user()
-    found = status(folder)
-    if found is None:
+    agent_status = status(folder)
+    if agent_status is None:
         raise AgentError(
             f"no agent of this user runs on this node ({folder.path}): a manager with "
             'agent="auto" starts one, and so does ckpt agent run'
         )
     if as_json:
-        output.show_json(msgspec.to_builtins(found))
+        output.show_json(msgspec.to_builtins(agent_status))
     else:
-        _show(found)
+        _show(agent_status)
 
 
-def _show(found: AgentStatus) -> None:
-    how = "" if found.works or not found.jobs else ", which has not worked yet"
-    output.show_line(f"agent {found.version}, process {found.pid}{how}")
-    if found.jobs:
+def _show(agent_status: AgentStatus) -> None:
+    remark = "" if agent_status.works or not agent_status.jobs else ", which has not worked yet"
+    output.show_line(f"agent {agent_status.version}, process {agent_status.pid}{remark}")
+    if agent_status.jobs:
         rows = [
-            [job.attempt, job.state, _what(job), scrubbed(job.scrub), ", ".join(job.tiers)]
-            for job in found.jobs
+            [
+                job.attempt,
+                job.state,
+                _activity(job),
+                scrub_progress(job.scrub),
+                ", ".join(job.tiers),
+            ]
+            for job in agent_status.jobs
         ]
-        output.show_table(["job", "state", "", "verified", "tiers"], rows, elided=["tiers"])
-    for job in found.jobs:
+        output.show_table(["job", "state", "", "verified", "tiers"], rows, flexible=["tiers"])
+    for job in agent_status.jobs:
         for damage in job.scrub.damaged:
             output.show_line(f"job {job.attempt}: step {damage}", style="red")
         if job.scrub.error:
             output.show_line(f"job {job.attempt}: not all is verified: {job.scrub.error}")
 
 
-def scrubbed(scrub: ScrubStatus) -> str:
+def scrub_progress(scrub: ScrubStatus) -> str:
     """Return a text about the progress of the verification of a job's steps; "-" if it has not
     begun.
     """
@@ -163,7 +169,7 @@ def scrubbed(scrub: ScrubStatus) -> str:
     return ", ".join(parts) or "-"
 
 
-def _what(job: JobStatus) -> str:
+def _activity(job: JobStatus) -> str:
     if job.step >= 0:
         so_far = f"{output.size(job.done_bytes)} of {output.size(job.total_bytes)}"
         return f"step {job.step} to {job.to}: {so_far}"
@@ -173,36 +179,38 @@ def _what(job: JobStatus) -> str:
 
 
 def _stop(*, at_once: bool, as_json: bool) -> None:
-    found, last = connect(AgentFolder.of_this_user()), Stopped()
-    if found is not None:
+    connection, last = connect(AgentFolder.of_this_user()), Stopped()
+    if connection is not None:
         try:
-            found.ask(Stop(at_once=at_once))
-            last = found.stopped()
+            connection.ask(Stop(at_once=at_once))
+            last = connection.stopped()
         finally:
-            found.close()
+            connection.close()
     if as_json:
         given_up = msgspec.to_builtins(last.given_up)
-        output.show_json({"stopped": found.welcome.pid if found else None, "given_up": given_up})
-    elif found is not None:
-        output.show_line(f"the agent, process {found.welcome.pid}, has ended")
+        output.show_json(
+            {"stopped": connection.welcome.pid if connection else None, "given_up": given_up}
+        )
+    elif connection is not None:
+        output.show_line(f"the agent, process {connection.welcome.pid}, has ended")
     else:
         output.show_line("no agent of this user runs on this node")
     if last.given_up:
-        raise AgentError(_unfinished(last.given_up))
+        raise AgentError(_unfinished_message(last.given_up))
 
 
-def _unfinished(jobs: tuple[JobStatus, ...]) -> str:
+def _unfinished_message(jobs: tuple[JobStatus, ...]) -> str:
     """Return the message of the error about ``jobs``, which the agent has not finished.
 
     For each job, the message names the stores in the memory of this machine that the job still has.
     """
-    there = set(stores_in_memory())
-    unfinished: list[str] = []
+    memory_urls = set(stores_in_memory())
+    descriptions: list[str] = []
     for job in jobs:
-        kept = [url for url in job.tiers if url in there]
-        where = f"; {', '.join(kept)} still takes memory (ckpt ls {kept[0]})" if kept else ""
-        unfinished.append(f"job {job.attempt} ({job.error or 'it was not waited for'}{where})")
+        urls = [url for url in job.tiers if url in memory_urls]
+        remark = f"; {', '.join(urls)} still takes memory (ckpt ls {urls[0]})" if urls else ""
+        descriptions.append(f"job {job.attempt} ({job.error or 'it was not waited for'}{remark})")
     return (
-        f"the agent has not finished {', '.join(unfinished)}: the next job on the same tiers goes "
-        "on with what is there"
+        f"the agent has not finished {', '.join(descriptions)}: the next job on the same tiers "
+        "goes on with what is there"
     )

@@ -19,8 +19,8 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     naming_a_removed,
-    removed,
-    source_and_other,
+    removal_error,
+    source_and_destination,
     workers_for,
 )
 from ckpt.cli.store_timeout import open_watched
@@ -42,7 +42,7 @@ from ckpt.storage.tiers import resolve_tier, server_of
 
 
 def copy(
-    where: Annotated[
+    arguments: Annotated[
         list[str],
         typer.Argument(
             metavar="[SOURCE] DEST",
@@ -88,7 +88,7 @@ def copy(
     """
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
-    source, dest = source_and_other(where, root, "DEST")
+    source, dest = source_and_destination(arguments, root, "DEST")
     tiers = [resolve_tier(place, config) for place in (source, dest)]
     origin, destination = (open_watched(tier.url, tier.options, timeout) for tier in tiers)
     if server_of(tiers[0]) == server_of(tiers[1]):
@@ -97,40 +97,40 @@ def copy(
     destination.ask(partial(is_committed, destination, refs[0]))  # Checks that the store answers
     if not all_steps and step is None:
         refs = refs[:1]
-    done: list[_Copied] = []
+    outcomes: list[_Outcome] = []
     with workers_for(origin, destination) as workers:
         for ref in refs:
             try:
                 with naming_a_removed([origin], ref):
-                    done.append(_copy(origin, ref, destination, workers, check=check))
+                    outcomes.append(_copy(origin, ref, destination, workers, check=check))
             except FormatUnsupported:
                 raise
             except (IntegrityError, ObjectExists) as error:  # Other steps may still be copied
-                done.append(_Copied(ref=ref, error=error))
+                outcomes.append(_Outcome(ref=ref, error=error))
                 if not json:
                     output.warn(f"step {ref.step} was not copied: {error}")
             except NoCheckpoint:
                 if len(refs) > 1:
                     output.warn(f"step {ref.step} was removed during the command")
-    if not done:
-        raise removed([origin], refs[0])
+    if not outcomes:
+        raise removal_error([origin], refs[0])
     if json:
         output.show_json(
             {
                 "source": origin.url,
                 "dest": destination.url,
-                "steps": [_as_json(one) for one in done],
+                "steps": [_as_json(outcome) for outcome in outcomes],
             }
         )
     else:
-        _show(done, destination.url)
-    for one in done:
-        if one.error:
-            raise typer.Exit(one.error.exit_code)
+        _show(outcomes, destination.url)
+    for outcome in outcomes:
+        if outcome.error:
+            raise typer.Exit(outcome.error.exit_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Copied:
+class _Outcome:
     """The result of the copy of one attempt at a step.
 
     Attributes:
@@ -147,14 +147,14 @@ class _Copied:
     nbytes: int = 0
     copied_bytes: int = 0
     seconds: float = 0.0
-    skipped: bool = False
+    is_skipped: bool = False
     error: CkptError | None = None
 
     @property
     def result(self) -> str:
         if self.error:
             return "not copied"
-        if self.skipped:
+        if self.is_skipped:
             return "already there"
         return (
             "copied"
@@ -172,33 +172,33 @@ def _copy(
     workers: Workers,
     *,
     check: bool,
-) -> _Copied:
-    if not check and (nbytes := _size_there(source, ref, destination)) is not None:
-        return _Copied(ref=ref, nbytes=nbytes, skipped=True)
+) -> _Outcome:
+    if not check and (nbytes := _size_of_copy(source, ref, destination)) is not None:
+        return _Outcome(ref=ref, nbytes=nbytes, is_skipped=True)
     with output.progress(f"step {ref.step}") as bar:
         report = fetch_step([source], StepFolder(destination, ref, workers), on_progress=bar)
-    return _Copied(
+    return _Outcome(
         ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds
     )
 
 
-def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
+def _size_of_copy(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
     """Return the size of an attempt at the destination; None if the destination lacks the attempt.
 
     The destination has the attempt if the manifest there has the same chunks as the manifest at the
     source, and its data files have the sizes that the manifest says. The encoding may differ. No
     data file is read.
     """
-    _, packed = read_packed(source, ref)
+    _, packed_source = read_packed(source, ref)
     try:
-        there, same = read_packed(destination, ref)
+        copy_manifest, packed_copy = read_packed(destination, ref)
         sizes = {info.key: info.size for info in own_objects(destination, ref)}
-        if any(sizes.get(file.key) != file.size for file in there.stored_files().values()):
+        if any(sizes.get(file.key) != file.size for file in copy_manifest.stored_files().values()):
             return None
-        if same == packed or same_chunks(
+        if packed_copy == packed_source or same_chunks(
             read_manifest(destination, ref), read_manifest(source, ref)
         ):
-            return there.stored_bytes
+            return copy_manifest.stored_bytes
         return None
     except (ObjectNotFound, IntegrityError):
         return None
@@ -209,43 +209,48 @@ def _check_apart(source: str, destination: str) -> None:
 
     A copy between such places would put folders of steps among the files of another place.
     """
-    how = relation(source, destination)
-    if how == "same":
+    position = relation(source, destination)
+    if position == "same":
         raise ConfigError(
             f"{source} and {destination} are the same place: name another one to copy to"
         )
-    if how != "apart":
-        inside, outside = (source, destination) if how == "inside" else (destination, source)
-        raise ConfigError(f"{inside} is inside of {outside}: name a place beside it to copy to")
+    if position != "apart":
+        inner, outer = (source, destination) if position == "inside" else (destination, source)
+        raise ConfigError(f"{inner} is inside of {outer}: name a place beside it to copy to")
 
 
-def _show(done: list[_Copied], place: str) -> None:
+def _show(outcomes: list[_Outcome], place: str) -> None:
     rows = [
         (
-            str(one.ref.step),
-            one.ref.attempt,
-            "-" if one.error else output.size(one.nbytes),
-            "-" if one.error or one.skipped else output.size(one.copied_bytes),
-            output.duration(one.seconds) if one.seconds else "-",
-            one.result,
+            str(outcome.ref.step),
+            outcome.ref.attempt,
+            "-" if outcome.error else output.size(outcome.nbytes),
+            "-" if outcome.error or outcome.is_skipped else output.size(outcome.copied_bytes),
+            output.duration(outcome.seconds) if outcome.seconds else "-",
+            outcome.result,
         )
-        for one in done
+        for outcome in outcomes
     ]
     right = ("step", "size", "copied", "time")
     output.show_table(("step", "attempt", "size", "copied", "time", "result"), rows, right=right)
-    nbytes, seconds = sum(one.copied_bytes for one in done), sum(one.seconds for one in done)
+    nbytes, seconds = (
+        sum(outcome.copied_bytes for outcome in outcomes),
+        sum(outcome.seconds for outcome in outcomes),
+    )
     rate = f", {output.rate(nbytes, seconds)}" if nbytes else ""
-    here = sum(one.error is None for one in done)
-    output.show_line(f"{output.count(here, 'step')} at {place}, {output.size(nbytes)} copied{rate}")
+    count = sum(outcome.error is None for outcome in outcomes)
+    output.show_line(
+        f"{output.count(count, 'step')} at {place}, {output.size(nbytes)} copied{rate}"
+    )
 
 
-def _as_json(one: _Copied) -> dict[str, object]:
+def _as_json(outcome: _Outcome) -> dict[str, object]:
     return {
-        "step": one.ref.step,
-        "attempt": one.ref.attempt,
-        "result": one.result,
-        "bytes": one.nbytes,
-        "copied_bytes": one.copied_bytes,
-        "seconds": round(one.seconds, 6),
-        "error": str(one.error) if one.error else None,
+        "step": outcome.ref.step,
+        "attempt": outcome.ref.attempt,
+        "result": outcome.result,
+        "bytes": outcome.nbytes,
+        "copied_bytes": outcome.copied_bytes,
+        "seconds": round(outcome.seconds, 6),
+        "error": str(outcome.error) if outcome.error else None,
     }

@@ -38,7 +38,7 @@ _CONTEXT: Final = 30
 
 
 def diff(
-    where: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[A] [B] [STEP] [STEP]",
@@ -78,30 +78,30 @@ def diff(
       ckpt diff runs/gpt s3://bucket/run42 --step 1200
       ckpt diff runs/a runs/b --values
     """
-    words = where or []
+    words = arguments or []
     numbers = [
         *(None if word == LATEST else int(word) for word in words if is_step(word)),
         *(step or []),
     ]
     if len(numbers) > 2:
         raise ConfigError("one step is for both, two are of A and of B: leave the others out")
-    named = [*([root] if root else []), *(word for word in words if not is_step(word))]
-    a, b = one_place(named[:1]), one_place(named[1:])
+    places = [*([root] if root else []), *(word for word in words if not is_step(word))]
+    a, b = one_place(places[:1]), one_place(places[1:])
     if b is None and len(numbers) < 2:
         raise ConfigError("compare with what? Give B, or two steps")
-    first, second = (numbers[0], numbers[-1]) if numbers else (None, None)
+    step_a, step_b = (numbers[0], numbers[-1]) if numbers else (None, None)
     with ExitStack() as stack:
-        one = stack.enter_context(_reader(a, first, timeout))
-        two = stack.enter_context(_reader(b or a, second, timeout))
+        reader_a = stack.enter_context(_reader(a, step_a, timeout))
+        reader_b = stack.enter_context(_reader(b or a, step_b, timeout))
         with output.progress("comparing", in_bytes=False) as bar:
-            found = compare(one, two, on_name=bar)
-        far = _far(one, two, found.values) if values else {}
-        plain = _plain(one, two)
+            difference = compare(reader_a, reader_b, on_name=bar)
+        differences = _max_differences(reader_a, reader_b, difference.values) if values else {}
+        plain = _plain(reader_a, reader_b)
     if json:
-        output.show_json(_as_json(one, two, found, far, plain))
+        output.show_json(_as_json(reader_a, reader_b, difference, differences, plain))
     else:
-        _show(one, two, found, far, plain)
-    if found.any or plain:
+        _show(reader_a, reader_b, difference, differences, plain)
+    if difference.any or plain:
         raise typer.Exit(_DIFFERENT)
 
 
@@ -114,27 +114,30 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
         yield StepReader(backend, ref, manifest, workers)
 
 
-def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:
+def _max_differences(
+    reader_a: StepReader, reader_b: StepReader, names: list[str]
+) -> dict[str, float]:
     """Read the tensors ``names`` of both checkpoints, and return the largest absolute difference
     between elements at the same position, by the name of the tensor. A tensor is left out if its
     elements are not numbers.
     """
     from ckpt.exchange.max_difference import max_difference
 
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     with output.progress("reading", in_bytes=False) as bar:
-        for done, name in enumerate(names):
-            if (difference := max_difference(one, two, name)) is not None:
-                found[name] = difference
-            bar(done + 1, len(names))
-    return found
+        for index, name in enumerate(names):
+            if (difference := max_difference(reader_a, reader_b, name)) is not None:
+                differences[name] = difference
+            bar(index + 1, len(names))
+    return differences
 
 
-def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str | None]]:
+def _plain(reader_a: StepReader, reader_b: StepReader) -> dict[str, tuple[str | None, str | None]]:
     """Return a dict from the name of each plain value that differs to the text of the value in
-    ``one`` and its text in ``two``. A text is None if that checkpoint does not have the value.
+    ``reader_a`` and its text in ``reader_b``. A text is None if that checkpoint does not have the
+    value.
     """
-    a, b = exact_values(one.manifest), exact_values(two.manifest)
+    a, b = exact_values(reader_a.manifest), exact_values(reader_b.manifest)
     return {
         name: (a.get(name), b.get(name))
         for name in sorted(a.keys() | b.keys())
@@ -143,40 +146,45 @@ def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str 
 
 
 def _show(
-    one: StepReader,
-    two: StepReader,
-    found: Difference,
-    far: dict[str, float],
+    reader_a: StepReader,
+    reader_b: StepReader,
+    difference: Difference,
+    differences: dict[str, float],
     plain: dict[str, tuple[str | None, str | None]],
 ) -> None:
-    output.show_facts({"A": _place(one), "B": _place(two)})
-    rows = [(name, "only in A", _kind(one.tensors[name])) for name in found.only_one]
-    rows += [(name, "only in B", _kind(two.tensors[name])) for name in found.only_two]
+    output.show_facts({"A": _place(reader_a), "B": _place(reader_b)})
+    rows = [(name, "only in A", _kind(reader_a.tensors[name])) for name in difference.only_one]
+    rows += [(name, "only in B", _kind(reader_b.tensors[name])) for name in difference.only_two]
     rows += [
         (name, "another kind", f"{_kind(x)} in A, {_kind(y)} in B")
-        for name, (x, y) in found.kinds.items()
+        for name, (x, y) in difference.kinds.items()
     ]
-    for name in found.values:
-        text = _kind(one.tensors[name])
+    for name in difference.values:
+        text = _kind(reader_a.tensors[name])
         rows.append(
-            (name, "other values", f"{text}, by at most {far[name]:.6g}" if name in far else text)
+            (
+                name,
+                "other values",
+                f"{text}, by at most {differences[name]:.6g}" if name in differences else text,
+            )
         )
     rows += [(name, "plain value", _contrast(x, y)) for name, (x, y) in plain.items()]
     if rows:
         output.show_line()
         output.show_table(("name", "what", "detail"), rows)
         output.show_line()
-    parts = [f"{output.count(found.equal, 'tensor')} equal"]
-    if found.any or plain:
+    parts = [f"{output.count(difference.equal, 'tensor')} equal"]
+    if difference.any or plain:
         parts.append(f"{output.count(len(rows), 'difference')}")
     output.show_line(", ".join(parts) + ("" if rows else ": the checkpoints are the same"))
-    if found.compared and not found.read_names:
+    if difference.compared and not difference.read_names:
         output.show_line(
-            "compared by checksum alone: no data was read" + (" but for --values" if far else "")
+            "compared by checksum alone: no data was read"
+            + (" but for --values" if differences else "")
         )
-    elif found.read_names:
+    elif difference.read_names:
         output.show_line(
-            f"{output.count(found.read_names, 'tensor')} saved in another layout: read, the "
+            f"{output.count(difference.read_names, 'tensor')} saved in another layout: read, the "
             "others compared by checksum"
         )
 
@@ -185,22 +193,22 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
 
 
-def _contrast(one: str | None, two: str | None) -> str:
+def _contrast(text_a: str | None, text_b: str | None) -> str:
     """Return a text that shows both values; "none" stands for None.
 
     If one of the values is long, the text has the lengths of both values, and a part of each value
     that begins just before the first difference.
     """
-    if one is None or two is None or max(len(one), len(two)) <= _LONG:
+    if text_a is None or text_b is None or max(len(text_a), len(text_b)) <= _LONG:
         return (
-            f"{'none' if one is None else clip(one)} in A, {'none' if two is None else clip(two)} "
-            "in B"
+            f"{'none' if text_a is None else clip(text_a)} in A, "
+            f"{'none' if text_b is None else clip(text_b)} in B"
         )
-    pairs = enumerate(zip(one, two, strict=False))
-    same = next((at for at, (a, b) in pairs if a != b), min(len(one), len(two)))
-    start = max(0, same - _CONTEXT // 2)
-    parts = [f"{len(text):,} characters, {_part(text, start)}" for text in (one, two)]
-    return f"from character {same + 1:,} on: {parts[0]} in A; {parts[1]} in B"
+    pairs = enumerate(zip(text_a, text_b, strict=False))
+    position = next((index for index, (a, b) in pairs if a != b), min(len(text_a), len(text_b)))
+    start = max(0, position - _CONTEXT // 2)
+    parts = [f"{len(text):,} characters, {_part(text, start)}" for text in (text_a, text_b)]
+    return f"from character {position + 1:,} on: {parts[0]} in A; {parts[1]} in B"
 
 
 def _part(text: str, start: int) -> str:
@@ -218,23 +226,26 @@ def _as_number(difference: float | None) -> float | str | None:
 
 
 def _as_json(
-    one: StepReader,
-    two: StepReader,
-    found: Difference,
-    far: dict[str, float],
+    reader_a: StepReader,
+    reader_b: StepReader,
+    difference: Difference,
+    differences: dict[str, float],
     plain: dict[str, tuple[str | None, str | None]],
 ) -> dict[str, object]:
     return {
-        "a": _place(one),
-        "b": _place(two),
-        "same": not (found.any or plain),
-        "equal": found.equal,
-        "read": found.read_names,
-        "only_a": found.only_one,
-        "only_b": found.only_two,
-        "kinds": {name: {"a": _kind(x), "b": _kind(y)} for name, (x, y) in found.kinds.items()},
+        "a": _place(reader_a),
+        "b": _place(reader_b),
+        "same": not (difference.any or plain),
+        "equal": difference.equal,
+        "read": difference.read_names,
+        "only_a": difference.only_one,
+        "only_b": difference.only_two,
+        "kinds": {
+            name: {"a": _kind(x), "b": _kind(y)} for name, (x, y) in difference.kinds.items()
+        },
         "values": [
-            {"name": name, "max_difference": _as_number(far.get(name))} for name in found.values
+            {"name": name, "max_difference": _as_number(differences.get(name))}
+            for name in difference.values
         ],
         "plain": {name: {"a": x, "b": y} for name, (x, y) in plain.items()},
     }

@@ -20,7 +20,7 @@ from ckpt.cli.options import (
     naming_a_removed,
     naming_the_way_out,
     open_root,
-    source_and_other,
+    source_and_destination,
     workers_for,
 )
 from ckpt.errors import ConfigError
@@ -37,7 +37,7 @@ _SUFFIXES: Final[dict[str, Format]] = {
 
 
 def export(
-    where: Annotated[
+    arguments: Annotated[
         list[str],
         typer.Argument(
             metavar="[ROOT] OUT",
@@ -102,9 +102,9 @@ def export(
     from ckpt.exchange.export import ExportOptions
     from ckpt.exchange.export import export as write
 
-    place, out = source_and_other(where, root, "OUT")
+    place, out = source_and_destination(arguments, root, "OUT")
     backend = open_root(place, timeout=timeout)
-    chosen = kind or _format_of(out)
+    file_format = kind or _format_of(out)
     ref = backend.ask(partial(find, backend, step))[0]
     with (
         workers_for(backend) as workers,
@@ -119,10 +119,10 @@ def export(
         def start(nbytes: int) -> None:
             reader.on_bytes = Meter(nbytes, bar).add
 
-        done = write(
+        report = write(
             reader,
             out,
-            chosen,
+            file_format,
             ExportOptions(
                 globs=name or (),
                 strip=strip,
@@ -134,10 +134,10 @@ def export(
         )
     if json:
         output.show_json(
-            {"step": ref.step, "attempt": ref.attempt, "format": chosen, **_as_json(done)}
+            {"step": ref.step, "attempt": ref.attempt, "format": file_format, **_as_json(report)}
         )
     else:
-        _show(done, ref.step, chosen)
+        _show(report, ref.step, file_format)
 
 
 def _format_of(out: str) -> Format:
@@ -147,13 +147,13 @@ def _format_of(out: str) -> Format:
     raise ConfigError(f"the format of {out} is not known: give --format safetensors, torch or dcp")
 
 
-def _show(done: ExportReport, step: int, kind: Format) -> None:
-    tensors = output.count(done.tensors, "tensor")
+def _show(report: ExportReport, step: int, kind: Format) -> None:
+    tensors = output.count(report.tensors, "tensor")
     output.show_line(
-        f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind}", style="green"
+        f"step {step}: {tensors}, {output.size(report.nbytes)}, as {kind}", style="green"
     )
-    output.show_facts({"place": done.place})
-    for title, notes in (("changed", done.notes.changes), ("left out", done.notes.left_out)):
+    output.show_facts({"place": report.place})
+    for title, notes in (("changed", report.notes.changes), ("left out", report.notes.left_out)):
         if notes:
             output.show_line()
             output.show_line(f"{title}: {output.count(len(notes), 'name')}", style="yellow")
@@ -162,11 +162,11 @@ def _show(done: ExportReport, step: int, kind: Format) -> None:
                 output.show_line(f"and {len(notes) - _MOST_NOTES} more: --json lists them all")
 
 
-def _as_json(done: ExportReport) -> dict[str, object]:
+def _as_json(report: ExportReport) -> dict[str, object]:
     return {
-        "place": done.place,
-        "tensors": done.tensors,
-        "bytes": done.nbytes,
-        "changed": [{"name": name, "why": why} for name, why in done.notes.changes],
-        "left_out": [{"name": name, "why": why} for name, why in done.notes.left_out],
+        "place": report.place,
+        "tensors": report.tensors,
+        "bytes": report.nbytes,
+        "changed": [{"name": name, "why": reason} for name, reason in report.notes.changes],
+        "left_out": [{"name": name, "why": reason} for name, reason in report.notes.left_out],
     }

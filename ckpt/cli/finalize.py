@@ -32,7 +32,7 @@ from ckpt.storage.api import StorageBackend
 
 
 def finalize(
-    where: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[ROOT] [STEP]",
@@ -68,35 +68,41 @@ def finalize(
       ckpt finalize runs/gpt          all that ckpt ls calls "incomplete"
       ckpt finalize s3://bucket/run42 1300 --job-is-dead
     """
-    if LATEST in (where or ()):
+    if LATEST in (arguments or ()):
         raise ConfigError("STEP is a number here: without one, all that are unfinished are tried")
-    place, step = place_and_step(where, root, step)
+    place, step = place_and_step(arguments, root, step)
     backend = open_root(place, config, timeout=timeout)
-    every = backend.ask(partial(attempts, backend))
-    refs = [ref for ref in every if step in (None, ref.step)]
+    all_refs = backend.ask(partial(attempts, backend))
+    refs = [ref for ref in all_refs if step in (None, ref.step)]
     if not refs:
-        raise NoCheckpoint(backend.url, backend.ask(partial(instead_of, backend, every, step)))
+        raise NoCheckpoint(backend.url, backend.ask(partial(instead_of, backend, all_refs, step)))
     open_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
     with workers_for(backend) as workers:
-        tried = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]
+        outcomes = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]
     if json:
-        output.show_json({"root": backend.url, "steps": [_as_json(one) for one in tried]})
-    elif not tried:
-        held = backend.ask(partial(Inventory(backend, shown=True).look, among=refs))
-        damaged = sum(each.state == "damaged" for each in held)
-        text = f"nothing is unfinished: {output.count(len(held) - damaged, 'step')} committed"
-        output.show_line(text + (f", {damaged} damaged (ckpt ls says how)" if damaged else ""))
+        output.show_json(
+            {"root": backend.url, "steps": [_as_json(outcome) for outcome in outcomes]}
+        )
+    elif not outcomes:
+        steps = backend.ask(partial(Inventory(backend, shown=True).look, among=refs))
+        damaged_count = sum(stored_step.state == "damaged" for stored_step in steps)
+        text = (
+            f"nothing is unfinished: {output.count(len(steps) - damaged_count, 'step')} committed"
+        )
+        output.show_line(
+            text + (f", {damaged_count} damaged (ckpt ls says how)" if damaged_count else "")
+        )
     else:
-        _show(tried)
-    failures = [one.error for one in tried if one.error]
-    if failures and len(failures) == len(tried):
+        _show(outcomes)
+    failures = [outcome.error for outcome in outcomes if outcome.error]
+    if failures and len(failures) == len(outcomes):
         if json or len(failures) > 1:  # The reasons are shown already
             raise typer.Exit(failures[0].exit_code)
         raise failures[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
+class _Outcome:
     """The result for one unfinished save: its new manifest, or the error that prevented it."""
 
     ref: StepRef
@@ -104,42 +110,43 @@ class _Tried:
     error: CkptError | None = None
 
 
-def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool) -> _Tried:
+def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool) -> _Outcome:
     try:
         with output.progress(f"step {ref.step}") as bar:
-            return _Tried(
+            return _Outcome(
                 ref, finish(backend, ref, workers=workers, job_is_dead=job_is_dead, on_progress=bar)
             )
     except (CommitError, IntegrityError) as error:  # Other steps may still be finished
-        return _Tried(ref, error=error)
+        return _Outcome(ref, error=error)
 
 
-def _show(tried: list[_Tried]) -> None:
+def _show(outcomes: list[_Outcome]) -> None:
     """Print the result of each save.
 
-    If ``tried`` has only one save and it was not finished, nothing is printed, since the command
+    If ``outcomes`` has only one save and it was not finished, nothing is printed, since the command
     raises the error.
     """
-    for one in tried:
-        if one.manifest:
+    for outcome in outcomes:
+        if outcome.manifest:
             output.show_line(
-                f"step {one.ref.step} (attempt {one.ref.attempt}) is a checkpoint now: "
-                f"{output.size(one.manifest.nbytes)} of "
-                f"{output.count(one.manifest.world_size, 'rank')}, verified",
+                f"step {outcome.ref.step} (attempt {outcome.ref.attempt}) is a checkpoint now: "
+                f"{output.size(outcome.manifest.nbytes)} of "
+                f"{output.count(outcome.manifest.world_size, 'rank')}, verified",
                 style="green",
             )
-        elif len(tried) > 1:
+        elif len(outcomes) > 1:
             output.warn(
-                f"step {one.ref.step} (attempt {one.ref.attempt}) was left alone: {one.error}"
+                f"step {outcome.ref.step} (attempt {outcome.ref.attempt}) was left alone: "
+                f"{outcome.error}"
             )
 
 
-def _as_json(one: _Tried) -> dict[str, object]:
+def _as_json(outcome: _Outcome) -> dict[str, object]:
     return {
-        "step": one.ref.step,
-        "attempt": one.ref.attempt,
-        "finished": one.manifest is not None,
-        "bytes": one.manifest.nbytes if one.manifest else None,
-        "world_size": one.manifest.world_size if one.manifest else None,
-        "reason": str(one.error) if one.error else None,
+        "step": outcome.ref.step,
+        "attempt": outcome.ref.attempt,
+        "finished": outcome.manifest is not None,
+        "bytes": outcome.manifest.nbytes if outcome.manifest else None,
+        "world_size": outcome.manifest.world_size if outcome.manifest else None,
+        "reason": str(outcome.error) if outcome.error else None,
     }

@@ -30,7 +30,7 @@ def import_(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="A local file or folder.", show_default=False)
     ],
-    where: Annotated[
+    argument: Annotated[
         str | None,
         typer.Argument(
             metavar="[ROOT]",
@@ -88,7 +88,7 @@ def import_(
     """
     from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
 
-    tier = resolve_tier(one_place([where] if where else None, root))
+    tier = resolve_tier(one_place([argument] if argument else None, root))
     store = open_watched(tier.url, tier.options, timeout)
     foreign = ForeignCheckpoint(
         path=source,
@@ -96,7 +96,7 @@ def import_(
         plain=plain or (),
         parameter_names=_lines(param_names),
     )
-    done = import_checkpoint(
+    report = import_checkpoint(
         foreign, tier, step, look=partial(store.ask, partial(committed, store))
     )
     if json:
@@ -104,19 +104,19 @@ def import_(
             {
                 "step": step,
                 "root": tier.url,
-                "format": done.kind,
-                "names": done.names,
-                "notes": done.notes,
-                "left_aside": done.leftovers,
+                "format": report.kind,
+                "names": report.names,
+                "notes": report.notes,
+                "left_aside": report.leftovers,
             }
         )
         return
-    output.show_line(f"step {step} in {tier.url}, from {done.kind}", style="green")
-    output.show_table(("name", "what"), list(done.names.items()))
-    for note in done.notes:
+    output.show_line(f"step {step} in {tier.url}, from {report.kind}", style="green")
+    output.show_table(("name", "what"), list(report.names.items()))
+    for note in report.notes:
         output.warn(note)
-    if done.leftovers:
-        output.warn(f"not taken from {source}: {few(done.leftovers, _MOST_ASIDE, quote=False)}")
+    if report.leftovers:
+        output.warn(f"not taken from {source}: {few(report.leftovers, _MOST_ASIDE, quote=False)}")
 
 
 def _lines(path: str | None) -> list[str] | None:

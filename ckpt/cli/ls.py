@@ -36,7 +36,7 @@ from ckpt.storage.tiers import resolve_tier, urls_of
 
 
 def ls(
-    where: PlacesArgument = None,
+    arguments: PlacesArgument = None,
     newest: Annotated[
         int | None,
         typer.Option("-n", "--newest", metavar="N", min=1, help="List only the N newest steps."),
@@ -72,22 +72,22 @@ def ls(
       ckpt ls memory                             what jobs have left in this machine's memory
       ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
-    roots = places(where, root)
+    roots = places(arguments, root)
     answers = ask_each(open_each(roots, config, timeout=timeout), partial(_look, newest))
     tiers = [
-        _Tier(url, error=found) if isinstance(found, CkptError) else _Tier(url, found)
-        for url, found in answers
+        _Tier(url, error=answer) if isinstance(answer, CkptError) else _Tier(url, answer)
+        for url, answer in answers
     ]
     if roots == [MEMORY] and len(tiers) > 1 and not json:
-        _each(tiers, newest, reverse=reverse)
+        _show_tiers_apart(tiers, newest, reverse=reverse)
         return
     rows = _rows(tiers, newest, reverse=reverse)
     if len(tiers) == 1 and MEMORY not in roots:
         if not json:
             _note_memory(tiers[0], resolve_tier(roots[0] if roots else None, config))
-        _one(tiers[0], rows, json=json)
+        _show_tier(tiers[0], rows, json=json)
     else:
-        _several(tiers, rows, json=json)
+        _show_tiers(tiers, rows, json=json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class _Tier:
     error: CkptError | None = None
 
     @property
-    def failed(self) -> bool:
+    def is_unreachable(self) -> bool:
         """Return True if the tier could not be listed. The tier may have steps in this case."""
         return self.error is not None and not isinstance(self.error, NoCheckpoint)
 
@@ -117,8 +117,8 @@ def _look(newest: int | None, store: StorageBackend) -> dict[StepRef, StoredStep
 
     Of the newest steps of several stores, each store has those that are among its own newest.
     """
-    if found := Inventory(store, shown=True).look(newest=newest):
-        return {held.ref: held for held in found}
+    if steps := Inventory(store, shown=True).look(newest=newest):
+        return {step.ref: step for step in steps}
     raise NoCheckpoint(store.url, instead_of(store, [], None))
 
 
@@ -128,13 +128,13 @@ class _Row:
 
     Attributes:
         ref: The attempt.
-        known: The attempt on the nearest tier where it is committed; None if it is committed on no
-            tier. The manifests on all tiers have the same facts about the attempt.
+        committed_step: The attempt on the nearest tier where it is committed; None if it is
+            committed on no tier. The manifests on all tiers have the same facts about the attempt.
         older: Whether there is a younger committed attempt at the same step, which a restore takes.
     """
 
     ref: StepRef
-    known: StoredStep | None
+    committed_step: StoredStep | None
     older: bool
 
     @property
@@ -142,20 +142,20 @@ class _Row:
         """Return the cells below the titles ``_FACTS``. Each is "-" if the attempt is not
         committed.
         """
-        if (held := self.known) is None:
+        if (step := self.committed_step) is None:
             return ("-",) * len(_FACTS)
-        return output.moment(held.created_at), f"{held.ranks:,}", f"{held.tensors:,}"
+        return output.moment(step.created_at), f"{step.ranks:,}", f"{step.tensors:,}"
 
     @property
     def facts_as_json(self) -> dict[str, object]:
         """Return the facts for the JSON output, by name. Each is None if the attempt is not
         committed.
         """
-        held = self.known
+        step = self.committed_step
         return {
-            "committed_at": output.moment_utc(held.created_at) if held else None,
-            "world_size": held.ranks if held else None,
-            "tensors": held.tensors if held else None,
+            "committed_at": output.moment_utc(step.created_at) if step else None,
+            "world_size": step.ranks if step else None,
+            "tensors": step.tensors if step else None,
         }
 
 
@@ -177,31 +177,35 @@ def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[
         newest: The number of steps to include; None for all steps.
         reverse: Whether to reverse the order of the rows.
     """
-    known: dict[StepRef, StoredStep | None] = {}
+    committed_steps: dict[StepRef, StoredStep | None] = {}
     for tier in tiers:
-        for ref, held in tier.steps.items():
-            known[ref] = known.get(ref) or (held if held.state == "committed" else None)
+        for ref, step in tier.steps.items():
+            committed_steps[ref] = committed_steps.get(ref) or (
+                step if step.state == "committed" else None
+            )
 
     def age(ref: StepRef) -> tuple[int, bool, float, str]:
-        held = known[ref]
-        return ref.step, held is not None, held.created_at if held else 0.0, ref.attempt
+        step = committed_steps[ref]
+        return ref.step, step is not None, step.created_at if step else 0.0, ref.attempt
 
-    refs = sorted(known, key=age)
+    refs = sorted(committed_steps, key=age)
     older = {
-        one for one, two in pairwise(ref for ref in refs if known[ref]) if one.step == two.step
+        ref
+        for ref, successor in pairwise(ref for ref in refs if committed_steps[ref])
+        if ref.step == successor.step
     }
     steps = frozenset(sorted({ref.step for ref in refs})[-newest if newest else 0 :])
-    rows = [_Row(ref, known[ref], ref in older) for ref in refs if ref.step in steps]
+    rows = [_Row(ref, committed_steps[ref], ref in older) for ref in refs if ref.step in steps]
     return rows[::-1] if reverse else rows
 
 
-def _note_memory(shown: _Tier, tier: Tier) -> None:
+def _note_memory(listing: _Tier, tier: Tier) -> None:
     """Print a note if the tier in memory that belongs to ``tier`` has newer steps.
 
     The note does not consider other nearer tiers, because they may take long to answer.
 
     Args:
-        shown: The listing of ``tier``.
+        listing: The listing of ``tier``.
         tier: The tier as a job has it, with its URL and options.
     """
     memory = urls_of([Tier(MEMORY), tier])[0]
@@ -209,15 +213,15 @@ def _note_memory(shown: _Tier, tier: Tier) -> None:
         return
     with suppress(CkptError), closing(open_backend(memory)) as store:
         newest = max((ref.step for ref in committed(store)), default=-1)
-        whole = [ref.step for ref, held in shown.steps.items() if held.state == "committed"]
+        whole = [ref.step for ref, step in listing.steps.items() if step.state == "committed"]
         if newest > max(whole, default=-1):
             output.note(
                 f"{memory} has newer steps, up to {newest}: "
-                f"`ckpt ls {memory} {shown.url}` shows both"
+                f"`ckpt ls {memory} {listing.url}` shows both"
             )
 
 
-def _one(tier: _Tier, rows: Sequence[_Row], *, json: bool) -> None:
+def _show_tier(tier: _Tier, rows: Sequence[_Row], *, json: bool) -> None:
     if tier.error:
         raise tier.error
     if json:
@@ -228,50 +232,50 @@ def _one(tier: _Tier, rows: Sequence[_Row], *, json: bool) -> None:
     _show([], rows, (*_FACTS, "size", "state"), cells)
 
 
-def _each(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
+def _show_tiers_apart(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
     """Show a separate table for each tier, because the tiers belong to different jobs.
 
     The tier with the latest commit comes last, or first if ``reverse`` is set.
     """
-    failed = _warn_of_failed(tiers)
-    shown = sorted(
+    unreachable = _warn_of_unreachable(tiers)
+    nonempty_tiers = sorted(
         (tier for tier in tiers if tier.steps),
-        key=lambda tier: max(held.created_at for held in tier.steps.values()),
+        key=lambda tier: max(step.created_at for step in tier.steps.values()),
         reverse=reverse,
     )
-    if not shown and (error := (failed or tiers)[0].error):
+    if not nonempty_tiers and (error := (unreachable or tiers)[0].error):
         raise error
-    for number, tier in enumerate(shown):
+    for number, tier in enumerate(nonempty_tiers):
         if number:
             output.show_line()
         output.show_line(tier.url, style="bold")
-        _one(tier, _rows([tier], newest, reverse=reverse), json=False)
+        _show_tier(tier, _rows([tier], newest, reverse=reverse), json=False)
 
 
-def _several(tiers: Sequence[_Tier], rows: Sequence[_Row], *, json: bool) -> None:
+def _show_tiers(tiers: Sequence[_Tier], rows: Sequence[_Row], *, json: bool) -> None:
     """Show a row for each attempt that any tier has, with a column for each tier. With ``json``,
     print the same data as JSON.
     """
-    if all(tier.failed for tier in tiers) and tiers[0].error:
+    if all(tier.is_unreachable for tier in tiers) and tiers[0].error:
         raise tiers[0].error
     if json:
         _several_as_json(tiers, rows)
         return
-    failed = _warn_of_failed(tiers)
+    unreachable = _warn_of_unreachable(tiers)
     if not rows:
-        if failed and failed[0].error:  # A tier that could not be listed may have steps
-            raise failed[0].error
+        if unreachable and unreachable[0].error:  # A tier that could not be listed may have steps
+            raise unreachable[0].error
         raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
     cells = [(*row.facts[:-1], *(_cell(tier, row) for tier in tiers)) for row in rows]
     urls = [tier.url for tier in tiers]
     _show(urls, rows, (*_FACTS[:-1], *urls), cells)
 
 
-def _warn_of_failed(tiers: Sequence[_Tier]) -> list[_Tier]:
-    failed = [tier for tier in tiers if tier.failed]
-    for tier in failed:
+def _warn_of_unreachable(tiers: Sequence[_Tier]) -> list[_Tier]:
+    unreachable = [tier for tier in tiers if tier.is_unreachable]
+    for tier in unreachable:
         output.warn(f"{tier.url} cannot be listed: {tier.error}")
-    return failed
+    return unreachable
 
 
 def _show(
@@ -296,26 +300,26 @@ def _show(
     ]
     names = output.short_names(urls, columns, table)
     columns = [names.get(column, column) for column in columns]
-    notes = [_brief(_metadata(row.known)) for row in rows]
+    notes = [_brief(_metadata(row.committed_step)) for row in rows]
     if any(notes):
         columns.append("metadata")
         table = [[*own, note] for own, note in zip(table, notes, strict=True)]
     numbers = ("step", "size", *_FACTS[1:])
-    output.show_table(columns, table, right=numbers, elided=("metadata",))
+    output.show_table(columns, table, right=numbers, flexible=("metadata",))
 
 
 def _several_as_json(tiers: Sequence[_Tier], rows: Sequence[_Row]) -> None:
     output.show_json(
         {
             "tiers": [
-                {"root": tier.url, "error": str(tier.error) if tier.failed else None}
+                {"root": tier.url, "error": str(tier.error) if tier.is_unreachable else None}
                 for tier in tiers
             ],
             "steps": [_across_as_json(tiers, row) for row in rows],
         }
     )
     if not rows:
-        error = next((tier.error for tier in tiers if tier.failed and tier.error), None)
+        error = next((tier.error for tier in tiers if tier.is_unreachable and tier.error), None)
         raise typer.Exit(error.exit_code if error else NoCheckpoint.exit_code)
 
 
@@ -325,20 +329,20 @@ def _cell(tier: _Tier, row: _Row) -> str:
     The text is "-" if the tier has no part of the attempt. It is "unreachable" if the tier could
     not be listed.
     """
-    if tier.failed:
+    if tier.is_unreachable:
         return "unreachable"
-    held = tier.steps.get(row.ref)
-    if held is None:
+    step = tier.steps.get(row.ref)
+    if step is None:
         return "-"
-    if held.state == "committed":
-        return _size(held) + (", pinned" if held.pins else "")
-    if held.state != "incomplete":
-        return f"damaged: {held.reason}"
-    if held.is_cut:
-        return f"{_REMOVAL}, {output.size(held.nbytes)}"
-    of = f" of {row.known.ranks}" if row.known else ""
-    ranks = f"rank{'' if held.finished_ranks == 1 and not of else 's'}"
-    return f"incomplete: {held.finished_ranks}{of} {ranks}, {output.size(held.nbytes)}"
+    if step.state == "committed":
+        return _size(step) + (", pinned" if step.pins else "")
+    if step.state != "incomplete":
+        return f"damaged: {step.reason}"
+    if step.is_cut:
+        return f"{_REMOVAL}, {output.size(step.nbytes)}"
+    of = f" of {row.committed_step.ranks}" if row.committed_step else ""
+    ranks = f"rank{'' if step.finished_ranks == 1 and not of else 's'}"
+    return f"incomplete: {step.finished_ranks}{of} {ranks}, {output.size(step.nbytes)}"
 
 
 def _across_as_json(tiers: Sequence[_Tier], row: _Row) -> dict[str, object]:
@@ -347,32 +351,32 @@ def _across_as_json(tiers: Sequence[_Tier], row: _Row) -> dict[str, object]:
         "attempt": row.ref.attempt,
         "older": row.older,
         **row.facts_as_json,
-        "metadata": _metadata(row.known),
+        "metadata": _metadata(row.committed_step),
         "tiers": {
             tier.url: {
-                "state": _state(held)[0],
-                **_bytes_and_pins(held),
-                "finished_ranks": None if held.state == "committed" else held.finished_ranks,
+                "state": _state(step)[0],
+                **_bytes_and_pins(step),
+                "finished_ranks": None if step.state == "committed" else step.finished_ranks,
             }
             for tier in tiers
-            if (held := tier.steps.get(row.ref))
+            if (step := tier.steps.get(row.ref))
         },
     }
 
 
-def _metadata(held: StoredStep | None) -> dict[str, Any]:
-    """Return the user's metadata of a step. The result is empty if ``held`` is None.
+def _metadata(step: StoredStep | None) -> dict[str, Any]:
+    """Return the user's metadata of a step. The result is empty if ``step`` is None.
 
     If the save was limited to some names by the patterns ``only`` or ``exclude``, the result has
     these patterns under ``LEFT_OUT``.
     """
-    raw = parse(held.metadata, "metadata") if held else None
-    found = decode(raw, lambda tag, _: f"<{tag}>")
-    if not isinstance(found, dict):
+    raw = parse(step.metadata, "metadata") if step else None
+    metadata = decode(raw, lambda tag, _: f"<{tag}>")
+    if not isinstance(metadata, dict):
         return {}
-    if isinstance(part := found.get(LEFT_OUT), dict):
+    if isinstance(part := metadata.get(LEFT_OUT), dict):
         part.pop("used", None)
-    return found
+    return metadata
 
 
 def _brief(metadata: Mapping[str, Any]) -> str:
@@ -391,58 +395,58 @@ def _brief(metadata: Mapping[str, Any]) -> str:
     )
 
 
-def _state(held: StoredStep) -> tuple[str, str]:
+def _state(step: StoredStep) -> tuple[str, str]:
     """Return the state of a step, and a text that explains the state. The text is empty for
     "committed".
 
     A step of another format counts as "damaged" in this output.
     """
-    if held.state == "committed":
-        return held.state, ""
-    if held.state == "incomplete" and held.is_cut:
-        return held.state, _REMOVAL
-    if held.state == "incomplete":
-        return held.state, f"{output.count(held.finished_ranks, 'rank')} finished, no manifest"
-    return "damaged", held.reason
+    if step.state == "committed":
+        return step.state, ""
+    if step.state == "incomplete" and step.is_cut:
+        return step.state, _REMOVAL
+    if step.state == "incomplete":
+        return step.state, f"{output.count(step.finished_ranks, 'rank')} finished, no manifest"
+    return "damaged", step.reason
 
 
-def _size_and_state(held: StoredStep) -> tuple[str, str]:
-    state, detail = _state(held)
-    shown = f"{state}: {detail}" if detail else state
-    if held.pins:
-        shown += f", pinned until {output.moment(_pinned_until(held))}"
-    if held.state == "committed":
-        return _size(held), shown
-    return output.size(held.nbytes) if held.nbytes else "-", shown
+def _size_and_state(step: StoredStep) -> tuple[str, str]:
+    state, detail = _state(step)
+    text = f"{state}: {detail}" if detail else state
+    if step.pins:
+        text += f", pinned until {output.moment(_pinned_until(step))}"
+    if step.state == "committed":
+        return _size(step), text
+    return output.size(step.nbytes) if step.nbytes else "-", text
 
 
-def _size(held: StoredStep) -> str:
+def _size(step: StoredStep) -> str:
     """Return as text the size of a committed step on the tier.
 
     For an encoded step the text also has the codecs and the size before encoding.
     """
-    stored = output.size(held.nbytes)
-    if not held.codecs:
-        return stored
-    return f"{stored} ({', '.join(held.codecs)} of {output.size(held.staged_bytes)})"
+    text = output.size(step.nbytes)
+    if not step.codecs:
+        return text
+    return f"{text} ({', '.join(step.codecs)} of {output.size(step.staged_bytes)})"
 
 
-def _pinned_until(held: StoredStep) -> int:
-    return max(pin.until for pin in held.pins)
+def _pinned_until(step: StoredStep) -> int:
+    return max(pin.until for pin in step.pins)
 
 
-def _bytes_and_pins(held: StoredStep) -> dict[str, object]:
-    is_committed = held.state == "committed"
+def _bytes_and_pins(step: StoredStep) -> dict[str, object]:
+    is_committed = step.state == "committed"
     return {
-        "bytes": held.staged_bytes if is_committed else held.nbytes,
-        "stored_bytes": held.stored_bytes if is_committed else held.nbytes,
-        "codecs": list(held.codecs),
-        "pinned_until": output.moment_utc(_pinned_until(held)) if held.pins else None,
+        "bytes": step.staged_bytes if is_committed else step.nbytes,
+        "stored_bytes": step.stored_bytes if is_committed else step.nbytes,
+        "codecs": list(step.codecs),
+        "pinned_until": output.moment_utc(_pinned_until(step)) if step.pins else None,
     }
 
 
-def _as_json(held: StoredStep, row: _Row) -> dict[str, object]:
-    state, detail = _state(held)
+def _as_json(step: StoredStep, row: _Row) -> dict[str, object]:
+    state, detail = _state(step)
     return {
         "step": row.ref.step,
         "attempt": row.ref.attempt,
@@ -450,7 +454,7 @@ def _as_json(held: StoredStep, row: _Row) -> dict[str, object]:
         "state": state,
         "detail": detail or None,
         **row.facts_as_json,
-        "metadata": _metadata(row.known),
-        "metrics": dict(held.metrics) if row.known else None,
-        **_bytes_and_pins(held),
+        "metadata": _metadata(row.committed_step),
+        "metrics": dict(step.metrics) if row.committed_step else None,
+        **_bytes_and_pins(step),
     }

@@ -22,8 +22,8 @@ from typer.core import TyperCommand
 from ckpt import __version__
 from ckpt.errors import CkptError, ConfigError, StorageError
 
-_INTERRUPTED = 130
-_UNEXPECTED = 1
+_INTERRUPT_CODE = 130
+_UNEXPECTED_CODE = 1
 
 HELP = r"""Checkpoints of PyTorch jobs: find, check, move and convert them. Needs no GPU.
 
@@ -112,8 +112,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         sys.stdout.write(f"ckpt {__version__}\n")
         raise typer.Exit
 
@@ -155,14 +155,16 @@ COMMANDS: Final = {
 _GROUP: Final = "ckpt.commands"
 
 
-class _Unloaded(TyperCommand):
+class _LazyCommand(TyperCommand):
     """A command of ckpt that is not imported yet.
 
     When the command is used, it imports the real command and passes the arguments to it.
     """
 
-    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
-        return load_command(self.name or "").make_context(info_name, args, *more, **extra)
+    def make_context(
+        self, info_name: str | None, args: list[str], *values: Any, **extra: Any
+    ) -> Any:
+        return load_command(self.name or "").make_context(info_name, args, *values, **extra)
 
 
 def load_command(name: str) -> TyperCommand:
@@ -172,13 +174,13 @@ def load_command(name: str) -> TyperCommand:
 
 
 def _typer_of(name: str, function: Callable[..., object]) -> typer.Typer:
-    found = typer.Typer(add_completion=False, rich_markup_mode=None)
-    found.command(name, help=_help(function.__doc__ or ""), cls=_Verb)(function)
-    return found
+    command = typer.Typer(add_completion=False, rich_markup_mode=None)
+    command.command(name, help=_help(function.__doc__ or ""), cls=_Verb)(function)
+    return command
 
 
 for verb, (_, summary) in COMMANDS.items():
-    app.command(verb, help=summary, cls=_Unloaded)(lambda: None)
+    app.command(verb, help=summary, cls=_LazyCommand)(lambda: None)
 
 
 def add_commands_of_others(arguments: Sequence[str]) -> None:
@@ -195,15 +197,15 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
         if entry.name in COMMANDS:
             continue
         try:
-            found = _typer_of(entry.name, entry.load())
-            typer.main.get_command(found)  # Raises if the function cannot be a command
+            command = _typer_of(entry.name, entry.load())
+            typer.main.get_command(command)  # Raises if the function cannot be a command
         except Exception as error:  # noqa: BLE001
             # A mistake in another package must not disable the commands of ckpt.
             sys.stderr.write(
                 f"ckpt: the command {entry.name!r} of {entry.value!r} cannot be loaded: {error}\n"
             )
             continue
-        app.registered_commands += found.registered_commands
+        app.registered_commands += command.registered_commands
 
 
 def main() -> int:
@@ -227,7 +229,7 @@ def main() -> int:
         except BrokenPipeError:
             _forget(sys.stdout)
         return code
-    except _OutputFailed as error:
+    except _OutputError as error:
         from ckpt.cli.output import fail
 
         fail(StorageError("standard output", str(error)), as_json=False)
@@ -255,7 +257,7 @@ def _run(*, as_json: bool) -> int:
     try:
         code = app(prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()
-        if code == _INTERRUPTED:
+        if code == _INTERRUPT_CODE:
             # Later releases of typer return this code after Ctrl-C and print nothing.
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
@@ -267,7 +269,7 @@ def _run(*, as_json: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         with suppress(OSError):
             sys.stderr.write("interrupted\n")
-        return _INTERRUPTED
+        return _INTERRUPT_CODE
     except SystemExit as error:  # Typer raises it for a broken pipe
         if not isinstance(error.__context__, BrokenPipeError):
             raise
@@ -276,10 +278,10 @@ def _run(*, as_json: bool) -> int:
     except BrokenPipeError:  # The reader, such as ``head``, has read enough
         _forget(sys.stdout)
         return 0
-    except _OutputFailed:
+    except _OutputError:
         raise
     except Exception as error:  # noqa: BLE001 - print any other error on one line
-        return _other(error, as_json=as_json)
+        return _exit_code_of_other(error, as_json=as_json)
 
 
 @runtime_checkable
@@ -295,7 +297,7 @@ class _ShowsItself(Protocol):
     def format_message(self) -> str: ...
 
 
-def _other(error: Exception, *, as_json: bool) -> int:
+def _exit_code_of_other(error: Exception, *, as_json: bool) -> int:
     """Print an error that is not a ``CkptError``, and return the exit code.
 
     An error of click is printed with the message of click. Any other error is printed as a bug of
@@ -306,11 +308,11 @@ def _other(error: Exception, *, as_json: bool) -> int:
     from ckpt.errors.sanitize import clean
 
     if isinstance(error, _ShowsItself):
-        said = io.StringIO()
-        error.show(said)
+        buffer = io.StringIO()
+        error.show(buffer)
         # The message may repeat an argument, such as a URL with credentials.
         with suppress(OSError):
-            lines = said.getvalue().replace("\t", "  ").split("\n")[:-1]
+            lines = buffer.getvalue().replace("\t", "  ").split("\n")[:-1]
             sys.stderr.writelines(f"{clean(line)}\n" for line in lines)
         if as_json:
             show_json({"error": type(error).__name__, "message": error.format_message()})
@@ -318,15 +320,15 @@ def _other(error: Exception, *, as_json: bool) -> int:
     if debug_wanted():
         raise error
     fail_unexpected(error, as_json=as_json)
-    return _UNEXPECTED
+    return _UNEXPECTED_CODE
 
 
-class _OutputFailed(Exception):
+class _OutputError(Exception):
     """Standard output cannot be written to, for example because the disk is full."""
 
 
 class _Output:
-    """A wrapper of standard output that raises ``_OutputFailed`` in place of ``OSError``.
+    """A wrapper of standard output that raises ``_OutputError`` in place of ``OSError``.
 
     If the reader of a pipe has closed it, the wrapper raises ``BrokenPipeError`` as usual.
     """
@@ -352,7 +354,7 @@ class _Output:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise _OutputFailed(error.strerror or str(error)) from None
+            raise _OutputError(error.strerror or str(error)) from None
 
 
 def _forget(stream: TextIO) -> None:

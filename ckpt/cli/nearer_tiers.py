@@ -10,14 +10,16 @@ from ckpt.agent.client import known_jobs
 from ckpt.agent.messages import JobStatus
 from ckpt.catalog.index import attempts
 from ckpt.cli import output
-from ckpt.cli.store_timeout import Watched, open_watched
+from ckpt.cli.store_timeout import WatchedStore, open_watched
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
 from ckpt.storage.places import is_folder, relation, without_query
 from ckpt.storage.registry import stores_in_memory
 
 
-def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Watched]:
+def nearer_tiers(
+    root: WatchedStore, destination: WatchedStore, timeout: float
+) -> list[WatchedStore]:
     """Return the nearer tiers of the job of ``root`` that are on this machine, nearest first.
 
     These tiers are folders and stores in memory. The agent lists the jobs that have run on this
@@ -48,33 +50,33 @@ def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Wa
         names = root.ask(partial(_jobs_of, root))
         for job in reversed(jobs):
             if job.attempt in names:
-                found = [
+                stores = [
                     open_watched(url, None, timeout)
                     for url in job.tiers[: _place_of(root, job)]
                     if _is_here(url) and relation(url, destination.url) == "apart"
                 ]
-                found = [tier for tier in found if tier.ask(partial(_last_job, tier)) in names]
-                if found:
-                    places = ", ".join(store.url for store in found)
+                stores = [tier for tier in stores if tier.ask(partial(_last_job, tier)) in names]
+                if stores:
+                    places = ", ".join(store.url for store in stores)
                     output.note(f"the agent knows nearer tiers of this job: {places}")
-                return found
+                return stores
     return []
 
 
-def _place_of(root: Watched, job: JobStatus) -> int:
+def _place_of(root: WatchedStore, job: JobStatus) -> int:
     """Return the index of the root among the tiers of a job; -1 if the job has no such tier."""
     urls = enumerate(map(without_query, job.tiers))
-    places = (at for at, url in urls if relation(url, root.url) == "same")
+    places = (index for index, url in urls if relation(url, root.url) == "same")
     return next(places, -1)
 
 
-def _jobs_of(root: Watched) -> set[str]:
+def _jobs_of(root: WatchedStore) -> set[str]:
     """Return the attempts of the jobs that own the root or have a step in the root."""
     owner = read_owner(root)
     return {ref.job for ref in attempts(root)} | ({owner.attempt} if owner else set())
 
 
-def _last_job(tier: Watched) -> str | None:
+def _last_job(tier: WatchedStore) -> str | None:
     """Return the attempt of the job that owns a tier.
 
     If the tier has no owner, return the attempt of the job of its newest step; None if the tier has

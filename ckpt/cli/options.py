@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from ckpt.catalog.index import committed, is_committed
-from ckpt.cli.store_timeout import Watched, noting, open_watched
+from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import (
     CkptError,
@@ -118,18 +118,18 @@ def places_and_step(
     Raises:
         ConfigError: A place or a step is given twice.
     """
-    given = list(arguments or ())
-    steps = [word for word in given if is_step(word)]
+    words = list(arguments or ())
+    steps = [word for word in words if is_step(word)]
     if len(steps) > 1:
         raise ConfigError(
             f"{steps[0]} and {steps[1]} are two steps: leave one out (a folder is ./{steps[1]})"
         )
-    found = int(steps[0]) if steps and steps[0] != LATEST else None
-    if steps and step not in (None, found):
+    number = int(steps[0]) if steps and steps[0] != LATEST else None
+    if steps and step not in (None, number):
         raise ConfigError(f"STEP {steps[0]} and --step {step} are two: leave one out")
     return places(
-        [word for word in given if not is_step(word)], roots
-    ), step if found is None else found
+        [word for word in words if not is_step(word)], roots
+    ), step if number is None else number
 
 
 def place_and_step(
@@ -143,8 +143,8 @@ def place_and_step(
     Raises:
         ConfigError: A place or a step is given twice.
     """
-    found, step = places_and_step(arguments, [root] if root else None, step)
-    return one_place(found), step
+    urls, step = places_and_step(arguments, [root] if root else None, step)
+    return one_place(urls), step
 
 
 def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list[str]:
@@ -164,16 +164,16 @@ def one_place(arguments: Sequence[str] | None, root: str | None = None) -> str |
     Raises:
         ConfigError: More than one place is given.
     """
-    found = places(arguments, [root] if root else None)
-    if len(found) > 1:
+    urls = places(arguments, [root] if root else None)
+    if len(urls) > 1:
         raise ConfigError(
-            f"{found[0]} and {found[1]} are two places: leave one out; a step is a number or "
+            f"{urls[0]} and {urls[1]} are two places: leave one out; a step is a number or "
             f"{LATEST!r}"
         )
-    return found[0] if found else None
+    return urls[0] if urls else None
 
 
-def source_and_other(
+def source_and_destination(
     arguments: Sequence[str], root: str | None, name: str
 ) -> tuple[str | None, str]:
     """Return SOURCE and OTHER from the arguments ``[SOURCE] OTHER`` and ``--root``.
@@ -189,7 +189,7 @@ def source_and_other(
     Raises:
         ConfigError: There are too many places, or nothing names SOURCE.
     """
-    *source, other = arguments
+    *source, destination = arguments
     if len(source) > 1:
         hint = (
             "a step is given as --step N"
@@ -203,9 +203,9 @@ def source_and_other(
             resolve_tier(None)
         except ConfigError as error:
             raise ConfigError(
-                f"{other} is SOURCE or {name}: give both, SOURCE first; {error}"
+                f"{destination} is SOURCE or {name}: give both, SOURCE first; {error}"
             ) from None
-    return place, other
+    return place, destination
 
 
 def is_step(word: str) -> bool:
@@ -215,7 +215,7 @@ def is_step(word: str) -> bool:
     return word == LATEST or (word.isascii() and word.isdecimal())
 
 
-def open_root(root: str | None, config: str | None = None, *, timeout: float) -> Watched:
+def open_root(root: str | None, config: str | None = None, *, timeout: float) -> WatchedStore:
     """Open the store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names.
 
     The arguments are the values of ``--root``, ``--config`` and ``--timeout``.
@@ -225,7 +225,7 @@ def open_root(root: str | None, config: str | None = None, *, timeout: float) ->
 
 
 @contextmanager
-def naming_the_way_out(backend: Watched, ref: StepRef) -> Generator[None]:
+def naming_the_way_out(backend: WatchedStore, ref: StepRef) -> Generator[None]:
     """Return a context manager for a block that reads ``ref``. If the block raises an error about
     damage in this step, its message also says which other step there is, and how to mend this one.
     """
@@ -239,20 +239,20 @@ def naming_the_way_out(backend: Watched, ref: StepRef) -> Generator[None]:
         raise
 
 
-def way_out(backend: Watched, ref: StepRef) -> str:
+def way_out(backend: WatchedStore, ref: StepRef) -> str:
     """Return the text that says how to mend the damaged step ``ref``, and which other step there
     is in the store.
     """
     copy = f"ckpt copy OTHER {backend.url} --step {ref.step} --check"
     mend = f"mend it from another copy with `{copy}`"
     with suppress(CkptError):
-        steps = [each.step for each in backend.ask(partial(committed, backend))]
-        before = next((step for step in steps if step < ref.step), None)
-        if before is not None:
-            return f"the step before it is there too: --step {before}; or {mend}"
-        after = next((step for step in reversed(steps) if step > ref.step), None)
-        if after is not None:
-            return f"a later step is there too: --step {after}; or {mend}"
+        steps = [committed_ref.step for committed_ref in backend.ask(partial(committed, backend))]
+        earlier_step = next((step for step in steps if step < ref.step), None)
+        if earlier_step is not None:
+            return f"the previous step is there too: --step {earlier_step}; or {mend}"
+        later_step = next((step for step in reversed(steps) if step > ref.step), None)
+        if later_step is not None:
+            return f"a later step is there too: --step {later_step}; or {mend}"
     return mend
 
 
@@ -268,7 +268,7 @@ def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generat
     except (IntegrityError, ObjectNotFound) as error:
         if not is_damage(error) or may_be_there(sources, ref):
             raise
-        raise removed(sources, ref) from error
+        raise removal_error(sources, ref) from error
 
 
 def may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
@@ -282,7 +282,7 @@ def may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
         return True
 
 
-def removed(sources: Sequence[StorageBackend], ref: StepRef) -> NoCheckpoint:
+def removal_error(sources: Sequence[StorageBackend], ref: StepRef) -> NoCheckpoint:
     """Return the error about an attempt that was removed while the command read it."""
     urls = ", ".join(source.url for source in sources)
     return NoCheckpoint(
@@ -292,16 +292,16 @@ def removed(sources: Sequence[StorageBackend], ref: StepRef) -> NoCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class StoreOrError:
     """The result of opening one tier: its store, or the error if it cannot be opened."""
 
     url: str
-    store: Watched | CkptError
+    store: WatchedStore | CkptError
 
 
 def open_each(
     roots: list[str] | None, config: str | None, *, timeout: float, all_tiers: bool = False
-) -> list[Reached]:
+) -> list[StoreOrError]:
     """Open the tiers that ``--root`` or ``--config`` names, nearest first.
 
     The result has an item for each tier, also for a tier that cannot be opened. The root "memory"
@@ -330,20 +330,20 @@ def open_each(
             raise NoCheckpoint(MEMORY, "this user has nothing in the memory of this machine")
     else:
         tiers = (load_config().tiers if all_tiers else ()) or (resolve_tier(None),)
-    found: list[Reached] = []
+    stores: list[StoreOrError] = []
     for tier, url in zip(tiers, urls_of(tiers), strict=True):
         try:
             backend = open_watched(url, tier.options, timeout)
-            found.append(Reached(backend.url, backend))
+            stores.append(StoreOrError(backend.url, backend))
         except CkptError as error:
             if len(tiers) == 1:
                 raise
-            found.append(Reached(url, error))
-    urls = [reached.url for reached in found]
+            stores.append(StoreOrError(url, error))
+    urls = [store.url for store in stores]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
         servers = {server_of(tier) for tier, url in zip(tiers, urls, strict=True) if url == twice}
         raise on_two_servers(twice) if len(servers) > 1 else ConfigError(f"{twice} is named twice")
-    return found
+    return stores
 
 
 def tiers_of(config: str) -> tuple[Tier, ...]:
@@ -362,7 +362,7 @@ def with_memory(roots: Sequence[str]) -> list[str]:
 
 
 def ask_each(
-    tiers: Sequence[Reached], question: Callable[[Watched], T]
+    tiers: Sequence[StoreOrError], question: Callable[[WatchedStore], T]
 ) -> list[tuple[str, T | CkptError]]:
     """Call ``question`` with the stores of all tiers at the same time.
 
@@ -371,7 +371,7 @@ def ask_each(
         cannot be opened, fails, or does not answer within ``--timeout``.
     """
 
-    def answer(tier: Reached) -> tuple[str, T | CkptError]:
+    def answer(tier: StoreOrError) -> tuple[str, T | CkptError]:
         if isinstance(store := tier.store, CkptError):
             return tier.url, store
         try:
@@ -384,14 +384,14 @@ def ask_each(
 
 
 @contextmanager
-def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[Workers]:
+def workers_for(backend: StorageBackend, *stores: StorageBackend) -> Generator[Workers]:
     """Return a context manager that yields as many threads as ``backend`` can use, but at most 16.
 
     While the block runs, a line on standard error names each of the given stores that does not
     answer. The threads end with the block.
     """
     count = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
-    with noting(backend, *others), Workers("cli", count) as workers:
+    with silence_notes(backend, *stores), Workers("cli", count) as workers:
         yield workers
 
 

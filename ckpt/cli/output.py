@@ -73,7 +73,7 @@ def show_table(
     rows: Sequence[Sequence[str]],
     *,
     right: Sequence[str] = (),
-    elided: Sequence[str] = (),
+    flexible: Sequence[str] = (),
 ) -> None:
     """Print a table that is at most as wide as the terminal.
 
@@ -81,11 +81,11 @@ def show_table(
         columns: The titles of the columns.
         rows: The cells of each row.
         right: The titles of the columns that are aligned to the right and never wrapped.
-        elided: The titles of the columns that are cut, or left out, if the table is too wide.
+        flexible: The titles of the columns that are cut, or left out, if the table is too wide.
     """
     console = _console(sys.stdout)
-    if elided:
-        columns, rows = _elided(columns, rows, elided, console.width)
+    if flexible:
+        columns, rows = _fit(columns, rows, flexible, console.width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for index, column in enumerate(columns):
         number = column in right
@@ -100,32 +100,37 @@ def show_table(
         table.add_row(
             *(Text(clean(cell), style=_STYLES.get(cell.partition(":")[0], "")) for cell in row)
         )
-    with console.capture() as captured:
+    with console.capture() as capture:
         console.print(table)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
-def _elided(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], elided: Sequence[str], width: int
+def _fit(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], flexible: Sequence[str], width: int
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Return the titles and rows with the cells of the columns ``elided`` cut to fit ``width``.
+    """Return the titles and rows with the cells of the columns ``flexible`` cut to fit ``width``.
 
     Each of these columns gets the characters that all other columns leave. If these are fewer than
-    ``_LEAST_CUT``, the columns ``elided`` are left out.
+    ``_LEAST_CUT``, the columns ``flexible`` are left out.
     """
-    others = [index for index, column in enumerate(columns) if column not in elided]
-    room = width - sum(max(len(row[index]) for row in (columns, *rows)) + 2 for index in others) - 2
+    fixed_indexes = [index for index, column in enumerate(columns) if column not in flexible]
+    room = (
+        width
+        - sum(max(len(row[index]) for row in (columns, *rows)) + 2 for index in fixed_indexes)
+        - 2
+    )
     if room < _LEAST_CUT:
-        return [columns[index] for index in others], [
-            [row[index] for index in others] for row in rows
+        return [columns[index] for index in fixed_indexes], [
+            [row[index] for index in fixed_indexes] for row in rows
         ]
 
-    def cut(text: str) -> str:
+    def shorten(text: str) -> str:
         return text if len(text := clean(text)) <= room else f"{text[: room - 3]}..."
 
-    kept = set(others)
+    unchanged_indexes = set(fixed_indexes)
     return columns, [
-        [cell if index in kept else cut(cell) for index, cell in enumerate(row)] for row in rows
+        [cell if index in unchanged_indexes else shorten(cell) for index, cell in enumerate(row)]
+        for row in rows
     ]
 
 
@@ -194,7 +199,7 @@ def progress(label: str, *, in_bytes: bool = True) -> Generator[OnProgress]:
         in_bytes: Whether the block counts bytes. If it does, the bar also shows the speed.
     """
     if not sys.stderr.isatty():
-        yield lambda _done, _total: None
+        yield lambda _count, _total: None
         return
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
@@ -203,7 +208,7 @@ def progress(label: str, *, in_bytes: bool = True) -> Generator[OnProgress]:
         columns[2:3] = [DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(clean(label), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda count, total: bar.update(task, completed=count, total=total)
 
 
 def gigabytes_per_second(nbytes: int, seconds: float) -> float:
@@ -239,7 +244,7 @@ def ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in runs)
 
 
 _STYLES: Final = {

@@ -28,7 +28,7 @@ from ckpt.storage.api import StorageBackend
 
 
 def pin(
-    where: PlaceAndStepArgument = None,
+    arguments: PlaceAndStepArgument = None,
     hold: Annotated[
         str, typer.Option("--for", metavar="TIME", help="How long: 90s, 30m, 2h, 1d.")
     ] = "1h",
@@ -53,7 +53,7 @@ def pin(
       ckpt pin runs/gpt 1200 --for 2h --reason "evaluation of the paper"
       ckpt pin runs/gpt latest --for 1d
     """
-    place, step = place_and_step(where, root, step)
+    place, step = place_and_step(arguments, root, step)
     duration = seconds("--for", hold, unit=True)
     backend = open_root(place, config, timeout=timeout)
     ref = backend.ask(partial(find, backend, step))[0]
@@ -65,7 +65,7 @@ def pin(
 
 
 def unpin(
-    where: PlaceAndStepArgument = None,
+    arguments: PlaceAndStepArgument = None,
     step: StepOption = None,
     root: RootOption = None,
     config: ConfigFileOption = None,
@@ -81,35 +81,37 @@ def unpin(
       ckpt unpin runs/gpt 1200
       ckpt unpin runs/gpt
     """
-    if LATEST in (where or ()):
+    if LATEST in (arguments or ()):
         raise ConfigError("STEP is a number here: without one, all pins end")
-    place, step = place_and_step(where, root, step)
+    place, step = place_and_step(arguments, root, step)
     backend = open_root(place, config, timeout=timeout)
-    pins = [one for one in backend.ask(partial(all_pins, backend)) if step in (None, one.ref.step)]
+    pins = [pin for pin in backend.ask(partial(all_pins, backend)) if step in (None, pin.ref.step)]
     if not pins:
         backend.ask(partial(find, backend, step))  # Raises if there is no such step
-    shown = [_as_json(backend, one) for one in pins]
-    for one in pins:
-        backend.delete(one.key)
+    records = [_as_json(backend, pin) for pin in pins]
+    for pin in pins:
+        backend.delete(pin.key)
     if json:
-        output.show_json({"root": backend.url, "ended": shown})
+        output.show_json({"root": backend.url, "ended": records})
         return
     rows = [
-        (str(one.ref.step), one.ref.attempt, output.moment(one.until), *map(str, note))
-        for one, note in zip(pins, ((each["by"], each["reason"]) for each in shown), strict=True)
+        (str(pin.ref.step), pin.ref.attempt, output.moment(pin.until), *map(str, note))
+        for pin, note in zip(
+            pins, ((record["by"], record["reason"]) for record in records), strict=True
+        )
     ]
     if rows:
         columns = ("step", "attempt", "until", "by", "reason")
-        output.show_table(columns, rows, right=("step",), elided=("reason",))
+        output.show_table(columns, rows, right=("step",), flexible=("reason",))
     output.show_line(f"{output.count(len(pins), 'pin')} ended")
 
 
-def _as_json(backend: StorageBackend, one: Pin) -> dict[str, object]:
-    note = note_of(backend, one)
+def _as_json(backend: StorageBackend, pin: Pin) -> dict[str, object]:
+    note = note_of(backend, pin)
     return {
-        "step": one.ref.step,
-        "attempt": one.ref.attempt,
-        "until": output.moment_utc(one.until) or "?",
+        "step": pin.ref.step,
+        "attempt": pin.ref.attempt,
+        "until": output.moment_utc(pin.until) or "?",
         "by": note.by,
         "reason": note.reason,
     }

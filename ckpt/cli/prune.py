@@ -21,7 +21,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.store_timeout import noting, open_watched
+from ckpt.cli.store_timeout import open_watched, silence_notes
 from ckpt.config import Best, Tier, load_config
 from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
@@ -43,7 +43,7 @@ from ckpt.upkeep.plan import lacking
 
 
 def prune(
-    where: PlaceArgument = None,
+    argument: PlaceArgument = None,
     keep_last: Annotated[
         int | None,
         typer.Option(
@@ -93,45 +93,47 @@ def prune(
       ckpt prune runs/gpt --keep-last 3 --dry-run
       ckpt prune s3://bucket/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min
     """
-    root = one_place([where] if where else None, root)
+    root = one_place([argument] if argument else None, root)
     tier = resolve_tier(root, config)
     rule = _rule(tier, keep_last, keep_every, keep_best)
     backend = open_watched(tier.url, tier.options, timeout)
-    owner, found = backend.ask(
+    owner, steps = backend.ask(
         lambda: (read_owner(backend), Inventory(backend, part=tier.local is True).look())
     )
-    if not found:
+    if not steps:
         raise NoCheckpoint(backend.url, backend.ask(partial(instead_of, backend, [], None)))
-    _warn_of_names(rule, found)
-    late = (
+    _warn_of_names(rule, steps)
+    missing_refs = (
         frozenset["StepRef"]()
         if force
-        else _late(_farther(tier, config, owner, url=backend.url, dry_run=dry_run), found, timeout)
+        else _missing_farther(
+            _farther_tiers(tier, config, owner, url=backend.url, dry_run=dry_run), steps, timeout
+        )
     )
-    judged = judge(
-        found,
+    verdicts = judge(
+        steps,
         rule,
         PruneContext(
             own=owner.attempt if owner else "",
             alive=owner is not None and owner.alive,
             undated=owner is None,
-            guard=FixedGuard(late),
+            guard=FixedGuard(missing_refs),
         ),
     )
-    with noting(backend):
-        gone = carry_out(backend, judged, dry_run=dry_run)
-    kept = [one for one in judged if one.kept]
+    with silence_notes(backend):
+        removals = carry_out(backend, verdicts, dry_run=dry_run)
+    kept_steps = [verdict for verdict in verdicts if verdict.kept]
     if json:
         output.show_json(
             {
                 "root": backend.url,
                 "dry_run": dry_run,
-                "pruned": [_as_json(one) for one in gone],
-                "kept": [_kept_as_json(one) for one in kept],
+                "pruned": [_as_json(removal) for removal in removals],
+                "kept": [_kept_as_json(verdict) for verdict in kept_steps],
             }
         )
     else:
-        _show(gone, kept, dry_run=dry_run)
+        _show(removals, kept_steps, dry_run=dry_run)
 
 
 def _rule(
@@ -139,8 +141,8 @@ def _rule(
 ) -> Retention:
     best = tier.best if keep_best is None else _best(keep_best)
     last = tier.keep_last if keep_last is None else keep_last
-    for option, given in (("--keep-every", keep_every), ("--keep-best", keep_best)):
-        if given is not None and last is None:
+    for option, value in (("--keep-every", keep_every), ("--keep-best", keep_best)):
+        if value is not None and last is None:
             raise ConfigError(
                 f"{option} adds to --keep-last: give --keep-last N too, such as --keep-last 3"
             )
@@ -158,7 +160,7 @@ def _rule(
     return rule
 
 
-def _farther(
+def _farther_tiers(
     tier: Tier, config: str | None, owner: Owner | None, *, url: str, dry_run: bool
 ) -> Sequence[Tier]:
     """Return the tiers farther than ``tier`` that may still have to read steps from it.
@@ -203,60 +205,67 @@ def _state(owner: Owner) -> str:
     return "may be alive" if owner.is_unknown else ""
 
 
-def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
-    """Return the committed steps of ``found`` that one of the farther ``tiers`` takes, lacks, and
+def _missing_farther(
+    farther_tiers: Sequence[Tier], steps: Sequence[StoredStep], timeout: float
+) -> frozenset[StepRef]:
+    """Return the committed ``steps`` that one of the ``farther_tiers`` takes, lacks, and
     would keep.
 
     A job or its agent may still have to read these steps to copy them. If a farther tier cannot be
     listed, all steps that it takes count as lacking, and a warning is printed.
     """
-    late: set[StepRef] = set()
-    committed = [step for step in found if step.state == "committed"]
-    for farther in tiers:
+    missing_refs: set[StepRef] = set()
+    committed_steps = [step for step in steps if step.state == "committed"]
+    for tier in farther_tiers:
         present: Metrics = {}
         try:
-            store = open_watched(farther.url, farther.options, timeout)
-            present = store.ask(partial(checkpoints, store, farther, committed))
+            store = open_watched(tier.url, tier.options, timeout)
+            present = store.ask(partial(checkpoints, store, tier, committed_steps))
             # Each step is judged beside the steps that the tier has, and not beside the others that
             # it lacks, since a running job copies all of these. ``best_counts`` would keep fewer.
-            settings = replace(farther, best_counts=False)
+            settings = replace(tier, best_counts=False)
         except CkptError as error:
             output.warn(
-                f"the steps that {farther.url} lacks are not known, so all that it takes "
-                f"stay: {error}"
+                f"the steps that {tier.url} lacks are not known, so all that it takes stay: {error}"
             )
-            settings = Tier(farther.url, every=farther.every)
-        late |= {step.ref for step in committed if lacking(settings, present, [step])}
-    return frozenset(late)
+            settings = Tier(tier.url, every=tier.every)
+        missing_refs |= {step.ref for step in committed_steps if lacking(settings, present, [step])}
+    return frozenset(missing_refs)
 
 
-def _warn_of_names(rule: Retention, found: Sequence[StoredStep]) -> None:
-    if text := unknown_metric(rule, [held.metrics for held in found]):
+def _warn_of_names(rule: Retention, steps: Sequence[StoredStep]) -> None:
+    if text := unknown_metric(rule, [step.metrics for step in steps]):
         output.warn(text)
 
 
-def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> None:
+def _show(removals: Sequence[Pruned], kept_steps: Sequence[Judged], *, dry_run: bool) -> None:
     rows = [
-        (str(one.ref.step), one.ref.attempt, output.size(one.nbytes), _what(one.state), "goes")
-        for one in found
+        (
+            str(removal.ref.step),
+            removal.ref.attempt,
+            output.size(removal.nbytes),
+            _state_text(removal.state),
+            "goes",
+        )
+        for removal in removals
     ]
     rows += [
         (
-            str(one.held.ref.step),
-            one.held.ref.attempt,
-            output.size(one.held.nbytes),
-            _what(one.held.state),
-            f"stays: {', '.join(one.kept)}",
+            str(verdict.held.ref.step),
+            verdict.held.ref.attempt,
+            output.size(verdict.held.nbytes),
+            _state_text(verdict.held.state),
+            f"stays: {', '.join(verdict.kept)}",
         )
-        for one in (kept if dry_run else ())
+        for verdict in (kept_steps if dry_run else ())
     ]
     if rows:
         output.show_table(("step", "attempt", "size", "what", "fate"), rows, right=("step", "size"))
-    total = output.size(sum(one.nbytes for one in found))
+    total = output.size(sum(removal.nbytes for removal in removals))
     output.show_line(
-        f"{output.count(len(found), 'step')} {'would be ' if dry_run else ''}removed, {total}"
+        f"{output.count(len(removals), 'step')} {'would be ' if dry_run else ''}removed, {total}"
     )
-    if young := sum(YOUNG in one.kept for one in kept):
+    if young := sum(YOUNG in verdict.kept for verdict in kept_steps):
         output.show_line(
             f"remains of {output.count(young, 'save')} stay until they are a day old, since a job "
             "may still finish them"
@@ -281,7 +290,7 @@ def _best(text: str) -> Best:
         ) from None
 
 
-def _what(state: State) -> str:
+def _state_text(state: State) -> str:
     return {
         "committed": "checkpoint",
         "damaged": "files are missing",
@@ -290,20 +299,20 @@ def _what(state: State) -> str:
     }[state]
 
 
-def _as_json(one: Pruned) -> dict[str, object]:
+def _as_json(removal: Pruned) -> dict[str, object]:
     return {
-        "step": one.ref.step,
-        "attempt": one.ref.attempt,
-        "bytes": one.nbytes,
-        "committed": one.state == "committed",
-        "state": one.state,
+        "step": removal.ref.step,
+        "attempt": removal.ref.attempt,
+        "bytes": removal.nbytes,
+        "committed": removal.state == "committed",
+        "state": removal.state,
     }
 
 
-def _kept_as_json(one: Judged) -> dict[str, object]:
+def _kept_as_json(verdict: Judged) -> dict[str, object]:
     return {
-        "step": one.held.ref.step,
-        "attempt": one.held.ref.attempt,
-        "why": list(one.kept),
-        "metrics": dict(one.held.metrics),
+        "step": verdict.held.ref.step,
+        "attempt": verdict.held.ref.attempt,
+        "why": list(verdict.kept),
+        "metrics": dict(verdict.held.metrics),
     }

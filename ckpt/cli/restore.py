@@ -30,7 +30,7 @@ from ckpt.cli.options import (
     way_out,
     workers_for,
 )
-from ckpt.cli.store_timeout import Watched, open_watched, watch
+from ckpt.cli.store_timeout import WatchedStore, open_watched, watch
 from ckpt.errors import CkptError, ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
@@ -42,7 +42,7 @@ _DEFAULT_FOLDER = "restored"
 
 
 def restore(
-    where: PlacesAndStepArgument = None,
+    arguments: PlacesAndStepArgument = None,
     latest: Annotated[
         bool, typer.Option("--latest", help="Restore the newest intact step. This is the default.")
     ] = False,
@@ -56,7 +56,7 @@ def restore(
             "then all tiers of ./ckpt.toml.",
         ),
     ] = None,
-    to: Annotated[
+    target: Annotated[
         str | None,
         typer.Option(
             "--to",
@@ -95,7 +95,7 @@ def restore(
       ckpt restore --latest --root /nvme/run42 --root s3://bucket/run42
       ckpt restore 1200 --json | jq -r .place
     """
-    roots, step = places_and_step(where, root, step)
+    roots, step = places_and_step(arguments, root, step)
     if latest and step is not None:
         raise ConfigError("--latest and --step exclude each other: leave one out")
     if roots and config:
@@ -107,22 +107,22 @@ def restore(
                 f"{source.url} does not exist, so nothing is read from there (--to names where to "
                 "copy)"
             )
-    destination = _destination(sources, to, timeout)
+    destination = _destination(sources, target, timeout)
     if len(sources) == 1 and destination is not None:
         sources = [*nearer_tiers(sources[0], destination, timeout), *sources]
     with _without_empty(destination):
-        found = _first_intact(sources, step, destination)
-    seconds, nbytes = found.seconds, found.nbytes
+        local_step = _first_intact(sources, step, destination)
+    seconds, nbytes = local_step.seconds, local_step.nbytes
     if json:
         output.show_json(
             {
-                "step": found.ref.step,
-                "attempt": found.ref.attempt,
-                "place": found.place,
-                "root": os.path.dirname(found.place),
-                "copied": found.copied_bytes is not None,
-                "copied_bytes": found.copied_bytes or 0,
-                "repaired": [asdict(repair) for repair in found.repaired],
+                "step": local_step.ref.step,
+                "attempt": local_step.ref.attempt,
+                "place": local_step.place,
+                "root": os.path.dirname(local_step.place),
+                "copied": local_step.copied_bytes is not None,
+                "copied_bytes": local_step.copied_bytes or 0,
+                "repaired": [asdict(repair) for repair in local_step.repairs],
                 "bytes": nbytes,
                 "seconds": round(seconds, 6),
                 "gb_per_s": round(output.gigabytes_per_second(nbytes, seconds), 6),
@@ -130,13 +130,13 @@ def restore(
         )
         return
     output.show_line(
-        f"step {found.ref.step} is "
-        f"intact{', verified in place' if found.copied_bytes is None else ''}",
+        f"step {local_step.ref.step} is "
+        f"intact{', verified in place' if local_step.copied_bytes is None else ''}",
         style="green",
     )
     output.show_facts(
         {
-            "place": found.place,
+            "place": local_step.place,
             "size": output.size(nbytes),
             "time": f"{output.duration(seconds)}, {output.rate(nbytes, seconds)}",
         }
@@ -144,7 +144,7 @@ def restore(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _LocalStep:
     """An intact step in a local folder.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Found:
             sources, and nothing was copied.
         nbytes: The number of bytes that were verified.
         seconds: The time that the verification or the copy took.
-        repaired: The files that a nearer tier should have had intact and did not.
+        repairs: The files that a nearer tier should have had intact and did not.
     """
 
     ref: StepRef
@@ -162,53 +162,55 @@ class _Found:
     copied_bytes: int | None
     nbytes: int
     seconds: float
-    repaired: tuple[Repair, ...] = ()
+    repairs: tuple[Repair, ...] = ()
 
 
-def _sources(roots: list[str], config: str | None, timeout: float) -> list[Watched]:
+def _sources(roots: list[str], config: str | None, timeout: float) -> list[WatchedStore]:
     """Open the tiers to read from, and return their stores, nearest first."""
     return [watch(tier.backend, timeout) for tier in open_tiers(resolve_tiers(roots, config))]
 
 
-def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watched | None:
+def _destination(
+    sources: list[WatchedStore], target: str | None, timeout: float
+) -> WatchedStore | None:
     """Return the store to copy the step to. Return None if the only source is a local folder in
     which the step is verified without a copy.
 
     Args:
         sources: The stores to read from, nearest first.
-        to: The value of ``--to``.
+        target: The value of ``--to``.
         timeout: The value of ``--timeout``.
 
     Raises:
-        ConfigError: ``to`` is not a local folder, or is inside a folder of ``sources``.
+        ConfigError: ``target`` is not a local folder, or is inside a folder of ``sources``.
     """
-    if to is not None and not is_folder(to):
+    if target is not None and not is_folder(target):
         raise ConfigError(
-            f"--to {to} is a URL, and restore fetches into a local folder: copy between stores "
-            f"with ckpt copy {sources[0].url} {to}"
+            f"--to {target} is a URL, and restore fetches into a local folder: copy between stores "
+            f"with ckpt copy {sources[0].url} {target}"
         )
     folders = [source for source in sources if is_folder(source.url)]
-    if to is None and len(sources) == 1 and folders:
+    if target is None and len(sources) == 1 and folders:
         return None
-    if to is None and folders:
+    if target is None and folders:
         return folders[0]
     for folder in folders:
-        if to is not None and relation(to, folder.url) == "inside":
+        if target is not None and relation(target, folder.url) == "inside":
             raise ConfigError(
-                f"--to {to} is inside of {folder.url}, where checkpoints are: name a folder beside "
-                "it"
+                f"--to {target} is inside of {folder.url}, where checkpoints are: name a folder "
+                "beside it"
             )
-    destination = open_watched(to or _DEFAULT_FOLDER, None, timeout)
-    same = (
+    destination = open_watched(target or _DEFAULT_FOLDER, None, timeout)
+    is_source = (
         len(sources) == 1
         and folders
         and os.path.realpath(destination.url) == os.path.realpath(folders[0].url)
     )
-    return None if same else destination
+    return None if is_source else destination
 
 
 @contextmanager
-def _without_empty(destination: Watched | None) -> Generator[None]:
+def _without_empty(destination: WatchedStore | None) -> Generator[None]:
     """Return a context manager. If its block fails, the folder of ``destination`` is removed again
     if the block has made it and it is empty.
     """
@@ -223,7 +225,9 @@ def _without_empty(destination: Watched | None) -> Generator[None]:
         raise
 
 
-def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
+def _first_intact(
+    sources: list[WatchedStore], step: int | None, destination: WatchedStore | None
+) -> _LocalStep:
     """Try the committed attempts, newest step first, until an attempt is intact, and return it.
 
     A warning is printed for each attempt that is damaged or was removed, unless it is the only one.
@@ -240,41 +244,41 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
         StorageError: The destination has failed, or a source has failed and no other source has a
             committed attempt.
     """
-    tried, any_damaged = 0, False
+    try_count, any_damaged = 0, False
     listing = Workers("list", len(sources))  # Not closed: a thread may still wait for its store
-    found = candidates(sources, step, workers=listing, lists=_attempts)
-    candidate = next(found, None)
+    candidate_steps = candidates(sources, step, workers=listing, lists=_attempts)
+    candidate = next(candidate_steps, None)
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
         while candidate is not None:
-            ref, tried = candidate.ref, tried + 1
-            asked = [sources[position] for position in candidate.answering]
+            ref, try_count = candidate.ref, try_count + 1
+            stores = [sources[position] for position in candidate.answering]
             try:
-                with output.progress(f"step {ref.step}") as bar, naming_a_removed(asked, ref):
-                    return _try(asked, ref, destination, workers, bar)
+                with output.progress(f"step {ref.step}") as bar, naming_a_removed(stores, ref):
+                    return _try(stores, ref, destination, workers, bar)
             except FormatUnsupported:
                 raise  # The step is not damaged. Restoring an older step would hide this error.
             except (IntegrityError, NoCheckpoint) as error:
                 any_damaged |= isinstance(error, IntegrityError)
-                candidate = next(found, None)
-                if candidate is None and tried == 1:
+                candidate = next(candidate_steps, None)
+                if candidate is None and try_count == 1:
                     if isinstance(error, IntegrityError):
                         error.args = (f"{error}; {way_out(sources[-1], ref)}",)
                     raise
-                what = f"is damaged: {error}"
+                reason = f"is damaged: {error}"
                 if isinstance(error, NoCheckpoint):
-                    what = "was removed during the command"
-                output.warn(f"step {ref.step} {what}; {_next(ref, candidate)}")
+                    reason = "was removed during the command"
+                output.warn(f"step {ref.step} {reason}; {_next(ref, candidate)}")
     urls = ", ".join(source.url for source in sources)
-    if not tried:
+    if not try_count:
         if len(sources) == 1:
             # ``find`` raises an error that describes what the store has instead.
             sources[0].ask(partial(find, sources[0], step))
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     if not any_damaged:
-        raise NoCheckpoint(urls, f"all {tried} that were found were removed during the command")
+        raise NoCheckpoint(urls, f"all {try_count} that were found were removed during the command")
     raise IntegrityError(
-        f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all shows what is wrong "
-        "with each"
+        f"none of {try_count} checkpoints in {urls} is intact; ckpt verify --all shows what is "
+        "wrong with each"
     )
 
 
@@ -295,7 +299,9 @@ def _attempts(store: StorageBackend) -> list[StepRef]:
     """Return the attempts in a store. Raises ``TransientStorageError`` if a watched store does not
     answer within ``--timeout``.
     """
-    return store.ask(partial(attempts, store)) if isinstance(store, Watched) else attempts(store)
+    return (
+        store.ask(partial(attempts, store)) if isinstance(store, WatchedStore) else attempts(store)
+    )
 
 
 def _try(
@@ -304,38 +310,38 @@ def _try(
     destination: StorageBackend | None,
     workers: Workers,
     bar: OnProgress | None,
-) -> _Found:
+) -> _LocalStep:
     """Verify the attempt ``ref`` in the only source, or copy it to ``destination`` if there is one.
 
     Raises:
         IntegrityError: The attempt is damaged, and no source has the damaged part intact.
     """
     if destination is None:
-        checked = verify_step(sources[0], ref, workers=workers, on_progress=bar)
-        if checked.faults:
-            raise checked.faults[0].error()
+        report = verify_step(sources[0], ref, workers=workers, on_progress=bar)
+        if report.faults:
+            raise report.faults[0].error()
         place = os.path.join(sources[0].url, ref.folder)
-        return _Found(
+        return _LocalStep(
             ref=ref,
             place=place,
             copied_bytes=None,
-            nbytes=checked.verified_bytes,
-            seconds=checked.seconds,
+            nbytes=report.verified_bytes,
+            seconds=report.seconds,
         )
-    repaired: list[Repair] = []
+    repairs: list[Repair] = []
     folder = StepFolder(destination, ref, workers)
-    fetched = fetch_nearest(sources, folder, on_progress=bar, on_repair=repaired.append)
-    for repair in repaired:
+    fetch = fetch_nearest(sources, folder, on_progress=bar, on_repair=repairs.append)
+    for repair in repairs:
         output.warn(
             f"step {ref.step}: {repair.tier} does not have it intact, taken from the next: "
             f"{repair.reason}"
         )
-    here = destination in sources and not fetched.copied_bytes
-    return _Found(
+    is_in_place = destination in sources and not fetch.copied_bytes
+    return _LocalStep(
         ref=ref,
         place=f"{destination.url.rstrip('/')}/{ref.folder}",
-        copied_bytes=None if here else fetched.copied_bytes,
-        nbytes=fetched.nbytes,
-        seconds=fetched.seconds,
-        repaired=tuple(repaired),
+        copied_bytes=None if is_in_place else fetch.copied_bytes,
+        nbytes=fetch.nbytes,
+        seconds=fetch.seconds,
+        repairs=tuple(repairs),
     )

@@ -28,7 +28,7 @@ ConfigsOption = Annotated[
 
 
 def serve(
-    where: PlacesArgument = None,
+    arguments: PlacesArgument = None,
     root: RootsOption = None,
     config: ConfigsOption = None,
     host: Annotated[
@@ -70,14 +70,16 @@ def serve(
       ckpt serve --config ckpt.toml --port 9000
       ckpt serve runs/gpt --host 0.0.0.0 --token-file token
     """
-    runs = watched_runs(places(where, root), config)
+    runs = watched_runs(places(arguments, root), config)
     token = read_token(token_file, is_required=host not in _LOOPBACK)
     listener = listen(host, port)
     output.show_line(f"the page is at {address(listener, host)}")
     if token and token_file is None:
         # Only this line shows a new token.
-        given = quote(token, safe="")
-        output.show_plain(f"the address with its token: {address(listener, host)}?token={given}")
+        query_token = quote(token, safe="")
+        output.show_plain(
+            f"the address with its token: {address(listener, host)}?token={query_token}"
+        )
     run_server(runs, listener, token, interval)
 
 
@@ -90,8 +92,8 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
         configs: Configuration files. The tiers of each file are one run. If there are neither roots
             nor files, the tiers that ``resolve_tiers`` returns are the only run.
     """
-    configured = {file: tiers_of(file) for file in configs or ()}
-    if not roots and not configured:
+    tiers_by_config = {file: tiers_of(file) for file in configs or ()}
+    if not roots and not tiers_by_config:
         tiers = resolve_tiers(None)
         return watch_runs((), {tiers[-1].url: tiers})
     folders = [root for root in roots if root != MEMORY]
@@ -99,4 +101,4 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
     for root, is_gone in zip(folders, missing, strict=True):
         if is_gone:
             output.warn(f"{root} does not exist: it is shown as soon as a job makes it")
-    return watch_runs([resolve_tier(url) for url in with_memory(roots)], configured)
+    return watch_runs([resolve_tier(url) for url in with_memory(roots)], tiers_by_config)

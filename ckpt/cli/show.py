@@ -38,7 +38,7 @@ _MOST_VALUES: Final = 10_000
 
 
 def show(
-    where: PlaceAndStepArgument = None,
+    arguments: PlaceAndStepArgument = None,
     step: StepOption = None,
     root: RootOption = None,
     config: ConfigFileOption = None,
@@ -59,9 +59,9 @@ def show(
       ckpt show runs/gpt 1200 --files
       ckpt show 1200 --json | jq '.tensors[].name'
     """
-    place, wanted = place_and_step(where, root, step)
+    place, number = place_and_step(arguments, root, step)
     backend = open_root(place, config, timeout=timeout)
-    ref = backend.ask(partial(find, backend, wanted))[0]
+    ref = backend.ask(partial(find, backend, number))[0]
     with naming_the_way_out(backend, ref), naming_a_removed([backend], ref):
         manifest, objects = backend.ask(partial(_read, backend, ref))
     if json:
@@ -75,7 +75,7 @@ def show(
             "committed at": output.moment(manifest.created_at),
             "written by": output.count(manifest.world_size, "rank"),
             "size": f"{output.size(sum(info.size for info in objects))} in "
-            f"{output.count(len(objects), 'file')}{_encoded(manifest)}",
+            f"{output.count(len(objects), 'file')}{_codec_text(manifest)}",
             "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
         }
     )
@@ -92,8 +92,8 @@ def _read(backend: StorageBackend, ref: StepRef) -> tuple[Manifest, list[ObjectI
     """
     manifest = read_manifest(backend, ref)
     objects = own_objects(backend, ref)
-    late = late_metrics(backend, ref, [info.key for info in objects])
-    metadata = with_late(manifest.metadata, late)
+    metrics = late_metrics(backend, ref, [info.key for info in objects])
+    metadata = with_late(manifest.metadata, metrics)
     return msgspec.structs.replace(manifest, metadata=metadata), objects
 
 
@@ -135,7 +135,7 @@ def _show_values(title: str, values: Mapping[str, str]) -> None:
             output.show_line(f"  and {len(values) - _MOST_VALUES:,} more: --json lists them all")
 
 
-def _encoded(manifest: Manifest) -> str:
+def _codec_text(manifest: Manifest) -> str:
     if not manifest.codecs:
         return ""
     return f", {', '.join(manifest.codecs)} of {output.size(manifest.nbytes)}"
@@ -211,19 +211,19 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
 def _files(manifest: Manifest) -> list[dict[str, object]]:
     return [
         {
-            "name": stored.file.name,
-            "rank": stored.rank,
-            "bytes": stored.file.size,
-            "chunks": len(stored.chunks),
-            "codec": stored.codec,
-            "stored_bytes": stored.size,
+            "name": stored_file.file.name,
+            "rank": stored_file.rank,
+            "bytes": stored_file.file.size,
+            "chunks": len(stored_file.chunks),
+            "codec": stored_file.codec,
+            "stored_bytes": stored_file.size,
         }
-        for stored in manifest.stored_files().values()
+        for stored_file in manifest.stored_files().values()
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tagged:
+class _TaggedValue:
     """A node of a manifest's tree whose tag ``ckpt.model.values`` does not define.
 
     Attributes:
@@ -237,15 +237,17 @@ class _Tagged:
 
 def _plain(raw: msgspec.Raw) -> Any:
     """Decode a tree of a manifest to Python values. A node with a tag that ``ckpt.model.values``
-    does not define becomes a `_Tagged`.
+    does not define becomes a `_TaggedValue`.
 
     The content of the tree cannot cause an import or a call.
     """
 
-    def other(tag: str, node: Mapping[str, Any]) -> object:
-        return _Tagged(tag, {key: decode(item, other) for key, item in node.items() if key != "$"})
+    def tagged_value(tag: str, node: Mapping[str, Any]) -> object:
+        return _TaggedValue(
+            tag, {key: decode(item, tagged_value) for key, item in node.items() if key != "$"}
+        )
 
-    return decode(parse(raw), other)
+    return decode(parse(raw), tagged_value)
 
 
 def _values(manifest: Manifest) -> dict[str, str]:
@@ -296,21 +298,21 @@ def _flat(
         text: Returns the text of a plain value. The default, ``short``, limits its length.
     """
     match value:
-        case _Tagged(tag="tensor" | "array"):  # ``ckpt show`` lists tensors in a table
+        case _TaggedValue(tag="tensor" | "array"):  # ``ckpt show`` lists tensors in a table
             return
-        case _Tagged(tag=tag, fields=fields) if not any(
-            isinstance(item, dict | list | _Tagged) for item in fields.values()
+        case _TaggedValue(tag=tag, fields=fields) if not any(
+            isinstance(item, dict | list | _TaggedValue) for item in fields.values()
         ):
             whole = f"<{tag}{''.join(f' {(text or str)(item)}' for item in fields.values())}>"
             yield path, whole if text else clip(whole)
-        case _Tagged(tag="optimizer", fields={"groups": list(groups), "state": dict(state)}):
+        case _TaggedValue(tag="optimizer", fields={"groups": list(groups), "state": dict(state)}):
             for index, group in enumerate(groups):
                 yield from _settings(join(join(path, "param_groups"), str(index)), group, text)
             for name, item in state.items():  # The names begin at the root of the whole state
                 yield from _flat(name if isinstance(name, str) else join(path, name), item, text)
             for key in value.fields.keys() & {"extra", "values"}:
                 yield from _flat(join(path, key), value.fields[key], text)
-        case _Tagged(tag=tag, fields=fields):
+        case _TaggedValue(tag=tag, fields=fields):
             for key, item in fields.items():
                 if (tag, key) == ("module", "versions"):  # They are no values of the state
                     continue
@@ -318,7 +320,7 @@ def _flat(
         case dict() if value or not path:
             for key, item in value.items():
                 yield from _flat(join(path, key), item, text)
-        case list() | tuple() if any(isinstance(item, dict | _Tagged) for item in value):
+        case list() | tuple() if any(isinstance(item, dict | _TaggedValue) for item in value):
             for index, item in enumerate(value):
                 yield from _flat(join(path, str(index)), item, text)
         case None if not path:

@@ -1,11 +1,11 @@
 """Limit the time that a command waits for a store, and warn about a store that does not answer.
 
-A command opens each store as a `Watched` store, which records since when an answer of the store is
-due. If no answer comes for two seconds, a line on standard error says so. The first requests of a
-command to a store (``Watched.ask``) fail if the store does not answer for ``--timeout`` seconds,
-and so does opening a folder whose file system does not answer.
-This limit does not apply to the data that a command transfers afterwards, because a transfer may be
-slow for good reasons. Only the retries of the backend and of the pipeline limit such a transfer.
+A command opens each store as a `WatchedStore` store, which records since when an answer of the
+store is due. If no answer comes for two seconds, a line on standard error says so. The first
+requests of a command to a store (``WatchedStore.ask``) fail if the store does not answer for
+``--timeout`` seconds, and so does opening a folder whose file system does not answer. This limit
+does not apply to the data that a command transfers afterwards, because a transfer may be slow for
+good reasons. Only the retries of the backend and of the pipeline limit such a transfer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ITERATORS: Final = ("list", "folders", "unfinished")
 _END: Final = object()
 
 
-def open_watched(url: str, options: Mapping[str, object] | None, timeout: float) -> Watched:
+def open_watched(url: str, options: Mapping[str, object] | None, timeout: float) -> WatchedStore:
     """Open the backend of ``url``, and return it as a watched store.
 
     Args:
@@ -64,11 +64,11 @@ def open_watched(url: str, options: Mapping[str, object] | None, timeout: float)
     """
     _check(timeout)
     return watch(
-        _opened(url, options, timeout) if is_folder(url) else open_backend(url, options), timeout
+        _open(url, options, timeout) if is_folder(url) else open_backend(url, options), timeout
     )
 
 
-def _opened(url: str, options: Mapping[str, object] | None, timeout: float) -> StorageBackend:
+def _open(url: str, options: Mapping[str, object] | None, timeout: float) -> StorageBackend:
     """Open a folder on a thread of its own. Opening it already waits for its file system, which may
     be on a server that does not answer. The backends of other stores send no request yet.
     """
@@ -79,7 +79,7 @@ def _opened(url: str, options: Mapping[str, object] | None, timeout: float) -> S
         output.warn(f"{root} has not answered yet; {_given_up(timeout)}")
         wait([future], min(timeout - SILENT_SECONDS, threading.TIMEOUT_MAX))
     if not future.done():
-        raise with_root(TransientStorageError("", _late(timeout)), root)
+        raise with_root(TransientStorageError("", _timeout_text(timeout)), root)
     return future.result()
 
 
@@ -92,11 +92,11 @@ def _given_up(timeout: float) -> str:
     return f"it is given up after {timeout:g} s (--timeout)"
 
 
-def _late(timeout: float) -> str:
+def _timeout_text(timeout: float) -> str:
     return f"no answer within {timeout:g} s (--timeout)"
 
 
-def watch(backend: StorageBackend, timeout: float) -> Watched:
+def watch(backend: StorageBackend, timeout: float) -> WatchedStore:
     """Return a watched store that wraps ``backend``.
 
     The result also has each of the optional methods ``_EXTRAS`` that ``backend`` has.
@@ -106,12 +106,12 @@ def watch(backend: StorageBackend, timeout: float) -> Watched:
     """
     _check(timeout)
     extras = {name: _passed_on(name) for name in _EXTRAS if hasattr(backend, name)}
-    return cast("Watched", type("Watched", (Watched,), extras)(backend, timeout))
+    return cast("WatchedStore", type("WatchedStore", (WatchedStore,), extras)(backend, timeout))
 
 
 def _passed_on(name: str) -> Any:
     """Return a method that calls the method ``name`` of ``self.backend`` inside of a block ``with
-    self.asking()``.
+    self.request()``.
 
     If the method of the backend returns an iterator, the new method returns an iterator that
     fetches each item inside of such a block.
@@ -121,13 +121,13 @@ def _passed_on(name: str) -> Any:
         call = partial(getattr(owner.backend, name), *args, **options)
         if name in _ITERATORS:
             return owner.iterate(call)
-        with owner.asking():
+        with owner.request():
             return call()
 
     return method
 
 
-class Watched:
+class WatchedStore:
     """A ``StorageBackend`` that wraps another backend, and records for how long that backend has
     not answered.
 
@@ -141,7 +141,7 @@ class Watched:
         self._asked_at: float | None = None  # The time since which an answer is due, or None
         self._warned_at: float | None = None
         self._failure: StorageError | None = None
-        self._gone: StorageError | None = None
+        self._timeout_error: StorageError | None = None
 
     def ask(self, work: Callable[[], T]) -> T:
         """Run ``work``, which makes the first requests to this store, and return its result.
@@ -181,34 +181,40 @@ class Watched:
             text: The warning after the URL of the store. The default says for how long the store
                 has not answered.
         """
-        now = time.monotonic()
+        current_time = time.monotonic()
         with self._lock:
-            if self._gone or self._asked_at is None or now - self._asked_at < SILENT_SECONDS:
+            if (
+                self._timeout_error
+                or self._asked_at is None
+                or current_time - self._asked_at < SILENT_SECONDS
+            ):
                 return
-            if self._warned_at is not None and now - self._warned_at < _REPEAT_SECONDS:
+            if self._warned_at is not None and current_time - self._warned_at < _REPEAT_SECONDS:
                 return
-            self._warned_at = now
-            silent = now - self._asked_at
+            self._warned_at = current_time
+            silent = current_time - self._asked_at
         output.warn(f"{self.url} {text or f'has not answered for {silent:.0f} s'}")
 
     def _give_up(self) -> StorageError:
         with self._lock:
-            if self._gone is None:
-                why = f"; {self._failure.detail}" if self._failure and self._failure.detail else ""
-                late = f"{_late(self._timeout)}{why}"
-                self._gone = with_root(TransientStorageError("", late), self.url)
-            return self._gone
+            if self._timeout_error is None:
+                detail = (
+                    f"; {self._failure.detail}" if self._failure and self._failure.detail else ""
+                )
+                text = f"{_timeout_text(self._timeout)}{detail}"
+                self._timeout_error = with_root(TransientStorageError("", text), self.url)
+            return self._timeout_error
 
     @contextmanager
-    def asking(self) -> Generator[None]:
+    def request(self) -> Generator[None]:
         """Record that an answer is due while the block, which makes one request, runs.
 
         Raises:
             StorageError: The store was given up before. The block does not run.
         """
         with self._lock:
-            if self._gone is not None:
-                raise self._gone
+            if self._timeout_error is not None:
+                raise self._timeout_error
             self._pending += 1
             if self._asked_at is None:
                 self._asked_at = time.monotonic()
@@ -228,14 +234,14 @@ class Watched:
 
     def iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Call ``items``, and yield the items of the iterator that it returns. Fetch each item
-        inside of a block ``with self.asking()``.
+        inside of a block ``with self.request()``.
         """
-        found: Iterator[T] | None = None
+        iterator: Iterator[T] | None = None
         while True:
             # A generator makes its first request only in ``next``, so the block includes ``next``.
-            with self.asking():
-                found = found or items()
-                item = next(found, _END)
+            with self.request():
+                iterator = iterator or items()
+                item = next(iterator, _END)
             if item is _END:
                 return
             yield cast("T", item)
@@ -258,16 +264,16 @@ class Watched:
     folders = _passed_on("folders")
 
     def upload(self, key: str, size: int) -> Upload:
-        with self.asking():
-            return _WatchedUpload(self.backend.upload(key, size), self.asking)
+        with self.request():
+            return _WatchedUpload(self.backend.upload(key, size), self.request)
 
     def close(self) -> None:
         self.backend.close()
 
 
 class _WatchedUpload:
-    def __init__(self, upload: Upload, asking: Callable[[], Any]) -> None:
-        self.backend, self.asking = upload, asking
+    def __init__(self, upload: Upload, request: Callable[[], Any]) -> None:
+        self.backend, self.request = upload, request
 
     @property
     def part_bytes(self) -> int:
@@ -281,16 +287,16 @@ class _WatchedUpload:
 
 
 @contextmanager
-def noting(*stores: StorageBackend) -> Generator[None]:
+def silence_notes(*stores: StorageBackend) -> Generator[None]:
     """Return a context manager. While its block runs, a warning is printed about each of ``stores``
     that does not answer for two seconds.
     """
-    over = threading.Event()
-    watched = [store for store in stores if isinstance(store, Watched)]
+    stop = threading.Event()
+    watched_stores = [store for store in stores if isinstance(store, WatchedStore)]
 
     def look() -> None:
-        while not over.wait(SILENT_SECONDS / _TICKS):
-            for store in watched:
+        while not stop.wait(SILENT_SECONDS / _TICKS):
+            for store in watched_stores:
                 store.note()
 
     with Workers("watch", 1) as workers:
@@ -298,4 +304,4 @@ def noting(*stores: StorageBackend) -> Generator[None]:
         try:
             yield
         finally:
-            over.set()
+            stop.set()

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ckpt.agent.client import known_jobs
 from ckpt.agent.messages import JobStatus
-from ckpt.cli.agent import scrubbed
+from ckpt.cli.agent import scrub_progress
 from ckpt.cli.options import PlacesArgument, RootsOption, places
 from ckpt.cli.output import duration, size
 from ckpt.cli.serve import ConfigsOption, watched_runs
@@ -30,10 +30,10 @@ _PATIENCE_SECONDS = 2.0
 
 
 def top(
-    where: PlacesArgument = None,
+    arguments: PlacesArgument = None,
     root: RootsOption = None,
     config: ConfigsOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
+    single: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
     interval: Annotated[
         float,
         typer.Option(
@@ -55,7 +55,7 @@ def top(
       ckpt top /nvme/ckpt /lustre/run42 --once
       ckpt top --config ckpt.toml
     """
-    looks = RunLooks(watched_runs(places(where, root), config))
+    looks = RunLooks(watched_runs(places(arguments, root), config))
 
     def look() -> Group:
         views, jobs = looks.look(_PATIENCE_SECONDS), known_jobs()
@@ -65,7 +65,7 @@ def top(
         return Group(*parts)
 
     console = Console(markup=False, emoji=False, highlight=False)
-    if once or not sys.stdout.isatty():
+    if single or not sys.stdout.isatty():
         console.print(look())
         return
     with suppress(KeyboardInterrupt), Live(look(), console=console, screen=True) as live:
@@ -83,8 +83,8 @@ def _tables(run: RunView) -> Iterator[Table]:
     for number, tier in enumerate(run.tiers, 1):
         free = size(tier.free) if tier.free == tier.free else "-"
         newest = str(tier.newest) if tier.newest >= 0 else "-"
-        used = size(tier.used_bytes) if tier.opened else "-"
-        cells = (f"{number} {tier.url}", str(tier.steps), newest, used, free, _under_way(tier))
+        used_size = size(tier.used_bytes) if tier.opened else "-"
+        cells = (f"{number} {tier.url}", str(tier.steps), newest, used_size, free, _under_way(tier))
         tiers.add_row(*(Text(clean(cell)) for cell in cells))
     yield tiers
     steps = Table(box=box.SIMPLE)
@@ -102,7 +102,7 @@ def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
     """
     urls = {tier.url for tier in run.tiers}
     for job in jobs:
-        if urls.intersection(job.tiers) and (text := scrubbed(job.scrub)) != "-":
+        if urls.intersection(job.tiers) and (text := scrub_progress(job.scrub)) != "-":
             yield Text(clean(f"verified by the agent: {text}"))
         for damage in job.scrub.damaged if urls.intersection(job.tiers) else ():
             yield Text(clean(f"step {damage}"), style="red")

@@ -18,15 +18,15 @@ from ckpt.cli.options import (
     ConfigOption,
     JsonOption,
     PlacesAndStepArgument,
-    Reached,
     RootsOption,
     StepOption,
+    StoreOrError,
     TimeoutOption,
     ask_each,
     may_be_there,
     open_each,
     places_and_step,
-    removed,
+    removal_error,
     workers_for,
 )
 from ckpt.errors import CkptError, ConfigError, IntegrityError, NoCheckpoint
@@ -36,7 +36,7 @@ from ckpt.storage.api import StorageBackend
 
 
 def verify(
-    where: PlacesAndStepArgument = None,
+    arguments: PlacesAndStepArgument = None,
     step: StepOption = None,
     all_steps: Annotated[bool, typer.Option("--all", help="Verify every committed step.")] = False,
     all_tiers: Annotated[
@@ -64,18 +64,18 @@ def verify(
       ckpt verify --all-tiers --config ckpt.toml
       ckpt verify --all --json | jq '.steps[] | select(.intact | not)'
     """
-    roots, step = places_and_step(where, root, step)
+    roots, step = places_and_step(arguments, root, step)
     if all_steps and step is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
     places = open_each(roots, config, timeout=timeout, all_tiers=all_tiers)
     whole = all_steps or step is not None
     if len(places) == 1 and not all_tiers:
-        _one(places[0], step, whole=whole, json=json)
+        _verify_one(places[0], step, whole=whole, json=json)
     else:
-        _several(places, step, whole=whole, json=json)
+        _verify_several(places, step, whole=whole, json=json)
 
 
-def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
+def _verify_one(place: StoreOrError, step: int | None, *, whole: bool, json: bool) -> None:
     """Verify the steps of one tier, and print the reports.
 
     Args:
@@ -98,7 +98,7 @@ def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
             if not json:
                 _show(report)
     if not reports:
-        raise removed([backend], refs[0])
+        raise removal_error([backend], refs[0])
     intact = all(report.intact for report in reports)
     if json:
         output.show_json(
@@ -185,18 +185,20 @@ class _Tier:
     reports: dict[StepRef, VerifyReport] = field(default_factory=dict["StepRef", "VerifyReport"])
 
     @classmethod
-    def of(cls, place: Reached, found: list[StepRef] | CkptError) -> _Tier:
-        if isinstance(found, CkptError):
-            return cls(place.url, place.store, [], found)
-        return cls(place.url, place.store, found, None)
+    def of(cls, place: StoreOrError, answer: list[StepRef] | CkptError) -> _Tier:
+        if isinstance(answer, CkptError):
+            return cls(place.url, place.store, [], answer)
+        return cls(place.url, place.store, answer, None)
 
 
-def _several(places: list[Reached], step: int | None, *, whole: bool, json: bool) -> None:
+def _verify_several(
+    places: list[StoreOrError], step: int | None, *, whole: bool, json: bool
+) -> None:
     """Verify the steps of several tiers, and print one result for all tiers. Except for ``places``,
-    the tiers, the arguments are those of ``_one``.
+    the tiers, the arguments are those of ``_verify_one``.
     """
     answers = ask_each(places, lambda store: find(store, step))
-    tiers = [_Tier.of(place, found) for place, (_, found) in zip(places, answers, strict=True)]
+    tiers = [_Tier.of(place, answer) for place, (_, answer) in zip(places, answers, strict=True)]
     for tier in tiers:
         _check(tier, tier.refs if whole else tier.refs[:1])
     bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
@@ -227,7 +229,7 @@ def _check(tier: _Tier, refs: list[StepRef]) -> None:
             if report := _verify(tier.store, ref, f" on {tier.url}"):
                 tier.reports[ref] = report
         if refs and not tier.reports:
-            tier.error = removed([tier.store], refs[0])
+            tier.error = removal_error([tier.store], refs[0])
     except CkptError as error:  # The step may be removed, or the store may fail
         tier.error = error
 
@@ -246,10 +248,10 @@ def _show_tiers(tiers: list[_Tier]) -> None:
                 (tier.url, str(ref.step), ref.attempt, output.size(report.verified_bytes), state)
             )
             for fault in report.faults:
-                others = ", ".join(_intact_on(fault, ref, tier, tiers))
-                damage.append((tier.url, *_row(fault), others or "no other tier"))
+                intact_urls = ", ".join(_intact_on(fault, ref, tier, tiers))
+                damage.append((tier.url, *_row(fault), intact_urls or "no other tier"))
         if tier.error:
-            rows.append((tier.url, "-", "-", "-", _why(tier)))
+            rows.append((tier.url, "-", "-", "-", _error_text(tier)))
     columns, faults = (
         ("tier", "step", "attempt", "verified", "state"),
         ("tier", "file", "bytes", "what", "intact on"),
@@ -262,8 +264,8 @@ def _show_tiers(tiers: list[_Tier]) -> None:
     if damage:
         output.show_line()
         for index, row in enumerate(damage):
-            on = ", ".join(names.get(place, place) for place in row[-1].split(", "))
-            damage[index] = (names[row[0]], *row[1:-1], on)
+            intact_names = ", ".join(names.get(place, place) for place in row[-1].split(", "))
+            damage[index] = (names[row[0]], *row[1:-1], intact_names)
         output.show_table(faults, damage)
 
 
@@ -272,7 +274,7 @@ def _width(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> int:
     return sum(max(map(len, cells)) for cells in zip(table[0], *table[1], strict=True))
 
 
-def _why(tier: _Tier) -> str:
+def _error_text(tier: _Tier) -> str:
     error = tier.error
     return f"none: {error.detail}" if isinstance(error, NoCheckpoint) else f"unreachable: {error}"
 
@@ -287,50 +289,55 @@ def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> l
         tiers: All tiers.
     """
     return [
-        other.url
-        for other in tiers
-        if other is not tier
-        and (report := other.reports.get(ref))
-        and not any(_meet(fault, another, _alike(ref, tier, other)) for another in report.faults)
+        peer.url
+        for peer in tiers
+        if peer is not tier
+        and (report := peer.reports.get(ref))
+        and not any(
+            _meet(fault, peer_fault, _same_encoding(ref, tier, peer))
+            for peer_fault in report.faults
+        )
     ]
 
 
-def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
+def _same_encoding(ref: StepRef, tier: _Tier, peer: _Tier) -> bool:
     """Return True if both tiers have the files of ``ref`` in the same encoding.
 
     If the encodings differ, offsets in the files of the two tiers are not comparable. Return False
     if the manifest of ``ref`` cannot be read on one of the tiers.
     """
-    if isinstance(one.store, CkptError) or isinstance(two.store, CkptError):
+    if isinstance(tier.store, CkptError) or isinstance(peer.store, CkptError):
         return False
     try:
-        return read_packed(one.store, ref)[1] == read_packed(two.store, ref)[1]
+        return read_packed(tier.store, ref)[1] == read_packed(peer.store, ref)[1]
     except CkptError:
         return False
 
 
-def _meet(one: Fault, two: Fault, alike: bool) -> bool:
+def _meet(fault_a: Fault, fault_b: Fault, same_encoding: bool) -> bool:
     """Return True if two faults of one attempt on two tiers may concern the same bytes.
 
     A fault of the manifest on the second tier counts as a fault of all bytes.
 
     Args:
-        one: A fault on the first tier.
-        two: A fault on the second tier.
-        alike: Whether both tiers have the files in the same encoding.
+        fault_a: A fault on the first tier.
+        fault_b: A fault on the second tier.
+        same_encoding: Whether both tiers have the files in the same encoding.
     """
-    if two.key.endswith("manifest.json"):
+    if fault_b.key.endswith("manifest.json"):
         return True
-    if one.key != two.key:  # The name of a rank's file depends on the codec
-        same = not alike and one.key.rpartition(".")[0] == two.key.rpartition(".")[0]
-        return same and not one.key.endswith(".json") and not two.key.endswith(".json")
-    if one.offset is None or two.offset is None or not alike:
+    if fault_a.key != fault_b.key:  # The name of a rank's file depends on the codec
+        same_name = (
+            not same_encoding and fault_a.key.rpartition(".")[0] == fault_b.key.rpartition(".")[0]
+        )
+        return same_name and not fault_a.key.endswith(".json") and not fault_b.key.endswith(".json")
+    if fault_a.offset is None or fault_b.offset is None or not same_encoding:
         return True
     one_end, two_end = (
         math.inf if fault.nbytes is None else (fault.offset or 0) + fault.nbytes
-        for fault in (one, two)
+        for fault in (fault_a, fault_b)
     )
-    return two.offset < one_end and one.offset < two_end
+    return fault_b.offset < one_end and fault_a.offset < two_end
 
 
 def _tier_as_json(tier: _Tier, tiers: list[_Tier]) -> dict[str, object]:

@@ -34,12 +34,12 @@ _END_SECONDS: Final = 30.0
 """The time that a stopped command, and the processes that it has started, get to end."""
 _LOOK_SECONDS: Final = 0.05
 """The time between two checks whether the processes have ended."""
-_TERMINATED: Final = 128 + signal.SIGTERM
+_TERMINATED_CODE: Final = 128 + signal.SIGTERM
 _PLACE: Final = re.compile(r"\{(path|step|root)\}")
 
 
 def watch(
-    where: PlaceArgument = None,
+    argument: PlaceArgument = None,
     command: Annotated[
         str,
         typer.Option(
@@ -55,7 +55,7 @@ def watch(
     newest: Annotated[
         bool, typer.Option("--newest", help="Pass over all steps but the newest at each look.")
     ] = False,
-    once: Annotated[
+    single: Annotated[
         bool, typer.Option("--once", help="Handle what is there now, and end.")
     ] = False,
     poll: Annotated[str, typer.Option(metavar="TIME", help="The time between two looks.")] = "10s",
@@ -83,26 +83,26 @@ def watch(
       ckpt watch runs/gpt --once --newest --json
     """
     poll_seconds = seconds("--poll", poll)
-    place = one_place([where] if where else None, root)
+    place = one_place([argument] if argument else None, root)
     backend = open_root(place, config, timeout=timeout)
     if is_missing(backend.url):
-        if once:
+        if single:
             raise NoCheckpoint(backend.url, "this folder does not exist: check the path")
         output.warn(f"{backend.url} does not exist: its steps are handled once a job makes it")
     watcher = Watcher(backend, name, newest=newest)
     backend.ask(watcher.look)  # Raises if the store does not answer; later looks try again
-    failed: list[int] = []
-    steps = each_step(watcher, None if once else poll_seconds)
+    failed_steps: list[int] = []
+    steps = each_step(watcher, None if single else poll_seconds)
     signals = _Signals()
-    with signals.raised(), closing(steps):
+    with signals.as_exceptions(), closing(steps):
         for step in steps:
             code = _run(command, step, signals) if command else 0
             _say(step, code, json=json)
             if code:
-                failed.append(step.step)
+                failed_steps.append(step.step)
                 watcher.leave(step)
-    if failed:
-        output.warn(f"the command failed for steps {output.ranges(failed)}")
+    if failed_steps:
+        output.warn(f"the command failed for steps {output.ranges(failed_steps)}")
         raise typer.Exit(1)
 
 
@@ -126,40 +126,40 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self._held, self._pending = False, 0
+        self._is_holding, self._pending = False, 0
 
     @contextmanager
-    def raised(self) -> Generator[None]:
+    def as_exceptions(self) -> Generator[None]:
         """Return a context manager. A SIGTERM in its block raises ``SystemExit`` there, and a
         SIGINT raises ``KeyboardInterrupt``.
         """
         numbers = (signal.SIGTERM, signal.SIGINT)
-        before = [signal.signal(number, self._take) for number in numbers]
+        previous_handlers = [signal.signal(number, self._take) for number in numbers]
         try:
             yield
         finally:
-            for number, handler in zip(numbers, before, strict=True):
+            for number, handler in zip(numbers, previous_handlers, strict=True):
                 signal.signal(number, handler)
 
     def hold(self) -> None:
         """Hold back signals from now until ``release``."""
-        self._held = True
+        self._is_holding = True
 
     def release(self) -> None:
         """Stop holding back signals. If a signal was held back, raise its exception."""
-        self._held = False
+        self._is_holding = False
         if self._pending:
             self._raise(self._pending)
 
     def _take(self, number: int, _: object) -> None:
         self._pending = number
-        if not self._held:
+        if not self._is_holding:
             self._raise(number)
 
     def _raise(self, number: int) -> None:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(_TERMINATED)
+        raise SystemExit(_TERMINATED_CODE)
 
 
 def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
@@ -169,10 +169,10 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
     SIGTERM, and SIGKILL after 30 s. This function waits until they have ended, and then raises the
     exception again.
     """
-    named = {"path": step.path, "step": str(step.step), "root": step.root}
-    command = _PLACE.sub(lambda place: shlex.quote(named[place[1]]), command)
+    values = {"path": step.path, "step": str(step.step), "root": step.root}
+    command = _PLACE.sub(lambda place: shlex.quote(values[place[1]]), command)
     handed_on = os.environ  # noqa: TID251 - no setting is read here
-    environment = {**handed_on, **{f"CKPT_{key.upper()}": value for key, value in named.items()}}
+    environment = {**handed_on, **{f"CKPT_{key.upper()}": value for key, value in values.items()}}
     signals.hold()
     with subprocess.Popen(  # noqa: S602
         command, shell=True, env=environment, process_group=0

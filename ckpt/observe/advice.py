@@ -34,7 +34,7 @@ _LEAST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurements:
     """The measurements of the saves of a run, from its journal. All times are medians.
 
     Attributes:
@@ -55,7 +55,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
+class Assumptions:
     """The inputs of `advise` that are not measured from a journal.
 
     Attributes:
@@ -93,7 +93,7 @@ class Advice:
     lost_minutes_now: float
 
 
-def measured(records: Sequence[Record], history: History) -> Measured:
+def measurements_of(records: Sequence[Record], history: History) -> Measurements:
     """Return the measurements from the records of a journal, oldest first, and their history.
 
     Raises:
@@ -112,7 +112,7 @@ def measured(records: Sequence[Record], history: History) -> Measured:
     gaps = [two.at - one.at for one, two in pairwise(saves)]
     starts = [record.at for record in records if record.event == OPENED]
     covered = records[-1].at - records[0].at
-    return Measured(
+    return Measurements(
         stall_seconds=median(save.stall_seconds for save in saves),
         interval_seconds=median(gaps) if gaps else math.nan,
         durable_seconds={tier: median(seconds) for tier, seconds in durable.items()},
@@ -123,7 +123,7 @@ def measured(records: Sequence[Record], history: History) -> Measured:
     )
 
 
-def advise(found: Measured, assumed: Assumed) -> list[Advice]:
+def advise(found: Measurements, assumed: Assumptions) -> list[Advice]:
     """Return how often to save, for each tier whose time until a commit was measured.
 
     Args:
@@ -153,7 +153,7 @@ def advise(found: Measured, assumed: Assumed) -> list[Advice]:
 
 
 def lost_minutes_per_day(
-    interval_seconds: float, durable_seconds: float, cost_seconds: float, assumed: Assumed
+    interval_seconds: float, durable_seconds: float, cost_seconds: float, assumed: Assumptions
 ) -> float:
     """Return how many minutes of training are lost per day, by the formula in the docstring of
     this module.
@@ -163,7 +163,7 @@ def lost_minutes_per_day(
     return (saving + assumed.failures_per_day * repeated) * _MINUTES
 
 
-def _check(assumed: Assumed) -> None:
+def _check(assumed: Assumptions) -> None:
     for name, value, least in (
         ("failures per day", assumed.failures_per_day, 1e-9),
         ("restart time", assumed.restart_seconds, 0.0),

@@ -159,14 +159,14 @@ def test_data_that_does_not_come_is_told_and_waited_for(
 
     monkeypatch.setattr(store_timeout, "SILENT_SECONDS", 0.1)
     reported = threading.Event()
-    note = store_timeout.Watched.note
+    note = store_timeout.WatchedStore.note
 
-    def heard(store: store_timeout.Watched, text: str = "") -> None:
+    def heard(store: store_timeout.WatchedStore, text: str = "") -> None:
         note(store, text)
         if store.silent_seconds >= 0.1:
             reported.set()
 
-    monkeypatch.setattr(store_timeout.Watched, "note", heard)
+    monkeypatch.setattr(store_timeout.WatchedStore, "note", heard)
 
     class Slow(FaultyBackend):
         def read_into(self, key: str, offset: int, out: memoryview) -> None:

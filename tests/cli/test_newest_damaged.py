@@ -29,7 +29,7 @@ def test_the_step_before_is_named(
     assert ran.code == 4
     root = Path("runs").absolute()
     ways = (
-        "; the step before it is there too: --step 200; or mend it from another copy with "
+        "; the previous step is there too: --step 200; or mend it from another copy with "
         f"`ckpt copy OTHER {root} --step 300 --check`"
     )
     assert ran.err.rstrip().endswith(ways), ran.err

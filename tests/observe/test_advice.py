@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 from ckpt.errors import ConfigError
 from ckpt.observe.advice import (
     DAY_SECONDS,
-    Assumed,
-    Measured,
+    Assumptions,
+    Measurements,
     advise,
     lost_minutes_per_day,
-    measured,
+    measurements_of,
 )
 from ckpt.observe.history import history_of
 from ckpt.observe.journal import OPENED, Record
 
-FOUND = Measured(
+FOUND = Measurements(
     stall_seconds=2.0,
     interval_seconds=600.0,
     durable_seconds={"/nvme": 5.0, "s3://b": 900.0},
     nbytes=1 << 30,
     failures_per_day=math.nan,
 )
-ASSUMED = Assumed(failures_per_day=4.0, restart_seconds=180.0, drag_seconds=1.0)
+ASSUMED = Assumptions(failures_per_day=4.0, restart_seconds=180.0, drag_seconds=1.0)
 
 
-def simulated_minutes(interval: float, durable: float, cost: float, assumed: Assumed) -> float:
+def simulated_minutes(interval: float, durable: float, cost: float, assumed: Assumptions) -> float:
     """Return the training minutes lost per day in a job that trains for 400 days."""
     draw, days = random.Random(0), 400
     trained = lost = 0.0  # seconds
@@ -63,7 +63,7 @@ def test_no_other_allowed_interval_loses_less(
     cost: float, failures: float, durable: float, factor: float
 ) -> None:
     found = replace(FOUND, stall_seconds=cost, durable_seconds={"t": durable})
-    assumed = Assumed(failures_per_day=failures, restart_seconds=60.0)
+    assumed = Assumptions(failures_per_day=failures, restart_seconds=60.0)
     (best,) = advise(found, assumed)
     other = max(durable, best.interval_seconds * factor)
     assert best.lost_minutes <= lost_minutes_per_day(other, durable, cost, assumed) * (1 + 1e-9)
@@ -108,8 +108,8 @@ def journal(hours: float) -> list[Record]:
 
 def test_a_journal_says_what_saves_have_cost() -> None:
     records = journal(12)
-    found = measured(records, history_of(records))
-    assert found == Measured(
+    found = measurements_of(records, history_of(records))
+    assert found == Measurements(
         stall_seconds=0.5,
         interval_seconds=30.0,
         durable_seconds={"a": 2.0},
@@ -120,9 +120,9 @@ def test_a_journal_says_what_saves_have_cost() -> None:
 
 def test_a_short_journal_says_nothing_of_failures() -> None:
     records = journal(0.5)
-    assert math.isnan(measured(records, history_of(records)).failures_per_day)
+    assert math.isnan(measurements_of(records, history_of(records)).failures_per_day)
 
 
 def test_a_journal_without_a_save_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no save"):
-        measured([Record(at=0.0, event=OPENED)], history_of([]))
+        measurements_of([Record(at=0.0, event=OPENED)], history_of([]))
