@@ -116,7 +116,7 @@ def _tier(kind: str, buddies: int = 0) -> Tier:
 def _verifying() -> Generator[None]:
     """Let a worker of the agent verify a step on the disk meanwhile."""
     job = Job(
-        owner=msgspec.structs.replace(Owner.here("bench"), pid=NO_PROCESS),
+        owner=msgspec.structs.replace(Owner.of_this_process("bench"), pid=NO_PROCESS),
         processes=(),
         ranks=1,
         tiers=({"url": os.environ["BENCH_DISK"]},),

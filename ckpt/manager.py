@@ -29,7 +29,7 @@ from ckpt.catalog.index import Listing
 from ckpt.catalog.late_metrics import add_metrics
 from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
+from ckpt.coordination.leaving import END_OF_DATA, DepartingCoordinator, reason_of
 from ckpt.coordination.nodes import agree
 from ckpt.coordination.owner import attend
 from ckpt.elastic.ending_error import ending_error
@@ -109,7 +109,7 @@ class CheckpointManager:
         self._observers = Observers(observers)
         self._ledger = SaveLedger(self._observers, self._config)
         with closed_on_error(self._tiers):
-            self._coordinator = Leaving(coordinator or find_coordinator())
+            self._coordinator = DepartingCoordinator(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
             self._listing = Listing([tier.backend for tier in self._tiers], self._check_open)
             missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)

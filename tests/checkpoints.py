@@ -129,7 +129,7 @@ def _raw(node: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(node, order="deterministic"))
 
 
-DEAD = replace(Owner.here("abcxyz"), pid=2**22 + 1, started=1)  # beyond the largest pid
+DEAD = replace(Owner.of_this_process("abcxyz"), pid=2**22 + 1, started=1)  # beyond the largest pid
 
 
 def own(backend: StorageBackend, owner: Owner) -> None:

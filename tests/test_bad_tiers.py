@@ -229,7 +229,7 @@ def test_uploads_of_a_killed_job_are_aborted_when_the_next_one_begins_to_save(
     bucket = {**S3, "endpoint_url": moto_server.url}
     url = f"s3://bucket/killed-{os.getpid()}"
     backend = open_backend(url, bucket)
-    dead = replace(Owner.here("aaaaaaaaaaaa"), started=1)
+    dead = replace(Owner.of_this_process("aaaaaaaaaaaa"), started=1)
     backend.put(OWNER, [msgspec.json.encode(dead)])
     backend.upload("step-000000007.aaaaaaaaaaaa/rank-00003.safetensors", 20 << 20)
     backend.upload("notes/rank-00003.safetensors", 20 << 20)

@@ -23,10 +23,10 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
-from ckpt.coordination.abort_reason import Aborted, rebuild
-from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed, encode
+from ckpt.coordination.abort_reason import Abort, rebuild
+from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure, encode
 from ckpt.coordination.committer import Committer, SharedStore
-from ckpt.coordination.leaving import Leaving, who_left
+from ckpt.coordination.leaving import DepartingCoordinator, who_left
 from ckpt.elastic import ending_error
 from ckpt.errors import AccessDenied, CommitError, ConfigError
 from ckpt.model.keys import StepRef
@@ -545,7 +545,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
 
     def rank(coordinator: object) -> object:
         if coordinator.rank == 1:  # type: ignore[attr-defined]
-            leaving = Leaving(coordinator)  # type: ignore[arg-type]
+            leaving = DepartingCoordinator(coordinator)  # type: ignore[arg-type]
             leaving.leave("ValueError: boom")
             return leaving.post("save", b"")
         committer = Committer(
@@ -558,7 +558,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
 
     verdict, reported = world.run(rank).values()
     assert isinstance(reported, CommitError)
-    assert isinstance(verdict, Aborted), verdict
+    assert isinstance(verdict, Abort), verdict
     assert "it has ended: ValueError: boom" in str(verdict)
     assert who_left(world.coordinator(0)).rank == 1  # type: ignore[union-attr]
 
@@ -571,7 +571,7 @@ def test_a_second_rank_that_leaves_is_not_waited_for_either() -> None:
     def vote(rank: int) -> Durable:
         return Durable(FragmentRef(f"rank-{rank:05}.json", rank, 1, "x"))
 
-    first, second = (Leaving(world.coordinator(rank)) for rank in (1, 2))
+    first, second = (DepartingCoordinator(world.coordinator(rank)) for rank in (1, 2))
     first.post(f"save/{ref.folder}", encode(vote(1)))
     first.leave("ValueError: first")
     second.leave("ValueError: second")
@@ -582,7 +582,7 @@ def test_a_second_rank_that_leaves_is_not_waited_for_either() -> None:
         bounds=Bounds(3600, 0.05),
     )
     verdict = committer.commit(ref, vote(0))
-    assert isinstance(verdict, Aborted), verdict
+    assert isinstance(verdict, Abort), verdict
     assert "rank 2" in str(rebuild(verdict, 1)), rebuild(verdict, 1)
     assert "it has ended: ValueError: second" in str(verdict)
 
@@ -598,7 +598,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
 
         def verdict(self, subject: str, *, timeout: float) -> bytes | None:
             if subject == "gone":
-                self.world.messages[f"save/{ref.folder}", 1] = encode(Failed("its own reason"))
+                self.world.messages[f"save/{ref.folder}", 1] = encode(Failure("its own reason"))
             return super().verdict(subject, timeout=timeout)
 
     committer = Committer(
@@ -614,7 +614,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
 def test_a_rank_may_leave_for_an_error_with_a_name_that_is_not_utf_8() -> None:
     """Such as the name of a file of a data set. The others would wait until the time-out."""
     world = World(2)
-    Leaving(world.coordinator(1)).leave("ValueError: no such file: step\udce9")
+    DepartingCoordinator(world.coordinator(1)).leave("ValueError: no such file: step\udce9")
     gone = who_left(world.coordinator(0))
     assert gone is not None
     assert gone.reason == r"ValueError: no such file: step\udce9"
@@ -624,7 +624,7 @@ def test_a_wait_that_is_under_way_ends_when_this_rank_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckpt.coordination.leaving._LOOK_SECONDS", 0.05)
-    leaving = Leaving(World(2, patience=100.0).coordinator(0))
+    leaving = DepartingCoordinator(World(2, patience=100.0).coordinator(0))
     threading.Timer(0.1, leaving.leave, ["boom"]).start()
     began = time.monotonic()
     with pytest.raises(CommitError, match="has left"):

@@ -85,7 +85,7 @@ def test_a_job_that_only_restores_leaves_what_another_has_begun(
     (folder,) = near.glob("step-*")
     (folder / "manifest.json").unlink()
     (ref,) = attempts(open_backend(str(near)))
-    claim(open_backend(str(near)), replace(Owner.here(ref.attempt), **owner))
+    claim(open_backend(str(near)), replace(Owner.of_this_process(ref.attempt), **owner))
     restored_from(Tier(str(near), capacity=IMAGE + 100_000), far, step=9)
     assert {path.name for path in folder.iterdir()} == {"rank-00000.json", "rank-00000.safetensors"}
 
@@ -162,7 +162,7 @@ def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
 ) -> None:
     def taken_over() -> None:
         seems(near, **ELSEWHERE)
-        claim(backend.inner, Owner.here("anotherabcde"))
+        claim(backend.inner, Owner.of_this_process("anotherabcde"))
         for held in Inventory(backend.inner).look():
             assert held.state == "committed"
             remove(backend.inner, held)

@@ -567,7 +567,10 @@ def test_a_job_is_told_at_the_restore_that_the_root_belongs_to_a_living_one(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         process = Process.of(other.pid)
         fields = {"pid": process.pid, "started": process.started}
-        claim(open_backend(root), msgspec.structs.replace(Owner.here("otherzzzzzzz"), **fields))
+        claim(
+            open_backend(root),
+            msgspec.structs.replace(Owner.of_this_process("otherzzzzzzz"), **fields),
+        )
         with CheckpointManager(root) as manager:
             assert manager.restore({"x": 0}) is not None
             assert f"{root} belongs to a job that is alive (attempt otherzzzzzzz" in caplog.text

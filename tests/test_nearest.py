@@ -211,7 +211,7 @@ def test_a_cache_that_another_job_writes_to_gives_up_nothing(
         manager.restore(blank())
         manager.save(state_of(4))
     nbytes = sum(path.stat().st_size for path in near.rglob("rank-*"))
-    claim(open_backend(str(near)), Owner.here("anotherabcde"))
+    claim(open_backend(str(near)), Owner.of_this_process("anotherabcde"))
     target = blank()
     with CheckpointManager([Tier(str(near), capacity=nbytes + 8000), far]) as manager:
         report = manager.restore(target)

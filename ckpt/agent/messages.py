@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ckpt.config import Tier
-from ckpt.coordination.abort_reason import Aborted
+from ckpt.coordination.abort_reason import Abort
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.processes import Process
@@ -188,7 +188,7 @@ class FileFailed(msgspec.Struct, frozen=True, tag="file_failed"):
     the file.
     """
 
-    reason: Aborted
+    reason: Abort
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

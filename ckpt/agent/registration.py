@@ -194,7 +194,7 @@ def register(
     """
     if config.agent == "off":
         return None
-    me = Owner.here(coordinator.attempt)
+    me = Owner.of_this_process(coordinator.attempt)
     nodes = next((tier.nodes for tier in tiers if tier.nodes is not None), None)
     node = on_node(coordinator, nodes)
     node.post(_SUBJECT, msgspec.json.encode(me))
@@ -323,7 +323,7 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
         refusal: Why the node of this rank has no agent; empty if it has one.
     """
     if coordinator.rank in nodes.firsts:
-        agent = f"{Owner.here('').machine} {os.path.realpath(agent_folder())}"
+        agent = f"{Owner.of_this_process('').machine} {os.path.realpath(agent_folder())}"
         coordinator.post(_ALL_NODES, encode_json((refusal, agent)))
 
     def decide() -> str:

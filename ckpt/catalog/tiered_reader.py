@@ -22,7 +22,7 @@ from ckpt.catalog.index import read_packed
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
-from ckpt.pipeline.chunk_reader import ChunkReader, Missed, Sink, runs_of
+from ckpt.pipeline.chunk_reader import ChunkReader, Misses, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
@@ -342,7 +342,7 @@ class TieredReader:
             raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return given
 
-    def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Missed:
+    def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Misses:
         """Read a run from one source, and return the chunks that the source could not provide."""
         file = self._files(position)[run.rank]
         if (error := self.gone(position, file.key)) is None:

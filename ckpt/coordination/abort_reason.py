@@ -33,7 +33,7 @@ _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
 """The storage errors, by class name, that other ranks raise as the same class as the leader."""
 
 
-class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
+class Abort(msgspec.Struct, frozen=True, tag="aborted"):
     """The verdict that a save gets no manifest, with the reason.
 
     Attributes:
@@ -58,7 +58,7 @@ class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
         return str(rebuild(self, -1)) if self.kind != "CommitError" else self.reason
 
 
-def abort_reason(error: CkptError) -> Aborted:
+def abort_reason(error: CkptError) -> Abort:
     """Return a verdict that carries ``error`` to the other ranks.
 
     For a class of errors that is not handled below, the verdict has only the name of the class and
@@ -67,38 +67,36 @@ def abort_reason(error: CkptError) -> Aborted:
     kind = type(error).__name__
     match error:
         case PeerFailed():
-            return Aborted(reason=str(error), failures=error.failures, kind=kind)
+            return Abort(reason=str(error), failures=error.failures, kind=kind)
         case CommitTimeout():
-            return Aborted(reason=str(error.seconds), failures={}, kind=kind, ranks=error.missing)
+            return Abort(reason=str(error.seconds), failures={}, kind=kind, ranks=error.missing)
         case ReplicasDiverged():
-            return Aborted(
+            return Abort(
                 reason=error.detail, failures={}, kind=kind, names=(error.name,), ranks=error.ranks
             )
         case TensorIncomplete():
-            return Aborted(reason=error.detail, failures={}, kind=kind, names=(error.name,))
+            return Abort(reason=error.detail, failures={}, kind=kind, names=(error.name,))
         case StepExists():
-            return Aborted(reason=error.root, failures={}, kind=kind, ranks=(int(error.earlier),))
+            return Abort(reason=error.root, failures={}, kind=kind, ranks=(int(error.earlier),))
         case HistoryHidden():
-            return Aborted(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
+            return Abort(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
         case TierNotShared():
-            return Aborted(reason=error.root, failures={}, kind=kind, ranks=error.ranks)
+            return Abort(reason=error.root, failures={}, kind=kind, ranks=error.ranks)
         case RootInUse():
-            return Aborted(reason=error.owner, failures={}, kind=kind, names=(error.root,))
+            return Abort(reason=error.owner, failures={}, kind=kind, names=(error.root,))
         case StorageError() if kind in _STORAGE_ERRORS:
-            return Aborted(
-                reason=error.detail, failures={}, kind=kind, names=(error.key, error.root)
-            )
+            return Abort(reason=error.detail, failures={}, kind=kind, names=(error.key, error.root))
         case _:
-            return Aborted(reason=f"{kind}: {error}", failures={})
+            return Abort(reason=f"{kind}: {error}", failures={})
 
 
-def rebuild(verdict: Aborted, step: int, *, awaited: str = "the part") -> CkptError:
+def rebuild(verdict: Abort, step: int, *, message_name: str = "the part") -> CkptError:
     """Return the error that ``verdict`` carries, as an error about ``step``.
 
     Args:
         verdict: The verdict.
         step: The number of the step whose save was aborted.
-        awaited: The words in a `CommitTimeout` for the message that has not arrived.
+        message_name: The words in a `CommitTimeout` for the message that has not arrived.
     """
     if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names
@@ -107,7 +105,7 @@ def rebuild(verdict: Aborted, step: int, *, awaited: str = "the part") -> CkptEr
         case "PeerFailed":
             return PeerFailed(step, verdict.failures)
         case "CommitTimeout":
-            return CommitTimeout(step, verdict.ranks, float(verdict.reason), awaited)
+            return CommitTimeout(step, verdict.ranks, float(verdict.reason), message_name)
         case "ReplicasDiverged":
             return ReplicasDiverged(verdict.names[0], verdict.ranks, verdict.reason)
         case "TensorIncomplete":

@@ -33,9 +33,9 @@ from ckpt.storage.api import StorageBackend, is_there
 
 _REMOVE: Final = b""
 """The content of the marker of a rank that removes its files. It is empty to fit on a full disk."""
-_REMOVED: Final = b"removed\n"
-_FINISHED: Final = b"finished from outside of its job\n"
-_BROUGHT: Final = b"brought from a copy on another node\n"
+_REMOVAL: Final = b"removed\n"
+_FINISH: Final = b"finished from outside of its job\n"
+_COPY: Final = b"brought from a copy on another node\n"
 _TRIES: Final = 10
 
 
@@ -45,7 +45,7 @@ def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
     After True, no rank of the job removes files of the save. The caller must check that the files
     exist after this call, not before.
     """
-    return _claim(backend, ref.claim_marker, _FINISHED)
+    return _claim(backend, ref.claim_marker, _FINISH)
 
 
 def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
@@ -71,7 +71,7 @@ def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     step, and must remove the manifest first. If the removal is interrupted, the marker stays, and
     the next prune completes the removal.
     """
-    return _claim(backend, ref.claim_marker, _REMOVED)
+    return _claim(backend, ref.claim_marker, _REMOVAL)
 
 
 def is_removal_marker(marker_bytes: int) -> bool:
@@ -79,7 +79,7 @@ def is_removal_marker(marker_bytes: int) -> bool:
 
     The kinds of markers differ in their size.
     """
-    return marker_bytes == len(_REMOVED)
+    return marker_bytes == len(_REMOVAL)
 
 
 def is_being_removed(backend: StorageBackend, ref: StepRef) -> bool:
@@ -97,7 +97,7 @@ def claim_rank_to_bring(backend: StorageBackend, ref: StepRef, rank: int) -> boo
     After True, the rank does not remove its files of the save. No function of this module deletes
     the marker.
     """
-    return _claim(backend, ref.rank_marker(rank), _BROUGHT)
+    return _claim(backend, ref.rank_marker(rank), _COPY)
 
 
 def is_marker_to_bring(marker_bytes: int) -> bool:
@@ -105,7 +105,7 @@ def is_marker_to_bring(marker_bytes: int) -> bool:
 
     The kinds of markers differ in their size.
     """
-    return marker_bytes == len(_BROUGHT)
+    return marker_bytes == len(_COPY)
 
 
 def claim_rank_to_remove(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
@@ -122,12 +122,12 @@ def release_rank(backend: StorageBackend, ref: StepRef, rank: int) -> None:
 
 def release_finish(backend: StorageBackend, ref: StepRef) -> None:
     """Delete the marker of the step if a finisher has put it. The call raises no ``CkptError``."""
-    _release(backend, ref.claim_marker, (_FINISHED,))
+    _release(backend, ref.claim_marker, (_FINISH,))
 
 
 def release_removal(backend: StorageBackend, ref: StepRef) -> None:
     """Delete the marker of the step if it is one for a removal. It raises no ``CkptError``."""
-    _release(backend, ref.claim_marker, (_REMOVE, _REMOVED))
+    _release(backend, ref.claim_marker, (_REMOVE, _REMOVAL))
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:

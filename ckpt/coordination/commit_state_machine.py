@@ -1,6 +1,6 @@
 """The commit protocol as a pure state machine: each event gives one action, on every rank.
 
-A rank votes ``Durable`` once its file and its fragment are durable, and ``Failed`` if its part of
+A rank votes ``Durable`` once its file and its fragment are durable, and ``Failure`` if its part of
 the save has failed. The ranks then agree in two stages. Each stage is a compare-and-set in the
 job's store: several ranks may propose a value, and the first value is the one that all ranks use.
 
@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ckpt.coordination.abort_reason import Aborted, abort_reason
+from ckpt.coordination.abort_reason import Abort, abort_reason
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CommitTimeout, PeerFailed
@@ -41,25 +41,25 @@ class Durable(msgspec.Struct, frozen=True, tag="durable"):
     fragment: FragmentRef
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class Failure(msgspec.Struct, frozen=True, tag="failed"):
     """The vote that this rank's part of the save has failed, with the reason."""
 
     reason: str
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """The intent that the save gets a manifest with this checksum. Rank ``by`` may put it."""
+    """The intent that the save gets a manifest with this checksum. Rank ``rank`` may put it."""
 
-    by: int
+    rank: int
     checksum: str
 
 
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """Rank ``by`` has taken the turn. Now any rank may put the manifest, and the proposer may no
+class TurnTaken(msgspec.Struct, frozen=True, tag="taken"):
+    """Rank ``rank`` has taken the turn. Now any rank may put the manifest, and the proposer may no
     longer withdraw the intent.
     """
 
-    by: int
+    rank: int
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -77,10 +77,10 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     reason: str
 
 
-Vote = Durable | Failed
-Intent = Go | Aborted
-Turn = Taken | Aborted
-Verdict = Committed | Aborted | Unknown
+Vote = Durable | Failure
+Intent = Go | Abort
+Turn = TurnTaken | Abort
+Verdict = Committed | Abort | Unknown
 
 decode_vote: Final[Callable[[bytes], Vote]] = msgspec.json.Decoder[Any](Vote).decode
 decode_intent: Final[Callable[[bytes], Intent]] = msgspec.json.Decoder[Any](Intent).decode
@@ -97,32 +97,32 @@ def encode(message: Vote | Intent | Turn | Verdict) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for the outcome until the time ``until``. The resulting event is `Outcome`."""
+    """Wait for the outcome until the time ``deadline``. The resulting event is `Outcome`."""
 
-    until: float
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Read the intent. The resulting event is `Intended`."""
+    """Read the intent. The resulting event is `IntentAnswer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Wait for votes of ``ranks`` until the time ``until``.
+    """Wait for votes of ``ranks`` until the time ``deadline``.
 
-    The resulting event is `VotesArrived`, or `Outcome` if other ranks have already set the outcome.
+    The resulting event is `Votes`, or `Outcome` if other ranks have already set the outcome.
     """
 
     ranks: frozenset[int]
-    until: float
+    deadline: float
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
     """Merge ``fragments`` into the manifest, and confirm that the job owns the root.
 
-    The resulting event is `Merged` or `Spoiled`.
+    The resulting event is `MergeResult` or `MergeFailure`.
     """
 
     fragments: tuple[FragmentRef, ...]
@@ -130,21 +130,21 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Set the intent unless it is set already. The resulting event is `Intended`."""
+    """Set the intent unless it is set already. The resulting event is `IntentAnswer`."""
 
     intent: Intent
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Put the merged manifest on the tier if absent. The resulting event is `PutEnded`."""
+    """Put the merged manifest on the tier if absent. The resulting event is `PutResult`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turning:
-    """Take the turn if ``turn`` is `Taken`, or withdraw the intent if it is `Aborted`.
+class ProposeTurn:
+    """Take the turn if ``turn`` is `TurnTaken`, or withdraw the intent if it is `Aborted`.
 
-    This has no effect if a rank has done either already. The resulting event is `Turned`.
+    This has no effect if a rank has done either already. The resulting event is `TurnAnswer`.
     """
 
     turn: Turn
@@ -158,13 +158,13 @@ class Conclude:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Finish:
     """End the commit on this rank. ``verdict`` is the same on all ranks that end the commit."""
 
     verdict: Verdict
 
 
-Action = Await | Look | Gather | Merge | Propose | Put | Turning | Conclude | Done
+Action = Await | Look | Gather | Merge | Propose | Put | ProposeTurn | Conclude | Finish
 
 # -- events: the results of actions ----------------------------------------------------------------
 
@@ -177,56 +177,56 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Intended:
+class IntentAnswer:
     """The intent in the job's store; None if no rank has set one yet."""
 
     intent: Intent | None
 
 
 @dataclass(frozen=True, slots=True)
-class VotesArrived:
+class Votes:
     """The votes that have arrived, by rank. Only the first vote of a rank counts."""
 
     votes: Mapping[int, Vote]
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeResult:
     """The manifest was made, and its bytes have this checksum."""
 
     checksum: str
 
 
 @dataclass(frozen=True, slots=True)
-class Spoiled:
+class MergeFailure:
     """This rank cannot make the manifest. If ``certain`` is True, no other rank can either."""
 
-    aborted: Aborted
+    abort: Abort
     certain: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
-    """The turn in the job's store: `Taken`, or `Aborted` after a withdrawal of the intent."""
+class TurnAnswer:
+    """The turn in the job's store: `TurnTaken`, or `Aborted` after a withdrawal of the intent."""
 
     turn: Turn
 
 
 @dataclass(frozen=True, slots=True)
-class PutEnded:
+class PutResult:
     """The put has ended.
 
     Attributes:
         reason: Why the put failed; empty if the manifest exists.
-        aborted: The reason as an `Aborted` if the put failed and can never make the manifest appear
+        abort: The reason as an `Aborted` if the put failed and can never make the manifest appear
             later; else None.
     """
 
     reason: str = ""
-    aborted: Aborted | None = None
+    abort: Abort | None = None
 
 
-Event = Outcome | Intended | VotesArrived | Merged | Spoiled | Turned | PutEnded
+Event = Outcome | IntentAnswer | Votes | MergeResult | MergeFailure | TurnAnswer | PutResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,23 +258,25 @@ class CommitMachine:
     again for the outcome, if it cannot complete the commit itself.
     """
 
-    def __init__(self, step: int, rank: int, world_size: int, bounds: Bounds, now: float) -> None:
+    def __init__(
+        self, step: int, rank: int, world_size: int, bounds: Bounds, current_time: float
+    ) -> None:
         self._step, self._rank, self._bounds = step, rank, bounds
         self._stagger = bounds.stagger(rank)
-        self._last = now + bounds.timeout + self._stagger
+        self._last = current_time + bounds.timeout + self._stagger
         self._pause = self._shortest = max(self._stagger, min(bounds.takeover, bounds.timeout))
         self._missing = frozenset(range(world_size))
         self._durable: dict[int, FragmentRef] = {}
         self._go: Go | None = None
         self._checksum: str | None = None
-        self._spoiled: Aborted | None = None
+        self._fault: Abort | None = None
         self._exclusive = False
 
-    def begin(self, now: float, abort: Aborted | None = None) -> Action:
+    def begin(self, current_time: float, abort: Abort | None = None) -> Action:
         """Return the first action.
 
         Args:
-            now: The current time.
+            current_time: The current time.
             abort: A reason for which the leader aborts the save without regard to the votes; else
                 None.
         """
@@ -283,61 +285,61 @@ class CommitMachine:
         return (
             Gather(self._missing, self._last)
             if self._rank == LEADER
-            else Await(now + self._stagger)
+            else Await(current_time + self._stagger)
         )
 
-    def handle(self, event: Event, now: float) -> Action:
-        """Return the next action after ``event``, at the time ``now``."""
+    def handle(self, event: Event, current_time: float) -> Action:
+        """Return the next action after ``event``, at the time ``current_time``."""
         match event:
             case Outcome(verdict):
-                return Look() if verdict is None else Done(verdict)
-            case VotesArrived(votes):
-                return self._hear(votes, now)
-            case Intended(intent):
-                return self._intended(intent, now)
-            case Merged(checksum):
-                return self._merged(checksum, now)
-            case Spoiled(aborted, certain):
-                self._spoiled = aborted
+                return Look() if verdict is None else Finish(verdict)
+            case Votes(votes):
+                return self._hear(votes, current_time)
+            case IntentAnswer(intent):
+                return self._on_intent(intent, current_time)
+            case MergeResult(checksum):
+                return self._on_merge(checksum, current_time)
+            case MergeFailure(abort, certain):
+                self._fault = abort
                 decides = self._go is None and (certain or self._rank == LEADER)
-                return Propose(aborted) if decides else self._follow(now)
-            case Turned(turn):
-                return self._turned(turn, now)
-            case PutEnded(reason, aborted):
-                return self._put_ended(reason, aborted, now)
+                return Propose(abort) if decides else self._follow(current_time)
+            case TurnAnswer(turn):
+                return self._on_turn(turn, current_time)
+            case PutResult(reason, abort):
+                return self._on_put(reason, abort, current_time)
 
-    def _hear(self, votes: Mapping[int, Vote], now: float) -> Action:
+    def _hear(self, votes: Mapping[int, Vote], current_time: float) -> Action:
         for rank in sorted(self._missing & votes.keys()):
             match votes[rank]:
-                case Failed(reason):
+                case Failure(reason):
                     return Propose(abort_reason(PeerFailed(self._step, {rank: reason})))
                 case Durable(fragment):
                     self._durable[rank] = fragment
         self._missing -= self._durable.keys()
         if not self._missing:
-            return self._all_there(now)
-        if self._rank == LEADER and self._go is None and now < self._last:
+            return self._all_there(current_time)
+        if self._rank == LEADER and self._go is None and current_time < self._last:
             return Gather(self._missing, self._last)
-        return self._follow(now)
+        return self._follow(current_time)
 
-    def _intended(self, intent: Intent | None, now: float) -> Action:
+    def _on_intent(self, intent: Intent | None, current_time: float) -> Action:
         match intent:
             case None:
-                return self._step_in(now)
-            case Aborted():
+                return self._step_in(current_time)
+            case Abort():
                 return Conclude(intent)
-            case Go(by) if by == self._rank and self._checksum is not None and self._go is None:
+            case Go(rank) if rank == self._rank and self._checksum is not None and self._go is None:
                 self._go, self._exclusive = intent, True
                 return Put()
             case Go() if self._go is None:  # Give the proposer time to put the manifest
                 self._go = intent
-                self._last = now + self._bounds.timeout + self._stagger
+                self._last = current_time + self._bounds.timeout + self._stagger
                 self._pause = self._shortest
-                return self._follow(now)
+                return self._follow(current_time)
             case Go():
-                return self._step_in(now)
+                return self._step_in(current_time)
 
-    def _step_in(self, now: float) -> Action:
+    def _step_in(self, current_time: float) -> Action:
         """Act in the place of a leader that is late or dead.
 
         For this, the rank needs the votes of all ranks. If all ranks asked for all votes, one late
@@ -345,59 +347,59 @@ class CommitMachine:
         ranks, and ranks whose number is a power of two, ask at once. Powers of two are used because
         such ranks are on many different nodes. The other ranks ask when their timeout is over.
         """
-        if self._rank >= _FEW and self._rank & (self._rank - 1) and now < self._last:
-            return self._follow(now)
-        return Gather(self._missing, now) if self._missing else self._all_there(now)
+        if self._rank >= _FEW and self._rank & (self._rank - 1) and current_time < self._last:
+            return self._follow(current_time)
+        return (
+            Gather(self._missing, current_time) if self._missing else self._all_there(current_time)
+        )
 
-    def _all_there(self, now: float) -> Action:
-        if self._spoiled is not None:
-            return self._follow(now)
+    def _all_there(self, current_time: float) -> Action:
+        if self._fault is not None:
+            return self._follow(current_time)
         if self._checksum is not None:
-            return self._merged(self._checksum, now)
+            return self._on_merge(self._checksum, current_time)
         return Merge(tuple(self._durable[rank] for rank in sorted(self._durable)))
 
-    def _merged(self, checksum: str, now: float) -> Action:
+    def _on_merge(self, checksum: str, current_time: float) -> Action:
         self._checksum = checksum
         if self._go is None:
             return Propose(Go(self._rank, checksum))
         if self._go.checksum == checksum:
-            return Turning(Taken(self._rank))
-        self._spoiled = Aborted(
-            f"ranks {self._go.by} and {self._rank} read different fragments", {}
-        )
-        return self._follow(now)
+            return ProposeTurn(TurnTaken(self._rank))
+        self._fault = Abort(f"ranks {self._go.rank} and {self._rank} read different fragments", {})
+        return self._follow(current_time)
 
-    def _turned(self, turn: Turn, now: float) -> Action:
-        if isinstance(turn, Aborted):
+    def _on_turn(self, turn: Turn, current_time: float) -> Action:
+        if isinstance(turn, Abort):
             return Conclude(turn)
-        if turn.by == self._rank:
+        if turn.rank == self._rank:
             return Put()
         self._exclusive = False
-        return self._follow(now) if self._spoiled else Put()  # All ranks put the same bytes
+        return self._follow(current_time) if self._fault else Put()  # All ranks put the same bytes
 
-    def _put_ended(self, reason: str, aborted: Aborted | None, now: float) -> Action:
+    def _on_put(self, reason: str, abort: Abort | None, current_time: float) -> Action:
         if not reason:
             assert self._go is not None
             return Conclude(Committed(self._go.checksum))
-        self._spoiled = aborted or Aborted(reason, {})
+        self._fault = abort or Abort(reason, {})
         if not self._exclusive:
-            return self._follow(now)  # Another rank may succeed
-        return Turning(aborted) if aborted is not None else Conclude(Unknown(reason))
+            return self._follow(current_time)  # Another rank may succeed
+        return ProposeTurn(abort) if abort is not None else Conclude(Unknown(reason))
 
-    def _follow(self, now: float) -> Action:
+    def _follow(self, current_time: float) -> Action:
         """Wait for other ranks while time is left. After that, conclude `Unknown` if the intent is
         `Go`, and otherwise propose to abort the save.
         """
-        if now < self._last:
-            until, self._pause = min(now + self._pause, self._last), self._pause * 2
-            return Await(until)
+        if current_time < self._last:
+            deadline, self._pause = min(current_time + self._pause, self._last), self._pause * 2
+            return Await(deadline)
         if self._go is not None:
-            why = f": {self._spoiled.sentence}" if self._spoiled is not None else ""
+            detail = f": {self._fault.sentence}" if self._fault is not None else ""
             return Conclude(
-                Unknown(f"rank {self._go.by} had to put the manifest, and did not answer{why}")
+                Unknown(f"rank {self._go.rank} had to put the manifest, and did not answer{detail}")
             )
-        if self._spoiled is not None:
-            return Propose(self._spoiled)
+        if self._fault is not None:
+            return Propose(self._fault)
         missing = tuple(sorted(self._missing))
         return Propose(
             abort_reason(CommitTimeout(self._step, missing, self._bounds.timeout, "the part"))

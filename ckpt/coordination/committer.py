@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, assert_never
 
 import msgspec
 
-from ckpt.coordination.abort_reason import Aborted, abort_reason
+from ckpt.coordination.abort_reason import Abort, abort_reason
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit_state_machine import (
     Action,
@@ -21,25 +21,25 @@ from ckpt.coordination.commit_state_machine import (
     Bounds,
     CommitMachine,
     Conclude,
-    Done,
     Durable,
     Event,
-    Failed,
+    Failure,
+    Finish,
     Gather,
-    Intended,
+    IntentAnswer,
     Look,
     Merge,
-    Merged,
+    MergeFailure,
+    MergeResult,
     Outcome,
     Propose,
+    ProposeTurn,
     Put,
-    PutEnded,
-    Spoiled,
-    Turned,
-    Turning,
+    PutResult,
+    TurnAnswer,
     Verdict,
     Vote,
-    VotesArrived,
+    Votes,
     decode_intent,
     decode_turn,
     decode_verdict,
@@ -125,12 +125,12 @@ class CommitStore(Protocol):
         """
         ...
 
-    def attend(self, ref: StepRef, until: float) -> None:
+    def attend(self, ref: StepRef, deadline: float) -> None:
         """Do this rank's part of a commit that another rank carries out, such as to put the
         manifest on this node.
 
-        The call waits for this work until the time ``until`` at the latest. Work that has begun by
-        then is completed.
+        The call waits for this work until the time ``deadline`` at the latest. Work that has begun
+        by then is completed.
         """
         ...
 
@@ -179,23 +179,23 @@ class SharedStore:
             CommitError: The manifest exists with other bytes, or another job owns the root.
             StorageError: The put has failed, or the root is lost.
         """
-        unanswered: list[TransientStorageError] = []
+        transient_errors: list[TransientStorageError] = []
 
-        def once() -> None:
+        def put_confirmed() -> None:
             self._confirm()
             try:
                 put_manifest(self._backend, ref.manifest, manifest)
             except TransientStorageError as error:
-                unanswered.append(error)
+                transient_errors.append(error)
                 raise
 
         try:
-            self._retry(once)
+            self._retry(put_confirmed)
         except Exception as error:
-            if not unanswered or isinstance(error, TransientStorageError):
+            if not transient_errors or isinstance(error, TransientStorageError):
                 raise
             raise TransientStorageError(
-                ref.manifest, f"{unanswered[-1].detail}; then {error}"
+                ref.manifest, f"{transient_errors[-1].detail}; then {error}"
             ) from error
 
     def is_absent(self, ref: StepRef) -> bool:
@@ -204,7 +204,7 @@ class SharedStore:
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
         """Do nothing, since the other ranks can read the fragment from the tier."""
 
-    def attend(self, ref: StepRef, until: float) -> None:
+    def attend(self, ref: StepRef, deadline: float) -> None:
         """Do nothing, since one rank puts the manifest for all ranks."""
 
     def forget(self, ref: StepRef) -> None:
@@ -220,7 +220,7 @@ class Committer:
         store: The store of the fragments and manifests.
         name: The first part of the subjects, which differs between tiers.
         bounds: How long ranks wait for each other.
-        known: The results of the last merge that the next merge can use again.
+        merge_cache: The results of the last merge that the next merge can use again.
         read_all: The function that reads the fragments. See `ReadAll`.
 
     Thread safety: only one thread at a time may call the methods.
@@ -230,7 +230,7 @@ class Committer:
     store: CommitStore
     name: str
     bounds: Bounds
-    known: MergeCache = field(default_factory=MergeCache)
+    merge_cache: MergeCache = field(default_factory=MergeCache)
     read_all: ReadAll = in_turn
 
     def commit(self, ref: StepRef, vote: Vote, *, abort: CkptError | None = None) -> Verdict:
@@ -262,18 +262,18 @@ class _Commit:
 
     def __init__(self, committer: Committer, ref: StepRef) -> None:
         self._coordinator, self._store = committer.coordinator, committer.store
-        self._bounds, self._known = committer.bounds, committer.known
+        self._bounds, self._merge_cache = committer.bounds, committer.merge_cache
         self._read_all = committer.read_all
         self._ref, self._subject = ref, f"{committer.name}/{ref.folder}"
         self._manifest = b""
 
     def run(self, vote: Vote, abort: CkptError | None) -> Verdict:
         self._coordinator.post(self._subject, encode(vote))
-        now = time.monotonic()
+        current_time = time.monotonic()
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        machine = CommitMachine(self._ref.step, rank, world_size, self._bounds, now)
-        action = machine.begin(now, None if abort is None else abort_reason(abort))
-        while not isinstance(action, Done):
+        machine = CommitMachine(self._ref.step, rank, world_size, self._bounds, current_time)
+        action = machine.begin(current_time, None if abort is None else abort_reason(abort))
+        while not isinstance(action, Finish):
             event = self._perform(action)
             action = machine.handle(event, time.monotonic())
         self._coordinator.forget(self._subject)
@@ -283,70 +283,76 @@ class _Commit:
     def _perform(self, action: Action) -> Event:
         intent, turn = f"{self._subject}/intent", f"{self._subject}/turn"
         match action:
-            case Await(until):
-                return self._outcome(until)
+            case Await(deadline):
+                return self._outcome(deadline)
             case Look():
-                seen = self._coordinator.verdict(intent, timeout=0.0)
-                return Intended(None if seen is None else decode_intent(seen))
-            case Gather(ranks, until):
-                return self._gather(ranks, until)
+                data = self._coordinator.verdict(intent, timeout=0.0)
+                return IntentAnswer(None if data is None else decode_intent(data))
+            case Gather(ranks, deadline):
+                return self._gather(ranks, deadline)
             case Merge(fragments):
                 return self._merge(fragments)
-            case Propose(wanted):
-                return Intended(decode_intent(self._coordinator.set_once(intent, encode(wanted))))
-            case Turning(wanted):
-                return Turned(decode_turn(self._coordinator.set_once(turn, encode(wanted))))
+            case Propose(proposal):
+                return IntentAnswer(
+                    decode_intent(self._coordinator.set_once(intent, encode(proposal)))
+                )
+            case ProposeTurn(proposal):
+                return TurnAnswer(decode_turn(self._coordinator.set_once(turn, encode(proposal))))
             case Put():
                 return self._put()
             case Conclude(verdict):
                 return Outcome(
                     decode_verdict(self._coordinator.set_once(self._subject, encode(verdict)))
                 )
-            case Done():
+            case Finish():
                 raise AssertionError(action)
             case _:
                 assert_never(action)
 
-    def _outcome(self, until: float) -> Outcome:
-        self._store.attend(self._ref, until)
-        heard = self._coordinator.verdict(self._subject, timeout=max(0.0, until - time.monotonic()))
-        return Outcome(None if heard is None else decode_verdict(heard))
+    def _outcome(self, deadline: float) -> Outcome:
+        self._store.attend(self._ref, deadline)
+        data = self._coordinator.verdict(
+            self._subject, timeout=max(0.0, deadline - time.monotonic())
+        )
+        return Outcome(None if data is None else decode_verdict(data))
 
-    def _gather(self, ranks: frozenset[int], until: float) -> Event:
+    def _gather(self, ranks: frozenset[int], deadline: float) -> Event:
         """Wait for votes of ``ranks``, or for the outcome.
 
         Ranks that have read the outcome remove their votes. So this method also checks whether the
         outcome is set.
         """
         while True:
-            left = max(0.0, until - time.monotonic())
+            seconds = max(0.0, deadline - time.monotonic())
             votes = self._coordinator.collect(
-                self._subject, set(ranks), timeout=min(left, self._bounds.takeover)
+                self._subject, set(ranks), timeout=min(seconds, self._bounds.takeover)
             )
-            if votes or left == 0.0:
-                return VotesArrived({rank: _vote_of(data) for rank, data in votes.items()})
+            if votes or seconds == 0.0:
+                return Votes({rank: _vote_of(data) for rank, data in votes.items()})
             if (outcome := self._outcome(0.0)).verdict is not None:
                 return outcome
-            if gone := who_has_left(self._coordinator, ranks):
+            if reasons := who_has_left(self._coordinator, ranks):
                 # They post nothing more, but they may have posted votes just before they left.
-                last = self._coordinator.collect(self._subject, set(gone), timeout=0.0)
-                ended = {rank: Failed(f"it has ended: {why}") for rank, why in gone.items()}
-                return VotesArrived(ended | {rank: _vote_of(data) for rank, data in last.items()})
+                last = self._coordinator.collect(self._subject, set(reasons), timeout=0.0)
+                failures = {
+                    rank: Failure(f"it has ended: {reason}") for rank, reason in reasons.items()
+                }
+                return Votes(failures | {rank: _vote_of(data) for rank, data in last.items()})
 
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:
             parts = self._read_all(partial(self._read, fragment) for fragment in fragments)
-            self._manifest = pack(merge(zip(parts, fragments, strict=True), self._known))
+            self._manifest = pack(merge(zip(parts, fragments, strict=True), self._merge_cache))
             self._store.confirm()
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
-            return Spoiled(abort_reason(with_root(error, self._store.url)), certain=certain)
+            return MergeFailure(abort_reason(with_root(error, self._store.url)), certain=certain)
         except Exception as error:  # noqa: BLE001
             # The other ranks must learn of any error, or they wait in vain.
-            return Spoiled(
-                Aborted(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False
+            return MergeFailure(
+                Abort(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False
             )
-        return Merged(checksum(self._manifest))
+        return MergeResult(checksum(self._manifest))
 
     def _read(self, fragment: FragmentRef) -> Packed:
         """Return ``fragment`` after a check of its checksum. The merge checks its contents."""
@@ -359,29 +365,29 @@ class _Commit:
             raise TierNotShared(self._store.url, [fragment.rank]) from None
         return unpack(_as_written(data, fragment=fragment, key=key), Packed, key=key)
 
-    def _put(self) -> PutEnded:
+    def _put(self) -> PutResult:
         try:
             self._store.put(self._ref, self._manifest)
         except Exception as error:  # noqa: BLE001 - the manifest may exist in spite of the error
             failure = with_root(error, self._store.url) if isinstance(error, CkptError) else error
-            return self._after(failure)
-        return PutEnded()
+            return self._put_failure(failure)
+        return PutResult()
 
-    def _after(self, error: Exception) -> PutEnded:
+    def _put_failure(self, error: Exception) -> PutResult:
         """Return the event for a put that failed with ``error``.
 
         The event says that the manifest can never appear if the manifest is absent and the error is
         not transient, so that the store has refused the put.
         """
         text = f"{type(error).__name__}: {error}"
-        aborted = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
+        abort = abort_reason(error) if isinstance(error, CkptError) else Abort(repr(error), {})
         try:
-            never = not isinstance(error, TransientStorageError) and self._store.is_absent(
+            is_final = not isinstance(error, TransientStorageError) and self._store.is_absent(
                 self._ref
             )
         except Exception as blind:  # noqa: BLE001 - so it is unknown whether the manifest is absent
-            return PutEnded(f"{text}; then {blind!r}")
-        return PutEnded(text, aborted if never else None)
+            return PutResult(f"{text}; then {blind!r}")
+        return PutResult(text, abort if is_final else None)
 
 
 def _as_written(data: bytes, *, fragment: FragmentRef, key: str) -> bytes:
@@ -395,4 +401,5 @@ def _vote_of(data: bytes) -> Vote:
     try:
         return decode_vote(data)
     except msgspec.MsgspecError as error:
-        return Failed(f"its vote cannot be read: {error}")
+        return Failure(f"its vote cannot be read: {error}")
+

@@ -30,12 +30,12 @@ class Wait:
     """
 
     seconds: float
-    what: str
+    topic: str
     step: int = -1
 
-    def missed(self, ranks: Collection[int]) -> CommitTimeout:
+    def timeout_error(self, ranks: Collection[int]) -> CommitTimeout:
         """Return the error which says that ``ranks`` did not answer."""
-        return CommitTimeout(self.step, sorted(ranks), self.seconds, self.what)
+        return CommitTimeout(self.step, sorted(ranks), self.seconds, self.topic)
 
 
 def arrivals(
@@ -48,10 +48,10 @@ def arrivals(
     """
     missing, deadline = set(ranks), time.monotonic() + wait.seconds
     while missing:
-        left = max(0.0, deadline - time.monotonic())
-        messages = coordinator.collect(subject, missing, timeout=left)
+        seconds = max(0.0, deadline - time.monotonic())
+        messages = coordinator.collect(subject, missing, timeout=seconds)
         if not messages:
-            raise wait.missed(missing)
+            raise wait.timeout_error(missing)
         missing -= messages.keys()
         yield from messages.items()
 
@@ -64,8 +64,8 @@ def gather(
     Raises:
         CommitTimeout: Some ranks have posted nothing within ``wait.seconds``.
     """
-    wanted = range(coordinator.world_size) if ranks is None else ranks
-    return dict(sorted(arrivals(coordinator, subject, wanted, wait)))
+    senders = range(coordinator.world_size) if ranks is None else ranks
+    return dict(sorted(arrivals(coordinator, subject, senders, wait)))
 
 
 def leader_decides(
@@ -87,11 +87,11 @@ def leader_decides(
     Raises:
         CommitTimeout: The leader has not decided within ``wait.seconds``.
     """
-    decided: bytes | None
+    decision: bytes | None
     if coordinator.rank == LEADER:
-        decided = coordinator.set_once(subject, encode_json(decide()))
+        decision = coordinator.set_once(subject, encode_json(decide()))
     else:
-        decided = coordinator.verdict(subject, timeout=wait.seconds)
-    if decided is None:
-        raise wait.missed([LEADER])
-    return msgspec.json.decode(decided, type=kind)
+        decision = coordinator.verdict(subject, timeout=wait.seconds)
+    if decision is None:
+        raise wait.timeout_error([LEADER])
+    return msgspec.json.decode(decision, type=kind)

@@ -16,16 +16,16 @@ def encode_json(message: object) -> bytes:
     try:
         return msgspec.json.encode(message)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_escaped(msgspec.to_builtins(message)))
+        return msgspec.json.encode(_escape(msgspec.to_builtins(message)))
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     match value:
         case str():
             return value.encode(errors="backslashreplace").decode()
         case dict():
-            return {_escaped(key): _escaped(item) for key, item in value.items()}
+            return {_escape(key): _escape(item) for key, item in value.items()}
         case list() | tuple():
-            return [_escaped(item) for item in value]
+            return [_escape(item) for item in value]
         case _:
             return value

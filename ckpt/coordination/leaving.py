@@ -38,17 +38,17 @@ def reason_of(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
-class Gone(msgspec.Struct, frozen=True):
+class Departure(msgspec.Struct, frozen=True):
     """A rank that has left the exchanges of the job, and its reason."""
 
     rank: int
     reason: str
 
 
-_decoder: Final = msgspec.json.Decoder(Gone)
+_decoder: Final = msgspec.json.Decoder(Departure)
 
 
-class Leaving:
+class DepartingCoordinator:
     """A coordinator with a method ``leave``, by which this rank leaves the exchanges of the job.
 
     After ``leave``, the calls that post, set or wait raise ``CommitError``: ``post``, ``set_once``,
@@ -65,8 +65,8 @@ class Leaving:
         of the wrapped coordinator.
     """
 
-    def __init__(self, whole: Coordinator, left: threading.Event | None = None) -> None:
-        self._whole, self._left = whole, left or threading.Event()
+    def __init__(self, whole: Coordinator, departure: threading.Event | None = None) -> None:
+        self._whole, self._departure = whole, departure or threading.Event()
         self.rank, self.world_size, self.attempt = whole.rank, whole.world_size, whole.attempt
         self.look_seconds = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, whole.world_size / _LOOKS))
 
@@ -75,12 +75,12 @@ class Leaving:
 
         The call raises no ``CkptError``.
         """
-        self._left.set()
-        gone = encode_json(Gone(self.rank, reason))
+        self._departure.set()
+        message = encode_json(Departure(self.rank, reason))
         with suppress(CkptError):
             # The verdict names only the first rank that leaves. Its existence is cheap to check.
-            self._whole.post(_SUBJECT, gone)
-            self._whole.set_once(_SUBJECT, gone)
+            self._whole.post(_SUBJECT, message)
+            self._whole.set_once(_SUBJECT, message)
 
     def post(self, subject: str, message: bytes) -> None:
         self._check()
@@ -101,8 +101,8 @@ class Leaving:
     def forget(self, subject: str) -> None:
         self._whole.forget(subject)
 
-    def clone(self) -> Leaving:
-        return Leaving(self._whole.clone(), self._left)
+    def clone(self) -> DepartingCoordinator:
+        return DepartingCoordinator(self._whole.clone(), self._departure)
 
     def close(self) -> None:
         self._whole.close()
@@ -114,17 +114,17 @@ class Leaving:
         deadline = time.monotonic() + timeout
         while True:
             self._check()
-            left = deadline - time.monotonic()
-            found = ask(min(left, self.look_seconds))
-            if found or left <= self.look_seconds:
-                return found
+            seconds = deadline - time.monotonic()
+            answer = ask(min(seconds, self.look_seconds))
+            if answer or seconds <= self.look_seconds:
+                return answer
 
     def _check(self) -> None:
-        if self._left.is_set():
+        if self._departure.is_set():
             raise CommitError(f"rank {self.rank} ends, and has left the others")
 
 
-def who_left(coordinator: Coordinator) -> Gone | None:
+def who_left(coordinator: Coordinator) -> Departure | None:
     """Return the first rank that has left the exchanges of the job, or None if no rank has left.
 
     The call costs one request to the job's store.
@@ -138,9 +138,9 @@ def who_has_left(coordinator: Coordinator, ranks: Collection[int]) -> dict[int, 
 
     The call costs one request to the job's store as long as no rank of the job has left.
     """
-    first = who_left(coordinator)
-    if first is None:
+    departure = who_left(coordinator)
+    if departure is None:
         return {}
-    found = {first.rank: first.reason} if first.rank in ranks else {}
+    reasons = {departure.rank: departure.reason} if departure.rank in ranks else {}
     messages = coordinator.collect(_SUBJECT, set(ranks), timeout=0.0)
-    return found | {rank: _decoder.decode(message).reason for rank, message in messages.items()}
+    return reasons | {rank: _decoder.decode(message).reason for rank, message in messages.items()}

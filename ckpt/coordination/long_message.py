@@ -21,7 +21,7 @@ def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
     """Post ``data`` on ``subject``, and return the number of pieces, which ``drop`` needs."""
     # The job's store only takes text.
     text = b64encode(zstandard.ZstdCompressor(level=3).compress(data))
-    pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
+    pieces = [text[offset : offset + _PIECE_BYTES] for offset in range(0, len(text), _PIECE_BYTES)]
     for number, piece in enumerate(pieces[1:], 1):
         coordinator.post(f"{subject}/{number}", piece)
     # The first piece is posted last, so that a rank that has received it finds the other pieces.
@@ -45,11 +45,11 @@ def receive(
         CommitError: The data has not arrived, is damaged, or has more than ``limit`` bytes.
     """
     deadline = time.monotonic() + timeout
-    count, _, first = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")
+    count, _, head = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")
     try:
         numbers = range(1, int(count))
         rest = [_hear(coordinator, f"{subject}/{number}", rank, deadline) for number in numbers]
-        frame = b64decode(b"".join([first, *rest]), validate=True)
+        frame = b64decode(b"".join([head, *rest]), validate=True)
         if not 0 <= zstandard.frame_content_size(frame) <= limit:
             raise CommitError(f"rank {rank} sent more than the {limit} bytes that it announced")
         return zstandard.ZstdDecompressor().decompress(

@@ -60,7 +60,7 @@ class _Rank(msgspec.Struct, frozen=True):
     fault: str
 
 
-class _Decided(msgspec.Struct, frozen=True):
+class _Decision(msgspec.Struct, frozen=True):
     """The leader's decision for all ranks.
 
     Attributes:
@@ -97,20 +97,20 @@ def agree(
         encryption = encryption_of(tls)
     except ConfigError as error:  # All ranks raise the error below, so post it first
         fault = str(error)
-    mine = _Rank([_identity(tier.backend) for tier in local], tls is not None, fault)
-    coordinator.post("nodes", encode_json(mine))
+    own_rank = _Rank([_identity(tier.backend) for tier in local], tls is not None, fault)
+    coordinator.post("nodes", encode_json(own_rank))
     wait = Wait(_START_SECONDS + 30, "which ranks share a node")
-    decided = leader_decides(
-        coordinator, "nodes", lambda: _decide(_ranks(coordinator)), wait, _Decided
+    decision = leader_decides(
+        coordinator, "nodes", lambda: _decide(_ranks(coordinator)), wait, _Decision
     )
     coordinator.forget("nodes")
-    if decided.fault:
-        raise ConfigError(decided.fault)
-    found = {
+    if decision.fault:
+        raise ConfigError(decision.fault)
+    nodes_by_tier = {
         tier.index: Nodes(of, encryption) if max(of) else None
-        for tier, of in zip(local, decided.nodes, strict=True)
+        for tier, of in zip(local, decision.nodes, strict=True)
     }
-    return tuple(replace(tier, nodes=found.get(tier.index)) for tier in tiers)
+    return tuple(replace(tier, nodes=nodes_by_tier.get(tier.index)) for tier in tiers)
 
 
 def _ranks(coordinator: Coordinator) -> list[_Rank]:
@@ -119,10 +119,10 @@ def _ranks(coordinator: Coordinator) -> list[_Rank]:
     return [msgspec.json.decode(message, type=_Rank) for message in messages.values()]
 
 
-def _decide(ranks: Sequence[_Rank]) -> _Decided:
+def _decide(ranks: Sequence[_Rank]) -> _Decision:
     if fault := _fault(ranks):
-        return _Decided([], fault)
-    return _Decided(_number([rank.tiers for rank in ranks]), "")
+        return _Decision([], fault)
+    return _Decision(_number([rank.tiers for rank in ranks]), "")
 
 
 def _fault(ranks: Sequence[_Rank]) -> str:
@@ -131,24 +131,24 @@ def _fault(ranks: Sequence[_Rank]) -> str:
     The text is empty if they do.
     """
     counts = [len(rank.tiers) for rank in ranks]
-    if others := [number for number, count in enumerate(counts) if count != counts[LEADER]]:
+    if mismatches := [number for number, count in enumerate(counts) if count != counts[LEADER]]:
         return (
-            f"rank(s) {_named(others)} were given another number of local tiers than rank "
+            f"rank(s) {_rank_list(mismatches)} were given another number of local tiers than rank "
             f"{LEADER}: give all ranks the same tiers"
         )
-    having = [number for number, rank in enumerate(ranks) if rank.tls]
-    lacking = [number for number, rank in enumerate(ranks) if not rank.tls]
-    if having and lacking:
+    with_tls = [number for number, rank in enumerate(ranks) if rank.tls]
+    without_tls = [number for number, rank in enumerate(ranks) if not rank.tls]
+    if with_tls and without_tls:
         return (
-            f"tls is set on rank(s) {_named(having)} and not on rank(s) {_named(lacking)}: set it "
-            "on all ranks, or on none"
+            f"tls is set on rank(s) {_rank_list(with_tls)} and not on rank(s) "
+            f"{_rank_list(without_tls)}: set it on all ranks, or on none"
         )
     # Ranks of one node have the same files, so the fault of the first rank is enough.
     faulty = [number for number, rank in enumerate(ranks) if rank.fault]
-    return f"{ranks[faulty[0]].fault} (on rank(s) {_named(faulty)})" if faulty else ""
+    return f"{ranks[faulty[0]].fault} (on rank(s) {_rank_list(faulty)})" if faulty else ""
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
 
 
@@ -159,11 +159,13 @@ def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
     Args:
         identities: For each rank the identities of its local tiers.
     """
-    found: list[tuple[int, ...]] = []
+    tier_numbers: list[tuple[int, ...]] = []
     for of_tier in zip(*identities, strict=True):
         numbers: dict[str, int] = {}
-        found.append(tuple(numbers.setdefault(identity, len(numbers)) for identity in of_tier))
-    return found
+        tier_numbers.append(
+            tuple(numbers.setdefault(identity, len(numbers)) for identity in of_tier)
+        )
+    return tier_numbers
 
 
 def _identity(backend: StorageBackend) -> str:
@@ -171,8 +173,8 @@ def _identity(backend: StorageBackend) -> str:
     if isinstance(backend, Rooted):
         with suppress(CkptError):  # The first save reports this error of the tier
             root = backend.identity()
-    here = Owner.here("")
-    return checksum(f"{here.host} {here.machine} {root}".encode())[:16]
+    owner = Owner.of_this_process("")
+    return checksum(f"{owner.host} {owner.machine} {root}".encode())[:16]
 
 
 def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:
@@ -216,7 +218,7 @@ class _OnNode:
         self._whole.close()
 
 
-class _Merged(msgspec.Struct, frozen=True):
+class _MergeNotice(msgspec.Struct, frozen=True):
     """The announcement that ``rank`` has sent the manifest, with the size and the checksum of the
     manifest.
     """
@@ -226,7 +228,7 @@ class _Merged(msgspec.Struct, frozen=True):
     checksum: str
 
 
-_decoder: Final = msgspec.json.Decoder(_Merged)
+_decoder: Final = msgspec.json.Decoder(_MergeNotice)
 
 
 class NodeLocalStore:
@@ -254,7 +256,7 @@ class NodeLocalStore:
         self._store, self._coordinator, self._nodes = store, coordinator, nodes
         self._name = name
         self._pieces = 0
-        self._attended = coordinator.rank not in nodes.firsts
+        self._is_attended = coordinator.rank not in nodes.firsts
 
     @property
     def url(self) -> str:
@@ -291,18 +293,18 @@ class NodeLocalStore:
             CommitError: The manifest is on this node, but is not known to be on all nodes.
         """
         self._store.put(ref, manifest)
-        self._attended = True
+        self._is_attended = True
         # If this rank dies after this point, the rank that takes the turn waits for this message.
         if self._coordinator.rank in self._nodes.firsts:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
-        merged = _Merged(self._coordinator.rank, len(manifest), checksum(manifest))
-        self._coordinator.set_once(self._subject(ref, "merged"), msgspec.json.encode(merged))
+        notice = _MergeNotice(self._coordinator.rank, len(manifest), checksum(manifest))
+        self._coordinator.set_once(self._subject(ref, "merged"), msgspec.json.encode(notice))
         faults = self._faults(ref)
         drop(self._coordinator, self._subject(ref, "manifest"), pieces)
         if faults:
             text = "; ".join(
-                f"on the node of rank {rank}: {why}" for rank, why in sorted(faults.items())
+                f"on the node of rank {rank}: {reason}" for rank, reason in sorted(faults.items())
             )
             raise CommitError(f"the manifest was put on one node, but not on all: {text}")
 
@@ -314,24 +316,24 @@ class NodeLocalStore:
         """
         return self._store.is_absent(ref)
 
-    def attend(self, ref: StepRef, until: float) -> None:
+    def attend(self, ref: StepRef, deadline: float) -> None:
         """Wait for another rank to send the manifest, and put the manifest on this node.
 
         The wait ends when the manifest was sent, when the save has an outcome, or at the time
-        ``until``. A put that has begun by then is completed. Only the lowest rank of each node
+        ``deadline``. A put that has begun by then is completed. Only the lowest rank of each node
         waits, and the other ranks return at once.
         """
-        while not self._attended and (left := until - time.monotonic()) > 0:
+        while not self._is_attended and (seconds := deadline - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
                 return
-            decided = self._coordinator.verdict(
-                self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, left)
+            data = self._coordinator.verdict(
+                self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, seconds)
             )
-            if decided is not None:
-                self._attended = True
-                merged = _decoder.decode(decided)
-                if self._nodes.of[merged.rank] != self._nodes.of[self._coordinator.rank]:
-                    message = self._put_here(ref, merged)
+            if data is not None:
+                self._is_attended = True
+                notice = _decoder.decode(data)
+                if self._nodes.of[notice.rank] != self._nodes.of[self._coordinator.rank]:
+                    message = self._put_here(ref, notice)
                     self._coordinator.post(self._subject(ref, "put"), message.encode())
 
     def forget(self, ref: StepRef) -> None:
@@ -344,32 +346,34 @@ class NodeLocalStore:
 
         Wait up to ``_PUT_SECONDS`` for the nodes. The result is empty if all have put it.
         """
-        here = self._nodes.of[self._coordinator.rank]
-        missing = {first for first in self._nodes.firsts if self._nodes.of[first] != here}
+        node = self._nodes.of[self._coordinator.rank]
+        missing = {rank for rank in self._nodes.firsts if self._nodes.of[rank] != node}
         faults: dict[int, str] = {}
         deadline = time.monotonic() + _PUT_SECONDS
-        while missing and (left := deadline - time.monotonic()) > 0:
-            messages = self._coordinator.collect(self._subject(ref, "put"), missing, timeout=left)
+        while missing and (seconds := deadline - time.monotonic()) > 0:
+            messages = self._coordinator.collect(
+                self._subject(ref, "put"), missing, timeout=seconds
+            )
             faults |= {rank: message.decode() for rank, message in messages.items() if message}
             missing -= messages.keys()
         return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
 
-    def _put_here(self, ref: StepRef, merged: _Merged) -> str:
+    def _put_here(self, ref: StepRef, notice: _MergeNotice) -> str:
         """Put the manifest on this node. Return the reason if this fails, else an empty string."""
         try:
-            data = self._receive(ref, "manifest", merged.rank, merged.size)
-            if checksum(data) != merged.checksum:
-                return f"it is not what rank {merged.rank} has merged"
+            data = self._receive(ref, "manifest", notice.rank, notice.size)
+            if checksum(data) != notice.checksum:
+                return f"it is not what rank {notice.rank} has merged"
             self._store.put(ref, data)
         except Exception as error:  # noqa: BLE001 - the rank that commits waits for an answer
             return str(error) or repr(error)
         return ""
 
-    def _receive(self, ref: StepRef, what: str, rank: int, nbytes: int) -> bytes:
+    def _receive(self, ref: StepRef, topic: str, rank: int, nbytes: int) -> bytes:
         try:
             return receive(
                 self._coordinator,
-                self._subject(ref, what),
+                self._subject(ref, topic),
                 rank,
                 limit=nbytes,
                 timeout=_SENT_SECONDS,
@@ -377,5 +381,5 @@ class NodeLocalStore:
         except CommitError as error:  # Another rank may have received the message
             raise TransientStorageError(ref.folder, str(error)) from None
 
-    def _subject(self, ref: StepRef, what: str) -> str:
-        return f"{self._name}/{ref.folder}/{what}"
+    def _subject(self, ref: StepRef, topic: str) -> str:
+        return f"{self._name}/{ref.folder}/{topic}"

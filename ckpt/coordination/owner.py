@@ -42,12 +42,12 @@ _WITHOUT_LINKS: Final = OBJECT_STORES | {"memory"}
 """The URL schemes of stores in which no two paths lead to the same objects."""
 _MOST_ENDED: Final = 64
 """The largest number of ended attempts, and of unseen ones, in the record of an owner."""
-_ended: Final[set[str]] = set()
+_ended_attempts: Final[set[str]] = set()
 """The attempts of this process that are over.
 
 If ``release`` could not delete ``writer.json``, the file may still name one of them.
 """
-_collected: Final[set[str]] = set()
+_collected_attempts: Final[set[str]] = set()
 """The attempts of this process whose managers were garbage collected."""
 _log = logging.getLogger("ckpt")
 
@@ -70,7 +70,7 @@ def attend(attempt: str, manager: object, work: Work) -> None:
     this process if no save is under way, and when it is garbage collected.
     """
     _works[attempt] = work
-    weakref.finalize(manager, _collected.add, attempt).atexit = False
+    weakref.finalize(manager, _collected_attempts.add, attempt).atexit = False
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -101,15 +101,15 @@ class Owner(msgspec.Struct, frozen=True):
     unseen: tuple[str, ...] = ()
 
     @classmethod
-    def here(cls, attempt: str) -> Owner:
+    def of_this_process(cls, attempt: str) -> Owner:
         """Return the record of this process as the owner, for ``attempt``."""
-        me = Process.of(os.getpid())
+        claimant = Process.of(os.getpid())
         return cls(
             attempt=attempt,
             host=socket.gethostname(),
             machine=machine(),
-            pid=me.pid,
-            started=me.started,
+            pid=claimant.pid,
+            started=claimant.started,
             program=PROGRAM,
         )
 
@@ -121,7 +121,7 @@ class Owner(msgspec.Struct, frozen=True):
         if self.machine != machine() or not Process(self.pid, self.started).lives:
             return False
         return self.pid != os.getpid() or (
-            self.program in {"", PROGRAM} and self.attempt not in _collected
+            self.program in {"", PROGRAM} and self.attempt not in _collected_attempts
         )
 
     @property
@@ -140,7 +140,7 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def has_ended(self) -> bool:
         """Whether the processes of this owner are known to have ended."""
-        return self.attempt in _ended or not (self.alive or self.is_unknown)
+        return self.attempt in _ended_attempts or not (self.alive or self.is_unknown)
 
     @property
     def here_too(self) -> bool:
@@ -159,39 +159,43 @@ class Owner(msgspec.Struct, frozen=True):
 _decoder: Final = msgspec.json.Decoder(Owner)
 
 
-def claim(backend: StorageBackend, me: Owner) -> Owner:
-    """Make ``me`` the owner of the root, and return the record that was written.
+def claim(backend: StorageBackend, claimant: Owner) -> Owner:
+    """Make ``claimant`` the owner of the root, and return the record that was written.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
         RootLost: The root is gone, or another folder has taken its place.
     """
-    return put_owner(backend, succeed(backend, me))
+    return put_owner(backend, succeed(backend, claimant))
 
 
-def put_owner(backend: StorageBackend, me: Owner) -> Owner:
-    """Write ``me``, a record that ``succeed`` has returned, and return what was written."""
-    mine = msgspec.structs.replace(me, root=_place(backend))
-    backend.put(OWNER, [msgspec.json.encode(mine)])
-    _ended.discard(me.attempt)
-    return mine
+def put_owner(backend: StorageBackend, claimant: Owner) -> Owner:
+    """Write ``claimant``, a record that ``succeed`` has returned, and return what was written."""
+    record = msgspec.structs.replace(claimant, root=_place(backend))
+    backend.put(OWNER, [msgspec.json.encode(record)])
+    _ended_attempts.discard(claimant.attempt)
+    return record
 
 
-def refusing(backend: StorageBackend, me: Owner) -> Owner | None:
-    """Return the owner that makes ``claim`` refuse ``me``; None if there is none."""
+def refusing_owner(backend: StorageBackend, claimant: Owner) -> Owner | None:
+    """Return the owner that makes ``claim`` refuse ``claimant``; None if there is none."""
     owner = read_owner(backend)
-    return owner if owner is not None and _refuses(owner, me) else None
+    return owner if owner is not None and _refuses(owner, claimant) else None
 
 
-def _refuses(owner: Owner, me: Owner) -> bool:
-    return owner.attempt not in {me.attempt, *_ended} and owner.alive and not owner.gives_way
+def _refuses(owner: Owner, claimant: Owner) -> bool:
+    return (
+        owner.attempt not in {claimant.attempt, *_ended_attempts}
+        and owner.alive
+        and not owner.gives_way
+    )
 
 
-def succeed(backend: StorageBackend, me: Owner) -> Owner:
-    """Return the record that ``claim`` would write for ``me``, and write nothing.
+def succeed(backend: StorageBackend, claimant: Owner) -> Owner:
+    """Return the record that ``claim`` would write for ``claimant``, and write nothing.
 
-    This is ``me`` with the attempts that have ended, and those that may be alive: the attempts in
-    the earlier record, and the attempt of the earlier record itself.
+    This is ``claimant`` with the attempts that have ended, and those that may be alive: the
+    attempts in the earlier record, and the attempt of the earlier record itself.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -199,26 +203,28 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
     """
     owner = owner_of(backend)
     if owner is None:
-        return me
-    if _refuses(owner, me):
+        return claimant
+    if _refuses(owner, claimant):
         raise RootInUse(backend.url, str(owner), is_same_process=owner.here_too)
-    if owner.attempt not in {me.attempt, *_ended} and owner.gives_way:
+    if owner.attempt not in {claimant.attempt, *_ended_attempts} and owner.gives_way:
         _log.warning(
             "ckpt: %s is taken from another CheckpointManager of this process (%s), which has no "
             "save under way: its next save there fails",
             backend.url,
             owner,
         )
-    ended, unseen = owner.ended, owner.unseen
-    if owner.attempt != me.attempt:
+    ended_attempts, unseen_attempts = owner.ended, owner.unseen
+    if owner.attempt != claimant.attempt:
         if owner.has_ended:
-            ended = (*ended, owner.attempt)[-_MOST_ENDED:]
+            ended_attempts = (*ended_attempts, owner.attempt)[-_MOST_ENDED:]
         else:
-            unseen = (*unseen, owner.attempt)[-_MOST_ENDED:]
-    return msgspec.structs.replace(me, ended=ended or me.ended, unseen=unseen or me.unseen)
+            unseen_attempts = (*unseen_attempts, owner.attempt)[-_MOST_ENDED:]
+    return msgspec.structs.replace(
+        claimant, ended=ended_attempts or claimant.ended, unseen=unseen_attempts or claimant.unseen
+    )
 
 
-def confirm(backend: StorageBackend, me: Owner) -> bool:
+def confirm(backend: StorageBackend, claimant: Owner) -> bool:
     """Return True if ``writer.json`` names this job.
 
     Return False if the root has no owner. This happens after another job has taken the root over
@@ -229,37 +235,37 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
         RootLost: The root is gone, or another folder has taken its place.
     """
     owner = owner_of(backend)
-    if owner is not None and owner.attempt != me.attempt:
+    if owner is not None and owner.attempt != claimant.attempt:
         raise RootInUse(backend.url, str(owner), is_same_process=owner.here_too)
     return owner is not None
 
 
-def detach(backend: StorageBackend, me: Owner) -> None:
+def detach(backend: StorageBackend, claimant: Owner) -> None:
     """Leave the root to the agent, if this job still owns the root.
 
     The record then names the job and no process. The next job takes the root over, as after the
     death of its owner.
     """
-    if (owner := _leave(backend, me)) is not None:
+    if (owner := _leave(backend, claimant)) is not None:
         backend.put(OWNER, [msgspec.json.encode(msgspec.structs.replace(owner, pid=NO_PROCESS))])
 
 
-def release(backend: StorageBackend, me: Owner) -> None:
+def release(backend: StorageBackend, claimant: Owner) -> None:
     """Delete the record of the owner if this job still owns the root.
 
     Even if the deletion fails, later managers of this process may use the root.
     """
-    if _leave(backend, me) is not None:
+    if _leave(backend, claimant) is not None:
         backend.delete(OWNER)
 
 
-def _leave(backend: StorageBackend, me: Owner) -> Owner | None:
-    """Note that the attempt of ``me`` is over. Return the owner of the root if that is still
-    ``me``, else None.
+def _leave(backend: StorageBackend, claimant: Owner) -> Owner | None:
+    """Note that the attempt of ``claimant`` is over. Return the owner of the root if that is still
+    ``claimant``, else None.
     """
-    _ended.add(me.attempt)
+    _ended_attempts.add(claimant.attempt)
     owner = read_owner(backend)
-    return owner if owner is not None and owner.attempt == me.attempt else None
+    return owner if owner is not None and owner.attempt == claimant.attempt else None
 
 
 def owner_of(backend: StorageBackend) -> Owner | None:

@@ -36,11 +36,11 @@ _SENT_SECONDS: Final = 30.0
 T = TypeVar("T")
 
 
-class Damaged(Exception):
+class DamageError(Exception):
     """A rank has met damaged data. All ranks raise this error."""
 
 
-class Parted(Exception):
+class ConnectionLost(Exception):
     """This rank has lost the connection to other ranks.
 
     The cause is an error on one of the other ranks, or in the network.
@@ -105,31 +105,31 @@ class RestoreRounds:
         """
         self._round += 1
         subject = f"{self.subject}/proposal"
-        failed: Exception | None = None
+        failure: Exception | None = None
 
         def choose() -> dict[str, str] | T | None:
-            nonlocal failed
+            nonlocal failure
             try:
                 return next(choices, None)
             except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
-                failed = error
+                failure = error
                 return {"error": str(error)}
 
         wait = Wait(self._patience, "the choice of a step")
         node = leader_decides(self._coordinator, subject, choose, wait, object)
-        if failed is not None:
-            raise failed
+        if failure is not None:
+            raise failure
         if isinstance(node, dict) and "error" in node:
             raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
         return None if node is None else msgspec.convert(node, kind, str_keys=True)
 
     def do(
-        self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
+        self, topic: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
     ) -> tuple[T, tuple[str, ...]]:
         """Call ``work`` on all ranks, and wait until all ranks have ended it.
 
         Args:
-            what: The name of this work in the subject of the exchange.
+            topic: The name of this work in the subject of the exchange.
             step: The step, for errors.
             work: The work of this rank.
             names: A function that takes the result of ``work`` and returns the names that this rank
@@ -148,37 +148,37 @@ class RestoreRounds:
         error: Exception | None = None
         try:
             result = work()
-            mine = _Answer("ok", names=names(result))
-        except Exception as failed:  # noqa: BLE001 - raised below, once the other ranks know
-            error = failed
+            own_answer = _Answer("ok", names=names(result))
+        except Exception as cause:  # noqa: BLE001 - raised below, once the other ranks know
+            error = cause
             outcome = (
                 "damaged"
-                if is_damage(failed)
+                if is_damage(cause)
                 else "parted"
-                if isinstance(failed, Parted)
+                if isinstance(cause, ConnectionLost)
                 else "stop"
             )
-            mine = _Answer(outcome, str(failed) or repr(failed))
-        answer = self._poll(f"{self.subject}/{what}", step, mine)
+            own_answer = _Answer(outcome, str(cause) or repr(cause))
+        answer = self._poll(f"{self.subject}/{topic}", step, own_answer)
         if answer.outcome == "damaged":
-            raise Damaged(answer.reason) from error
+            raise DamageError(answer.reason) from error
         if answer.outcome != "ok":
             raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
         return cast("T", result), answer.names  # ``work`` has returned, and may have returned None
 
-    def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
+    def _poll(self, subject: str, step: int, own_answer: _Answer) -> _Answer:
         """Post the answer of this rank, and return the worst answer of all ranks on each rank."""
-        own, shared = f"{subject}/names", f"{subject}/shared"
-        short, pieces = self._send(own, mine)
+        own, shared_subject = f"{subject}/names", f"{subject}/shared"
+        short, pieces = self._send(own, own_answer)
         self._coordinator.post(subject, encode_json(short))
         wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
 
         def decide() -> _Answer:
-            return self._send(shared, self._worst(subject, step))[0]
+            return self._send(shared_subject, self._worst(subject, step))[0]
 
         answer = leader_decides(self._coordinator, subject, decide, wait, _Answer)
         drop(self._coordinator, own, pieces)
-        return self._received(shared, LEADER, answer)
+        return self._with_names(shared_subject, LEADER, answer)
 
     def _send(self, subject: str, answer: _Answer) -> tuple[_Answer, int]:
         """If the names of ``answer`` are long, send them on ``subject``.
@@ -192,7 +192,7 @@ class RestoreRounds:
         pieces = send(self._coordinator, subject, names)
         return replace(answer, names=(), nbytes=len(names)), pieces
 
-    def _received(self, subject: str, rank: int, answer: _Answer) -> _Answer:
+    def _with_names(self, subject: str, rank: int, answer: _Answer) -> _Answer:
         """Return ``answer`` of ``rank`` with its names, which may be sent on ``subject``."""
         if not answer.nbytes:
             return answer
@@ -205,7 +205,7 @@ class RestoreRounds:
         missing = set(range(self._coordinator.world_size))
         deadline = time.monotonic() + self._patience
         worst = _Answer("ok")
-        shared: set[str] | None = None
+        common_names: set[str] | None = None
         # After "stop", the leader waits for no more answers, since another rank may be dead.
         while missing and worst.outcome != "stop":
             messages = self._coordinator.collect(
@@ -215,24 +215,34 @@ class RestoreRounds:
                 ranks = ", ".join(map(str, sorted(missing)[:16]))
                 if worst.outcome == "parted":
                     return _Answer("stop", f"step {step}: rank(s) {ranks} are gone; {worst.reason}")
-                late = f"rank(s) {ranks} did not finish the restore in {self._patience:.0f} s"
-                return _Answer("stop", f"step {step}: {late}")
+                reason = f"rank(s) {ranks} did not finish the restore in {self._patience:.0f} s"
+                return _Answer("stop", f"step {step}: {reason}")
             for rank, data in messages.items():
                 missing.discard(rank)
-                answer = self._received(f"{subject}/names", rank, _decoder.decode(data))
-                shared = set(answer.names) if shared is None else common(shared, set(answer.names))
+                answer = self._with_names(f"{subject}/names", rank, _decoder.decode(data))
+                common_names = (
+                    set(answer.names)
+                    if common_names is None
+                    else common(common_names, set(answer.names))
+                )
                 if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
-                    where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
-                    worst = _Answer(answer.outcome, where + answer.reason)
+                    prefix = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
+                    worst = _Answer(answer.outcome, prefix + answer.reason)
             # The rank that caused the lost connection answers soon, or is dead.
             if worst.outcome == "parted":
                 deadline = min(deadline, time.monotonic() + _PARTED_SECONDS)
-        return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
+        return (
+            worst
+            if worst.outcome != "ok"
+            else _Answer("ok", names=tuple(sorted(common_names or ())))
+        )
 
 
-def common(one: Collection[str], two: Collection[str]) -> set[str]:
+def common(names_a: Collection[str], names_b: Collection[str]) -> set[str]:
     """Return the names that both collections hold. A name stands for all names below it."""
-    return {name for name in {*one, *two} if _holds(one, name) and _holds(two, name)}
+    return {
+        name for name in {*names_a, *names_b} if _holds(names_a, name) and _holds(names_b, name)
+    }
 
 
 def _holds(names: Collection[str], name: str) -> bool:

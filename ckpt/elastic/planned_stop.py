@@ -169,8 +169,8 @@ class StopSignals:
         """
         _check(signals, grace_seconds)
         # All threads start now, since the system may start no more when a signal arrives.
-        self._watcher = Workers("stop", 1).started()
-        self._agreer = Workers("stop-agree", 1).started()
+        self._watcher = Workers("stop", 1).start()
+        self._agreer = Workers("stop-agree", 1).start()
         self._listener = Workers("stop-hear", 1)
         if coordinator.world_size > 1:
             self._listener.start()

@@ -138,7 +138,7 @@ def reading(
     announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
     encryption = tier.nodes.encryption if tier.nodes else None
     known = msgspec.structs.replace(peer, tiers=announced)
-    return NodeStore(tier.index, tier.url, [known], encryption, lambda: pace.stopped)
+    return NodeStore(tier.index, tier.url, [known], encryption, lambda: pace.is_stopped)
 
 
 def _fetch(
@@ -151,7 +151,7 @@ def _fetch(
 
     def fetch(reads: Sequence[ChunkRead], sink: Sink) -> int:
         for run in runs_of(reads):
-            if pace.stopped:
+            if pace.is_stopped:
                 raise StorageError("replicas", "the copying of other nodes' files has ended")
             for _, error in reader.read(run, of_rank[run.rank], sink):
                 raise error

@@ -84,7 +84,7 @@ class NodeReplicas:
     ) -> None:
         self._server, self._coordinator, self._observers = server, coordinator, observers
         self._pace = Pace(config.replicate_mb_per_s)
-        self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus).started()
+        self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus).start()
         self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()
         self._restored: StepRef | None = None
@@ -210,9 +210,9 @@ class NodeReplicas:
                 buddies. This takes at most 60 s, and the rate is not limited.
         """
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
-        self._pace.end(now=not wait)
+        self._pace.end(at_once=not wait)
         if wait and not futures.wait([self._copying.submit(int)], _END_SECONDS).done:
-            self._pace.end(now=True)
+            self._pace.end(at_once=True)
         self._copying.close(cancel=True)
         self._writing.close(cancel=True)
         for ring in self._rings.values():
@@ -256,7 +256,7 @@ class NodeReplicas:
             nbytes = ring.copy_restored(ref, held)
         except Exception as error:  # noqa: BLE001 - the job goes on without these copies
             _log.log(
-                logging.DEBUG if self._pace.stopped else logging.WARNING,
+                logging.DEBUG if self._pace.is_stopped else logging.WARNING,
                 "ckpt: step %d on %s, which the job has restored, was not copied to this node: %s. "
                 "If another node is lost before a later step has its copies, this step may be "
                 "lost, too",
@@ -291,8 +291,8 @@ class NodeReplicas:
         found, deadline = dict[int, bytes](), time.monotonic() + _END_SECONDS
         while missing := set(firsts) - found.keys():
             left = deadline - time.monotonic()
-            if self._pace.stopped or left <= 0:
-                raise Wait(_END_SECONDS, "what its node has").missed(missing)
+            if self._pace.is_stopped or left <= 0:
+                raise Wait(_END_SECONDS, "what its node has").timeout_error(missing)
             # The wait is short, so that the loop notices when ``close`` stops the copying.
             found |= self._coordinator.collect(subject, missing, timeout=min(left, _LOOK_SECONDS))
         for earlier in before[:-1]:
@@ -312,7 +312,7 @@ class NodeReplicas:
             except CkptError:
                 with self._lock:
                     is_newest = ring.newest is None
-                if self._pace.stopped or not is_newest:
+                if self._pace.is_stopped or not is_newest:
                     raise
         return ring.copy(ref)
 

@@ -25,7 +25,7 @@ from statistics import median
 
 from ckpt.errors import ConfigError
 from ckpt.observe.history import History
-from ckpt.observe.journal import OPENED, Record
+from ckpt.observe.journal import OPEN_EVENT, Record
 
 DAY_SECONDS = 24 * 3600.0
 _MINUTES = 1 / 60
@@ -109,65 +109,68 @@ def measurements_of(records: Sequence[Record], history: History) -> Measurements
         for tier, arrival in save.tiers.items():
             if arrival.state == "committed" and arrival.seconds > 0:
                 durable.setdefault(tier, []).append(arrival.seconds)
-    gaps = [two.at - one.at for one, two in pairwise(saves)]
-    starts = [record.at for record in records if record.event == OPENED]
-    covered = records[-1].at - records[0].at
+    gaps = [successor.at - save.at for save, successor in pairwise(saves)]
+    starts = [record.at for record in records if record.event == OPEN_EVENT]
+    journal_seconds = records[-1].at - records[0].at
     return Measurements(
         stall_seconds=median(save.stall_seconds for save in saves),
         interval_seconds=median(gaps) if gaps else math.nan,
         durable_seconds={tier: median(seconds) for tier, seconds in durable.items()},
         nbytes=saves[-1].nbytes,
-        failures_per_day=max(0, len(starts) - 1) * DAY_SECONDS / covered
-        if covered >= _LEAST_SECONDS
+        failures_per_day=max(0, len(starts) - 1) * DAY_SECONDS / journal_seconds
+        if journal_seconds >= _LEAST_SECONDS
         else math.nan,
     )
 
 
-def advise(found: Measurements, assumed: Assumptions) -> list[Advice]:
+def advise(measurements: Measurements, assumptions: Assumptions) -> list[Advice]:
     """Return how often to save, for each tier whose time until a commit was measured.
 
     Args:
-        found: What the journal of the job has recorded.
-        assumed: The numbers that the user assumes, such as the failures per day.
+        measurements: What the journal of the job has recorded.
+        assumptions: The numbers that the user assumes, such as the failures per day.
 
     Raises:
-        ConfigError: A number of ``assumed`` is negative or not finite, or
-            ``assumed.failures_per_day`` is 0.
+        ConfigError: A number of ``assumptions`` is negative or not finite, or
+            ``assumptions.failures_per_day`` is 0.
     """
-    _check(assumed)
-    cost, now = found.stall_seconds + assumed.drag_seconds, found.interval_seconds
-    best = math.sqrt(2 * cost * DAY_SECONDS / assumed.failures_per_day)
+    _check(assumptions)
+    cost, interval = (
+        measurements.stall_seconds + assumptions.drag_seconds,
+        measurements.interval_seconds,
+    )
+    best = math.sqrt(2 * cost * DAY_SECONDS / assumptions.failures_per_day)
     return [
         Advice(
             tier=tier,
             durable_seconds=durable,
             interval_seconds=max(best, durable),
             is_bound=durable > best,
-            lost_minutes=lost_minutes_per_day(max(best, durable), durable, cost, assumed),
-            lost_minutes_now=lost_minutes_per_day(now, durable, cost, assumed)
-            if now > 0
+            lost_minutes=lost_minutes_per_day(max(best, durable), durable, cost, assumptions),
+            lost_minutes_now=lost_minutes_per_day(interval, durable, cost, assumptions)
+            if interval > 0
             else math.nan,
         )
-        for tier, durable in found.durable_seconds.items()
+        for tier, durable in measurements.durable_seconds.items()
     ]
 
 
 def lost_minutes_per_day(
-    interval_seconds: float, durable_seconds: float, cost_seconds: float, assumed: Assumptions
+    interval_seconds: float, durable_seconds: float, cost_seconds: float, assumptions: Assumptions
 ) -> float:
     """Return how many minutes of training are lost per day, by the formula in the docstring of
     this module.
     """
-    saving = DAY_SECONDS / interval_seconds * cost_seconds
-    repeated = assumed.restart_seconds + durable_seconds + interval_seconds / 2
-    return (saving + assumed.failures_per_day * repeated) * _MINUTES
+    saving_seconds = DAY_SECONDS / interval_seconds * cost_seconds
+    repeated_seconds = assumptions.restart_seconds + durable_seconds + interval_seconds / 2
+    return (saving_seconds + assumptions.failures_per_day * repeated_seconds) * _MINUTES
 
 
-def _check(assumed: Assumptions) -> None:
+def _check(assumptions: Assumptions) -> None:
     for name, value, least in (
-        ("failures per day", assumed.failures_per_day, 1e-9),
-        ("restart time", assumed.restart_seconds, 0.0),
-        ("drag", assumed.drag_seconds, 0.0),
+        ("failures per day", assumptions.failures_per_day, 1e-9),
+        ("restart time", assumptions.restart_seconds, 0.0),
+        ("drag", assumptions.drag_seconds, 0.0),
     ):
         if not least <= value < math.inf:
             raise ConfigError(f"{name}: {value:g} is out of bounds: give a positive number")

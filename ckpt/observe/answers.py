@@ -17,5 +17,5 @@ def answers(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | None]:
     The result of a call that has not returned within ``seconds`` is None. Its thread waits on.
     """
     futures = [Workers("ask", 1).submit(call) for call in calls]
-    done = wait(futures, seconds).done
-    return [future.result() if future in done else None for future in futures]
+    ready = wait(futures, seconds).done
+    return [future.result() if future in ready else None for future in futures]

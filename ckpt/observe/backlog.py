@@ -10,7 +10,7 @@ from ckpt.events import Event, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingSave:
     """A step that waits for a tier.
 
     Attributes:
@@ -19,7 +19,7 @@ class Waiting:
     """
 
     nbytes: int
-    since: float
+    start_time: float
 
 
 class Backlog:
@@ -28,12 +28,12 @@ class Backlog:
 
     A step stops waiting when the tier has it or has missed it, or when the save has failed.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_waiting``.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_pending_saves``.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, dict[int, Waiting]] = {}
+        self._pending_saves: dict[str, dict[int, PendingSave]] = {}
 
     def __call__(self, event: Event) -> None:
         """Add or remove steps according to ``event``."""
@@ -41,12 +41,12 @@ class Backlog:
             match event:
                 case SaveStaged():
                     for tier in event.tiers:
-                        waiting = Waiting(event.nbytes, time.monotonic())
-                        self._waiting.setdefault(tier, {})[event.step] = waiting
+                        save = PendingSave(event.nbytes, time.monotonic())
+                        self._pending_saves.setdefault(tier, {})[event.step] = save
                 case SaveCommitted() | TierMissed():
-                    self._waiting.get(event.tier, {}).pop(event.step, None)
+                    self._pending_saves.get(event.tier, {}).pop(event.step, None)
                 case SaveFailed():
-                    for steps in self._waiting.values():
+                    for steps in self._pending_saves.values():
                         steps.pop(event.step, None)
                 case _:
                     pass
@@ -54,15 +54,15 @@ class Backlog:
     def steps(self, tier: str) -> int:
         """Return how many steps wait for ``tier``."""
         with self._lock:
-            return len(self._waiting.get(tier, ()))
+            return len(self._pending_saves.get(tier, ()))
 
     def nbytes(self, tier: str) -> int:
         """Return the size of this rank's images of all steps that wait for ``tier``, in bytes."""
         with self._lock:
-            return sum(waiting.nbytes for waiting in self._waiting.get(tier, {}).values())
+            return sum(save.nbytes for save in self._pending_saves.get(tier, {}).values())
 
     def age_seconds(self, tier: str) -> float:
         """Return for how many seconds the oldest step has waited for ``tier``; 0 if none waits."""
         with self._lock:
-            since = [waiting.since for waiting in self._waiting.get(tier, {}).values()]
-        return time.monotonic() - min(since) if since else 0.0
+            start_times = [save.start_time for save in self._pending_saves.get(tier, {}).values()]
+        return time.monotonic() - min(start_times) if start_times else 0.0

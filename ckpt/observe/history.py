@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt.observe.journal import OPENED, VERIFIED, Record
+from ckpt.observe.journal import OPEN_EVENT, VERIFY_EVENT, Record
 
 Progress = Literal["saving", "committed", "missed", "cut"]
 
@@ -79,17 +79,19 @@ class History:
     saves: dict[int, SavedStep] = field(default_factory=dict[int, SavedStep])
     restores: list[Restore] = field(default_factory=list[Restore])
     failures: list[Record] = field(default_factory=list[Record])
-    verified: dict[tuple[int, str], Record] = field(default_factory=dict[tuple[int, str], Record])
+    verifications: dict[tuple[int, str], Record] = field(
+        default_factory=dict[tuple[int, str], Record]
+    )
 
 
 def history_of(records: Sequence[Record]) -> History:
     """Return the history of a run from the records of its journal, oldest first."""
-    found, troubles = History(), list[Record]()
+    history, troubles = History(), list[Record]()
     under_way: set[int] = set()  # Steps that the current job has staged
     for record in records:
         match record.event:
             case "SaveStaged":
-                found.saves[record.step] = SavedStep(
+                history.saves[record.step] = SavedStep(
                     record.step,
                     record.at,
                     record.seconds,
@@ -98,33 +100,35 @@ def history_of(records: Sequence[Record]) -> History:
                 )
                 under_way.add(record.step)
             case "SaveCommitted" | "CommitFinished":
-                save = found.saves.setdefault(record.step, SavedStep(record.step, record.at))
+                save = history.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("committed", record.seconds)
-                found.verified.pop((record.step, record.tier), None)  # It was of an earlier attempt
+                history.verifications.pop(
+                    (record.step, record.tier), None
+                )  # It was of an earlier attempt
             case "TierMissed":
-                save = found.saves.setdefault(record.step, SavedStep(record.step, record.at))
+                save = history.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("missed", 0.0, record.reason)
             case "SaveFailed":
-                found.failures.append(record)
+                history.failures.append(record)
             case "Repaired" | "StepDamaged":
                 troubles.append(record)
             case "Restored":
-                found.restores.append(Restore(record, tuple(troubles)))
+                history.restores.append(Restore(record, tuple(troubles)))
                 troubles = []
-            case _ if record.event == OPENED:
-                _cut(found.saves[step] for step in under_way)
+            case _ if record.event == OPEN_EVENT:
+                _mark_cut(history.saves[step] for step in under_way)
                 under_way.clear()
-            case _ if record.event == VERIFIED:
-                found.verified[record.step, record.tier] = record
+            case _ if record.event == VERIFY_EVENT:
+                history.verifications[record.step, record.tier] = record
             case _:
                 pass  # An event that only later versions of ckpt have
-    if troubles and found.restores:  # Other ranks wrote these after rank 0 wrote its "Restored"
-        last = found.restores.pop()
-        found.restores.append(Restore(last.record, (*last.troubles, *troubles)))
-    return found
+    if troubles and history.restores:  # Other ranks wrote these after rank 0 wrote its "Restored"
+        last = history.restores.pop()
+        history.restores.append(Restore(last.record, (*last.troubles, *troubles)))
+    return history
 
 
-def _cut(saves: Iterable[SavedStep]) -> None:
+def _mark_cut(saves: Iterable[SavedStep]) -> None:
     """Replace the state "saving" in ``saves`` by "cut", since the job of these saves has ended."""
     for save in saves:
         for arrival in save.tiers.values():

@@ -43,9 +43,9 @@ LIMIT_BYTES: Final = 4 << 20
 """The size at which a file of a journal is renamed to ``NAME.old``. An older file of this name is
 replaced.
 """
-OPENED: Final = "Opened"
+OPEN_EVENT: Final = "Opened"
 """The ``event`` of the first record of each job."""
-VERIFIED: Final = "Verified"
+VERIFY_EVENT: Final = "Verified"
 """The ``event`` of the record of a step that was compared with its checksums."""
 _MOST_TEXT: Final = 500
 _MOST_FILES: Final = 128
@@ -61,7 +61,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         at: When the record was written, in seconds since 1970.
-        event: The name of the class of the event, or ``OPENED`` or ``VERIFIED``.
+        event: The name of the class of the event, or ``OPEN_EVENT`` or ``VERIFY_EVENT``.
         step: The number of the step; -1 if the record is not about a step.
         tier: The URL of the tier that the event is about.
         tiers: For a save that was staged: the URLs of the tiers that the step goes to, nearest
@@ -106,7 +106,7 @@ class Journal:
         ConfigError: ``root`` is neither a path nor a ``file://`` URL.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_file``,
-    ``_failed`` and ``_opened``.
+    ``_has_failed`` and ``_is_open``.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, rank: int | None = None) -> None:
@@ -114,8 +114,8 @@ class Journal:
         self._rank = rank_of_this_process() if rank is None else rank
         self._lock = threading.Lock()
         self._file: int | None = None
-        self._failed = False
-        self._opened = self._rank != 0  # Only rank 0 writes the record ``OPENED``
+        self._has_failed = False
+        self._is_open = self._rank != 0  # Only rank 0 writes the record ``OPEN_EVENT``
 
     def __call__(self, event: Event) -> None:
         """Write the record of ``event``.
@@ -128,11 +128,11 @@ class Journal:
         with self._lock:
             try:
                 self._append(record)
-                self._failed = False
+                self._has_failed = False
             except OSError as error:
-                if not self._failed:
+                if not self._has_failed:
                     _log.warning("ckpt: the journal %s was not written: %s", self._folder, error)
-                self._failed = True
+                self._has_failed = True
 
     def close(self) -> None:
         """Close the file. The next event opens it again, as a part of the same job."""
@@ -151,9 +151,9 @@ class Journal:
         elif self._file is None:
             os.makedirs(self._folder, exist_ok=True)
             self._file = _open(path)
-        if not self._opened:
-            _write(self._file, Record(at=record.at, event=OPENED))
-            self._opened = True
+        if not self._is_open:
+            _write(self._file, Record(at=record.at, event=OPEN_EVENT))
+            self._is_open = True
         _write(self._file, record)
 
 
@@ -184,7 +184,7 @@ def record_of(event: Event) -> Record:
         case SaveFailed() | SaveSuspicious() | TierMissed() | StepDamaged():
             line |= {"error": type(event.error).__name__, "reason": str(event.error)}
         case StepVerified():
-            line |= {"event": VERIFIED, "reason": event.damage, "mended": False}
+            line |= {"event": VERIFY_EVENT, "reason": event.damage, "mended": False}
         case Repaired() | CommitFinished() | Restored() | NodeReplicated():
             pass  # All their fields have the same names as in the record
     return Record(at=time.time(), **{**line, "reason": line.get("reason", "")[:_MOST_TEXT]})
@@ -209,7 +209,7 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
                 os.replace(path, path + _OLD)
             file = _open(path)
             record = Record(
-                at=time.time(), event=VERIFIED, step=step, tier=root, reason=fault[:_MOST_TEXT]
+                at=time.time(), event=VERIFY_EVENT, step=step, tier=root, reason=fault[:_MOST_TEXT]
             )
             try:
                 _write(file, record)
@@ -231,28 +231,28 @@ class JournalReader:
 
     def __init__(self, root: str) -> None:
         self._folder = journal_of(root)
-        self._known: dict[str, tuple[tuple[int, int, int], list[Record]]] = {}
+        self._cache: dict[str, tuple[tuple[int, int, int], list[Record]]] = {}
 
     def read(self) -> list[Record]:
         """Return the records of all files, oldest first. Lines that are no records are left out.
 
         At most the last 8 MiB of a file are read, and at most 64 MiB of all files together.
         """
-        found, left = list[Record](), _MOST_BYTES
+        records, budget = list[Record](), _MOST_BYTES
         for name in self._names():
             path = os.path.join(self._folder, name)
             try:
                 status = os.stat(path)
-                size = min(status.st_size, 2 * LIMIT_BYTES, left)
+                size = min(status.st_size, 2 * LIMIT_BYTES, budget)
                 state = (status.st_mtime_ns, status.st_size, size)
-                if name not in self._known or self._known[name][0] != state:
-                    self._known[name] = (state, list(_records(path, size)))
+                if name not in self._cache or self._cache[name][0] != state:
+                    self._cache[name] = (state, list(_records(path, size)))
             except OSError:
                 # The file was renamed after it was listed.
                 continue
-            left -= size
-            found += self._known[name][1]
-        return sorted(found, key=lambda record: record.at)
+            budget -= size
+            records += self._cache[name][1]
+        return sorted(records, key=lambda record: record.at)
 
     def _names(self) -> list[str]:
         """Return the names of at most 128 files: first the files of verifications, and then the
@@ -262,8 +262,8 @@ class JournalReader:
             names = os.listdir(self._folder)
         except OSError:
             return []
-        kept = (name for name in names if name.endswith((".jsonl", ".jsonl" + _OLD)))
-        return sorted(kept, key=lambda name: (not name.startswith(_VERIFY), name))[:_MOST_FILES]
+        journals = (name for name in names if name.endswith((".jsonl", ".jsonl" + _OLD)))
+        return sorted(journals, key=lambda name: (not name.startswith(_VERIFY), name))[:_MOST_FILES]
 
 
 def _records(path: str, size: int) -> Iterator[Record]:

@@ -82,15 +82,15 @@ def make_series(run: str, rank: int) -> tuple[Any, Any]:
     """
     client = prometheus()
     registry = client.CollectorRegistry()
-    found: dict[str, Callable[..., Any]] = {}
+    series: dict[str, Callable[..., Any]] = {}
     for name, (kind, labels, text) in SERIES.items():
-        given: dict[str, Any] = {"registry": registry, "labelnames": ("run", "rank", *labels)}
+        options: dict[str, Any] = {"registry": registry, "labelnames": ("run", "rank", *labels)}
         match kind:
             case "counter":
-                metric: Any = client.Counter(f"ckpt_{name}", text, **given)
+                metric: Any = client.Counter(f"ckpt_{name}", text, **options)
             case "gauge":
-                metric = client.Gauge(f"ckpt_{name}", text, **given)
+                metric = client.Gauge(f"ckpt_{name}", text, **options)
             case _:
-                metric = client.Histogram(f"ckpt_{name}", text, buckets=_BUCKETS[kind], **given)
-        found[name] = partial(metric.labels, run, str(rank))
-    return registry, SimpleNamespace(**found)
+                metric = client.Histogram(f"ckpt_{name}", text, buckets=_BUCKETS[kind], **options)
+        series[name] = partial(metric.labels, run, str(rank))
+    return registry, SimpleNamespace(**series)

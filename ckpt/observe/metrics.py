@@ -108,9 +108,9 @@ class Metrics:
         series = self._series
         match event:
             case SaveStaged():
-                self._staged(event)
+                self._count_staged(event)
             case SaveCommitted():
-                self._committed(event)
+                self._count_committed(event)
             case NodeReplicated():
                 series.replicated_step(event.tier).set(event.step)
                 series.replica_seconds(event.tier).observe(event.seconds)
@@ -133,7 +133,7 @@ class Metrics:
                 series.restored_bytes(event.tier).inc(event.nbytes)
                 series.restored_step().set(event.step)
             case StepVerified():
-                self._verified(event)
+                self._count_verified(event)
         if self._file is not None:
             self._write()
 
@@ -151,21 +151,21 @@ class Metrics:
             self._server.server_close()
             self._server = self.port = None
 
-    def _staged(self, event: SaveStaged) -> None:
-        series, now = self._series, time.monotonic()
+    def _count_staged(self, event: SaveStaged) -> None:
+        series, current_time = self._series, time.monotonic()
         series.stall_seconds().observe(event.stall_seconds)
         series.staged_bytes().inc(event.nbytes)
         series.staged_step().set(event.step)
         series.slot_bytes().set(event.slot_bytes)
         if self._staged_at:
-            series.save_interval_seconds().set(now - self._staged_at)
-        self._staged_at = now
+            series.save_interval_seconds().set(current_time - self._staged_at)
+        self._staged_at = current_time
         for tier in event.tiers:
             if tier not in self._tiers:
                 self._tiers.add(tier)
                 self._watch(tier)
 
-    def _committed(self, event: SaveCommitted) -> None:
+    def _count_committed(self, event: SaveCommitted) -> None:
         series = self._series
         series.durable_seconds(event.tier).observe(event.durable_seconds)
         series.committed_bytes(event.tier).inc(event.nbytes)
@@ -175,7 +175,7 @@ class Metrics:
             series.durable_step().set(event.step)
             series.durable_timestamp_seconds().set_to_current_time()
 
-    def _verified(self, event: StepVerified) -> None:
+    def _count_verified(self, event: StepVerified) -> None:
         series = self._series
         series.verified_bytes(event.tier).inc(event.nbytes)
         series.verified_timestamp_seconds(event.tier).set_to_current_time()

@@ -85,7 +85,7 @@ class Sender:
 
     def __init__(self, registry: Any, endpoint: str | None) -> None:
         """Read the settings and make the exporter. Raises ``MissingExtra`` or ``ConfigError``."""
-        self._registry, self._started = registry, time.time_ns()
+        self._registry, self._start_time = registry, time.time_ns()
         self._sdk, exporter = _packages()
         self._interval_seconds = _interval_seconds()
         self._endpoint = endpoint or next(filter(None, map(_variable, _ENDPOINTS)), "localhost")
@@ -97,8 +97,8 @@ class Sender:
                 f"the variables OTEL_EXPORTER_OTLP_* cannot be used: {redact(str(error))}"
             ) from None
         self._resource = _resource(self._sdk)
-        self._said = _LogOfThread()
-        self._warned = False
+        self._log_messages = _LogOfThread()
+        self._has_warned = False
         self._ends = threading.Event()
         self._workers = Workers("otlp", 1)
         self._work: Future[None] | None = None
@@ -118,38 +118,38 @@ class Sender:
 
     def _run(self) -> None:
         log = logging.getLogger(_EXPORTER)
-        self._said.thread = threading.get_ident()
-        log.addFilter(self._said)
+        self._log_messages.thread = threading.get_ident()
+        log.addFilter(self._log_messages)
         try:
             while not self._ends.wait(self._interval_seconds):
                 self._send()
             self._send()
         finally:
-            log.removeFilter(self._said)
+            log.removeFilter(self._log_messages)
 
     def _send(self) -> None:
         """Send the current values. A failure is logged and never raised."""
-        self._said.first = ""
+        self._log_messages.first_message = ""
         try:
-            sent = self._exporter.export(self._data())
-            failed = sent is not self._sdk.MetricExportResult.SUCCESS
-            why = self._said.first
+            result = self._exporter.export(self._data())
+            has_failed = result is not self._sdk.MetricExportResult.SUCCESS
+            reason = self._log_messages.first_message
         except Exception as error:  # noqa: BLE001 - a receiver never disturbs the training
-            failed, why = True, repr(error)
-        if failed and not self._warned:
-            self._warned = True
+            has_failed, reason = True, repr(error)
+        if has_failed and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "ckpt: metrics could not be sent to %s, and are sent again every %g s, without a "
                 "further message: %s",
                 redact(self._endpoint),
                 self._interval_seconds,
-                redact(why)[:_MOST_CHARACTERS],
+                redact(reason)[:_MOST_CHARACTERS],
             )
 
     def _data(self) -> Any:
         sdk = self._sdk
-        found = list(_metrics(sdk, self._registry.collect(), self._started, time.time_ns()))
-        scope = sdk.ScopeMetrics(sdk.InstrumentationScope("ckpt", __version__), found, "")
+        metrics = list(_metrics(sdk, self._registry.collect(), self._start_time, time.time_ns()))
+        scope = sdk.ScopeMetrics(sdk.InstrumentationScope("ckpt", __version__), metrics, "")
         return sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")])
 
 
@@ -161,25 +161,27 @@ class _LogOfThread(logging.Filter):
 
     Attributes:
         thread: The identifier of the thread; 0 before it is set.
-        first: The first message of the thread since ``first`` was last set to "". Later messages
-            are not kept, because they are about retries of the same request.
+        first_message: The first message of the thread since ``first_message`` was last set to "".
+            Later messages are not kept, because they are about retries of the same request.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.thread, self.first = 0, ""
+        self.thread, self.first_message = 0, ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.thread != self.thread:
             return True
-        self.first = self.first or record.getMessage()
+        self.first_message = self.first_message or record.getMessage()
         return False
 
 
 # -- from Prometheus to OpenTelemetry --------------------------------------------------------------
 
 
-def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Iterator[Any]:
+def _metrics(
+    sdk: Any, families: Iterable[Any], start_time: int, current_time: int
+) -> Iterator[Any]:
     """Yield each metric that has a value as a ``Metric`` of OpenTelemetry.
 
     The names and labels are those of Prometheus.
@@ -187,12 +189,12 @@ def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Itera
     Args:
         sdk: The first result of ``_packages``.
         families: The metrics of a registry, as its ``collect`` returns them.
-        started: When the process began to count, in nanoseconds since 1970. It is used for a series
-            whose creation time the registry does not contain.
-        now: The time of the values, in nanoseconds since 1970.
+        start_time: When the process began to count, in nanoseconds since 1970. It is used for a
+            series whose creation time the registry does not contain.
+        current_time: The time of the values, in nanoseconds since 1970.
     """
     for family in families:
-        begun = {
+        start_times = {
             _labels(sample): int(sample.value * _NANOSECONDS)
             for sample in family.samples
             if sample.name == f"{family.name}_created"
@@ -204,7 +206,10 @@ def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Itera
                 name += "_total"
                 points = [
                     sdk.NumberDataPoint(
-                        dict(sample.labels), begun.get(_labels(sample), started), now, sample.value
+                        dict(sample.labels),
+                        start_times.get(_labels(sample), start_time),
+                        current_time,
+                        sample.value,
                     )
                     for sample in family.samples
                     if sample.name == name
@@ -212,7 +217,7 @@ def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Itera
                 data = sdk.Sum(points, cumulative, is_monotonic=True)
             case "gauge":
                 points = [
-                    sdk.NumberDataPoint(dict(sample.labels), 0, now, sample.value)
+                    sdk.NumberDataPoint(dict(sample.labels), 0, current_time, sample.value)
                     for sample in family.samples
                     if not math.isnan(sample.value)  # nan: the file system does not answer
                 ]
@@ -221,8 +226,8 @@ def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Itera
                 points = [
                     sdk.HistogramDataPoint(
                         attributes=dict(labels),
-                        start_time_unix_nano=begun.get(labels, started),
-                        time_unix_nano=now,
+                        start_time_unix_nano=start_times.get(labels, start_time),
+                        time_unix_nano=current_time,
                         **histogram,
                     )
                     for labels, histogram in _histograms(family).items()
@@ -247,9 +252,9 @@ def _histograms(family: Any) -> dict[_Labels, dict[str, Any]]:
     In Prometheus the count of a bucket includes the counts of all lower buckets, and in
     OpenTelemetry it does not.
     """
-    found: dict[_Labels, dict[str, Any]] = {}
+    histograms: dict[_Labels, dict[str, Any]] = {}
     for sample in family.samples:
-        fields = found.setdefault(
+        fields = histograms.setdefault(
             _labels(sample),
             {"bucket_counts": [], "explicit_bounds": [], "count": 0, "min": None, "max": None},
         )
@@ -263,7 +268,7 @@ def _histograms(family: Any) -> dict[_Labels, dict[str, Any]]:
                 fields["sum"] = sample.value
             case _:
                 pass  # "_count" equals the value of the last bucket
-    return found
+    return histograms
 
 
 # -- packages and settings of OpenTelemetry --------------------------------------------------------
@@ -304,10 +309,10 @@ def _resource(sdk: Any) -> Any:
 
     The name of the service is "ckpt" if the environment does not set a name.
     """
-    found = sdk.Resource.create()
-    if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
-        found = found.merge(sdk.Resource({"service.name": "ckpt"}))
-    return found
+    resource = sdk.Resource.create()
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+        resource = resource.merge(sdk.Resource({"service.name": "ckpt"}))
+    return resource
 
 
 def _is_asked_for() -> bool:

@@ -34,8 +34,8 @@ class RunLooks:
         Args:
             patience: How many seconds to wait for the listings of tiers.
         """
-        asked = [(look.is_late, look.ask(patience)) for look in self._looks]
-        wait([future for is_late, future in asked if not is_late], patience + _MARGIN_SECONDS)
+        queries = [(look.is_late, look.ask(patience)) for look in self._looks]
+        wait([future for is_late, future in queries if not is_late], patience + _MARGIN_SECONDS)
         return tuple(look.take() for look in self._looks)
 
 
@@ -49,25 +49,25 @@ class _Look:
     def __init__(self, run: RunWatch) -> None:
         self.is_late = False
         self._run, self._worker = run, Workers("run", 1)
-        self._asked: Future[RunView] | None = None
+        self._query: Future[RunView] | None = None
         self._asked_at = 0.0
         tiers = tuple(TierView(url=tier.url) for tier in run.tiers)
         self._view = RunView(name=run.name, at=0.0, tiers=tiers, steps=(), history=History())
 
     def ask(self, patience: float) -> Future[RunView]:
         """Begin to look at the run, unless a look is under way, and return its future."""
-        if self._asked is None:
-            self._asked, self._asked_at = self._worker.submit(self._run.look, patience), time.time()
-        return self._asked
+        if self._query is None:
+            self._query, self._asked_at = self._worker.submit(self._run.look, patience), time.time()
+        return self._query
 
     def take(self) -> RunView:
         """Return the view of the look that ``ask`` began, or the last view with an error."""
-        asked, now = self._asked, time.time()
-        self.is_late = asked is not None and not asked.done()
-        if asked is not None and not self.is_late:
-            self._asked = None
-            self._view = asked.result()
+        query, current_time = self._query, time.time()
+        self.is_late = query is not None and not query.done()
+        if query is not None and not self.is_late:
+            self._query = None
+            self._view = query.result()
             return self._view
-        error = f"no answer for {now - self._asked_at:.0f} s"
+        error = f"no answer for {current_time - self._asked_at:.0f} s"
         tiers = tuple(replace(tier, error=tier.error or error) for tier in self._view.tiers)
-        return replace(self._view, at=now, tiers=tiers)
+        return replace(self._view, at=current_time, tiers=tiers)

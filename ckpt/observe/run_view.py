@@ -166,11 +166,11 @@ class TierWatch:
         self.backend: StorageBackend | None = None
         self.steps: Sequence[StoredStep] = ()
         self._inventory: Inventory | None = None
-        self._asked: Future[Sequence[StoredStep]] | None = None
+        self._query: Future[Sequence[StoredStep]] | None = None
         self._asked_at = 0.0
         self._worker = Workers("look", 1)
-        self._opening = self._worker.submit(self._open, tier)
-        wait([self._opening], _OPEN_SECONDS)
+        self._open_call = self._worker.submit(self._open, tier)
+        wait([self._open_call], _OPEN_SECONDS)
         self._space = FolderSpace(self.url) if is_folder(self.url) else None
 
     def _open(self, tier: Tier) -> None:
@@ -190,11 +190,11 @@ class TierWatch:
 
         Return a sequence with the future of the listing. It is empty if the tier cannot be opened.
         """
-        if self._inventory is None and self._opening.done():
+        if self._inventory is None and self._open_call.done():
             return ()
-        if self._asked is None:
-            self._asked, self._asked_at = self._worker.submit(self._list), time.time()
-        return (self._asked,)
+        if self._query is None:
+            self._query, self._asked_at = self._worker.submit(self._list), time.time()
+        return (self._query,)
 
     def take(self) -> None:
         """Set ``steps`` or ``error`` to the result of the listing that ``ask`` began.
@@ -202,33 +202,33 @@ class TierWatch:
         If the listing has not ended, ``steps`` do not change, and ``error`` says for how long the
         store has not answered. If no listing was begun, nothing changes.
         """
-        if self._asked is None:
+        if self._query is None:
             return
-        if not self._asked.done():
+        if not self._query.done():
             silent = time.time() - self._asked_at
             self.error = f"no answer for {silent:.0f} s"
             return
-        asked, self._asked = self._asked, None
+        query, self._query = self._query, None
         try:
-            self.steps, self.error = asked.result(), ""
+            self.steps, self.error = query.result(), ""
         except CkptError as error:
             self.error = str(error)
 
     def view(self, history: History) -> TierView:
         """Return a view of the tier from the last listing and from ``history``."""
-        whole = [each for each in self.steps if each.state == "committed"]
-        known = _known_of(self.url, history, {each.ref.step for each in whole})
-        never = not known.steps and not known.waiting and is_missing(self.url)
+        whole = [step for step in self.steps if step.state == "committed"]
+        journal_view = _journal_view(self.url, history, {step.ref.step for step in whole})
+        is_absent = not journal_view.steps and not journal_view.waiting and is_missing(self.url)
         return TierView(
             url=self.url,
-            error=self.error or ("this folder does not exist" if never else ""),
+            error=self.error or ("this folder does not exist" if is_absent else ""),
             steps=len(whole),
-            newest=max((each.ref.step for each in whole), default=-1),
-            used_bytes=sum(each.nbytes for each in self.steps),
+            newest=max((step.ref.step for step in whole), default=-1),
+            used_bytes=sum(step.nbytes for step in self.steps),
             free=self._space.free() if self._space else math.nan,
             size=self._space.size() if self._space else math.nan,
-            waiting=known.waiting,
-            waiting_since=known.waiting_since,
+            waiting=journal_view.waiting,
+            waiting_since=journal_view.waiting_since,
         )
 
 
@@ -258,12 +258,16 @@ class RunWatch:
         _look(self.tiers, patience)
         records = [record for journal in self._journals for record in journal.read()]
         history = history_of(sorted(records, key=lambda record: record.at))
-        opened = {tier.url for tier in self.tiers}
-        named = list({url: None for save in history.saves.values() for url in save.tiers})
-        self._find_memory(named, opened, patience)
+        listed_urls = {tier.url for tier in self.tiers}
+        named_urls = list({url: None for save in history.saves.values() for url in save.tiers})
+        self._find_memory(named_urls, listed_urls, patience)
         views = [tier.view(history) for tier in self.tiers]
-        views += [_known_of(url, history) for url in named if url not in opened]
-        views.sort(key=lambda view: named.index(view.url) if view.url in named else len(named))
+        views += [_journal_view(url, history) for url in named_urls if url not in listed_urls]
+        views.sort(
+            key=lambda view: (
+                named_urls.index(view.url) if view.url in named_urls else len(named_urls)
+            )
+        )
         return RunView(
             name=self.name,
             at=time.time(),
@@ -272,20 +276,23 @@ class RunWatch:
             history=history,
         )
 
-    def _find_memory(self, named: Sequence[str], opened: set[str], patience: float) -> None:
+    def _find_memory(
+        self, named_urls: Sequence[str], listed_urls: set[str], patience: float
+    ) -> None:
         """List also the stores in this machine's memory that the journals name as tiers of the run.
 
-        Append a `TierWatch` for each of these stores to ``tiers``, and add its URL to ``opened``.
+        Append a `TierWatch` for each of these stores to ``tiers``, and add its URL to
+        ``listed_urls``.
 
         Args:
-            named: The URLs of the tiers that the journals name.
-            opened: The URLs of the tiers that were listed.
+            named_urls: The URLs of the tiers that the journals name.
+            listed_urls: The URLs of the tiers that were listed.
             patience: How many seconds to wait for each store.
         """
-        for url in stores_in_memory() if any(url.startswith(_MEMORY) for url in named) else ():
-            if url in named and url not in opened:
+        for url in stores_in_memory() if any(url.startswith(_MEMORY) for url in named_urls) else ():
+            if url in named_urls and url not in listed_urls:
                 self.tiers.append(tier := TierWatch(url, Tier(url)))
-                opened.add(tier.url)
+                listed_urls.add(tier.url)
                 _look([tier], patience)
 
 
@@ -295,7 +302,7 @@ def _look(tiers: Sequence[TierWatch], patience: float) -> None:
         tier.take()
 
 
-def _known_of(url: str, history: History, committed: Collection[int] = ()) -> TierView:
+def _journal_view(url: str, history: History, committed: Collection[int] = ()) -> TierView:
     """Return the view of a tier that follows from the journals alone, without listing the tier.
 
     Args:
@@ -305,54 +312,54 @@ def _known_of(url: str, history: History, committed: Collection[int] = ()) -> Ti
             journals have no commit of them. The agent commits the steps that a trainer has left,
             and writes no record of that.
     """
-    there = [(save, save.tiers[url]) for save in history.saves.values() if url in save.tiers]
-    waiting = [
+    arrivals = [(save, save.tiers[url]) for save in history.saves.values() if url in save.tiers]
+    start_times = [
         save.at
-        for save, arrival in there
+        for save, arrival in arrivals
         if arrival.state == "saving" and save.step not in committed
     ]
-    arrived = [save for save, arrival in there if arrival.state == "committed"]
+    saves = [save for save, arrival in arrivals if arrival.state == "committed"]
     return TierView(
         url=url,
         opened=False,
-        steps=0 if url.startswith(_MEMORY) else len(arrived),
-        newest=max((save.step for save in arrived), default=-1),
-        waiting=len(waiting),
-        waiting_since=min(waiting, default=0.0),
+        steps=0 if url.startswith(_MEMORY) else len(saves),
+        newest=max((save.step for save in saves), default=-1),
+        waiting=len(start_times),
+        waiting_since=min(start_times, default=0.0),
     )
 
 
 def _rows(
-    listed: Mapping[str, Sequence[StoredStep]], tiers: Sequence[TierView], history: History
+    steps_by_tier: Mapping[str, Sequence[StoredStep]], tiers: Sequence[TierView], history: History
 ) -> tuple[StepView, ...]:
     """Return a row for each attempt on any tier and for each step that only the journals have.
 
     The newest step comes first. Only the 5000 newest rows are returned.
 
     Args:
-        listed: The steps of each tier that was listed, by the URL of the tier.
+        steps_by_tier: The steps of each tier that was listed, by the URL of the tier.
         tiers: The tiers, in the order of the cells of a row.
         history: The history from the journals.
     """
-    found: dict[tuple[int, str], dict[str, StoredStep]] = {}
-    for url, steps in listed.items():
-        for each in steps:
-            found.setdefault((each.ref.step, each.ref.attempt), {})[url] = each
+    attempts: dict[tuple[int, str], dict[str, StoredStep]] = {}
+    for url, steps in steps_by_tier.items():
+        for listing in steps:
+            attempts.setdefault((listing.ref.step, listing.ref.attempt), {})[url] = listing
     # A journal does not name attempts, so its save and its verifications of a step count for the
     # youngest attempt.
     youngest: dict[int, tuple[float, str]] = {}
-    for (step, attempt), places in found.items():
-        creation_time = max(each.created_at or math.inf for each in places.values())
+    for (step, attempt), places in attempts.items():
+        creation_time = max(listing.created_at or math.inf for listing in places.values())
         youngest[step] = max(youngest.get(step, (0.0, "")), (creation_time, attempt))
     for step in history.saves:
         if step not in youngest:
-            found[step, ""] = {}
-    newest = sorted(found, reverse=True)[:_MOST_STEPS]
+            attempts[step, ""] = {}
+    newest = sorted(attempts, reverse=True)[:_MOST_STEPS]
     empty = History()
     return tuple(
         _row(
             key,
-            found[key],
+            attempts[key],
             tiers,
             history if youngest.get(key[0], (0, ""))[1] == key[1] else empty,
         )
@@ -376,13 +383,13 @@ def _row(
     """
     step, attempt = key
     save = history.saves.get(step)
-    whole = [each for each in places.values() if each.state == "committed"]
-    first = whole[0] if whole else next(iter(places.values()), None)
+    whole = [listing for listing in places.values() if listing.state == "committed"]
+    listing = whole[0] if whole else next(iter(places.values()), None)
     cells: list[Cell] = []
     for tier in tiers:
         arrival = save.tiers.get(tier.url) if save else None
         cell = _cell(places.get(tier.url), arrival, tier)
-        check = history.verified.get((step, tier.url)) if cell.state == "committed" else None
+        check = history.verifications.get((step, tier.url)) if cell.state == "committed" else None
         if check is not None:
             state: State = "damaged" if check.reason else "verified"
             cell = Cell(state, cell.seconds, check.reason)
@@ -390,52 +397,52 @@ def _row(
     return StepView(
         step=step,
         attempt=attempt,
-        at=first.created_at if first and first.created_at else save.at if save else 0.0,
-        nbytes=first.staged_bytes or first.nbytes if first else save.nbytes if save else 0,
-        ranks=first.ranks if first else 0,
-        metrics=first.metrics if first else {},
+        at=listing.created_at if listing and listing.created_at else save.at if save else 0.0,
+        nbytes=listing.staged_bytes or listing.nbytes if listing else save.nbytes if save else 0,
+        ranks=listing.ranks if listing else 0,
+        metrics=listing.metrics if listing else {},
         cells=tuple(cells),
         save=save,
     )
 
 
-def _cell(listed: StoredStep | None, arrival: Arrival | None, tier: TierView) -> Cell:
+def _cell(listing: StoredStep | None, arrival: Arrival | None, tier: TierView) -> Cell:
     """Return the state of an attempt on ``tier``, before any verification is considered.
 
     Args:
-        listed: The attempt as the tier lists it; None if the tier does not.
+        listing: The attempt as the tier lists it; None if the tier does not.
         arrival: The progress on the tier in the journal; None if the journal has none.
         tier: The tier.
     """
     seconds = arrival.seconds if arrival else 0.0
-    if listed is not None and listed.state != "incomplete":
-        is_there = listed.state == "committed"
-        return Cell("committed" if is_there else "damaged", seconds, listed.reason)
+    if listing is not None and listing.state != "incomplete":
+        is_there = listing.state == "committed"
+        return Cell("committed" if is_there else "damaged", seconds, listing.reason)
     if arrival is not None and arrival.state == "committed":
-        gone = (tier.opened and not tier.error) or tier.url.startswith(_MEMORY)
-        return Cell("removed" if gone else "committed", seconds)
+        is_gone = (tier.opened and not tier.error) or tier.url.startswith(_MEMORY)
+        return Cell("removed" if is_gone else "committed", seconds)
     if arrival is not None:
         return Cell(arrival.state, 0.0, arrival.reason)
-    return Cell("absent" if listed is None else "incomplete")
+    return Cell("absent" if listing is None else "incomplete")
 
 
-def watch_runs(roots: Sequence[Tier], configured: Mapping[str, Sequence[Tier]]) -> list[RunWatch]:
+def watch_runs(roots: Sequence[Tier], tiers_by_run: Mapping[str, Sequence[Tier]]) -> list[RunWatch]:
     """Return a `RunWatch` for each run to show.
 
     Args:
         roots: The roots of runs. Roots that a journal names as tiers of one run become one run,
             with the tiers in the order of the roots. Each other root becomes a run of its own.
-        configured: The tiers of further runs, by the name of the run.
+        tiers_by_run: The tiers of further runs, by the name of the run.
     """
-    known = answers([partial(_place, root) for root in roots], _OPEN_SECONDS)
+    places = answers([partial(_place, root) for root in roots], _OPEN_SECONDS)
     groups: list[list[tuple[Tier, _Place]]] = []
-    for root, answer in zip(roots, known, strict=True):
+    for root, answer in zip(roots, places, strict=True):
         place = answer or _Place(root.url)
-        together = [group for group in groups if any(place.joins(each) for _, each in group)]
-        groups = [group for group in groups if group not in together]
-        groups.append([*(pair for group in together for pair in group), (root, place)])
+        matches = [group for group in groups if any(place.joins(member) for _, member in group)]
+        groups = [group for group in groups if group not in matches]
+        groups.append([*(pair for group in matches for pair in group), (root, place)])
     runs = [RunWatch(group[0][0].url, [tier for tier, _ in group]) for group in groups]
-    return runs + [RunWatch(name, tiers) for name, tiers in configured.items()]
+    return runs + [RunWatch(name, tiers) for name, tiers in tiers_by_run.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,9 +452,9 @@ class _Place:
     url: str
     saves: frozenset[tuple[str, ...]] = frozenset()
 
-    def joins(self, other: _Place) -> bool:
+    def joins(self, place: _Place) -> bool:
         """Return True if a journal beside one of the two roots has a save that goes to both."""
-        return any({self.url, other.url} <= set(tiers) for tiers in self.saves | other.saves)
+        return any({self.url, place.url} <= set(tiers) for tiers in self.saves | place.saves)
 
 
 def _place(root: Tier) -> _Place:

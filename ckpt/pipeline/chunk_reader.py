@@ -43,7 +43,7 @@ RUN_BYTES: Final = 16 << 20
 GAP_BYTES: Final = 64 << 10
 """The most unneeded bytes between two chunks that are read so that one request serves both."""
 
-Missed = list[tuple[ChunkRead, Exception]]
+Misses = list[tuple[ChunkRead, Exception]]
 """The chunks that a store does not have intact, each with the error of its read."""
 
 OnProven = Callable[[ChunkRead, memoryview], None]
@@ -147,11 +147,11 @@ class ChunkReader:
     def __init__(self, backend: StorageBackend, retry: RetryPolicy) -> None:
         self._backend, self._retry = backend, retry
         self._alignment = backend.capabilities.alignment
-        self._buffers, self._decoded = _Buffers(), _Buffers()
+        self._buffers, self._decode_buffers = _Buffers(), _Buffers()
 
     def read(
         self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven = lambda *_: None
-    ) -> Missed:
+    ) -> Misses:
         """Read the chunks of ``run`` from ``file`` into ``sink``, and return those that are not
         intact.
 
@@ -175,7 +175,9 @@ class ChunkReader:
             if reach is Reach.CHUNK and len(run.reads) > 1:
                 singly = coalesce(run.reads, most_bytes=0, gap_bytes=0)
                 return [
-                    missed for one in singly for missed in self.read(one, file, sink, on_proven)
+                    miss
+                    for single_run in singly
+                    for miss in self.read(single_run, file, sink, on_proven)
                 ]
             cause = self._cause_of(error, file)
             return [(read, cause) for read in run.reads]
@@ -191,33 +193,33 @@ class ChunkReader:
                     return FileDamaged(file.key, size, file.size)
         return error
 
-    def _read(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Missed:
+    def _read(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Misses:
         """Read a run in the way that copies the fewest bytes, and return the chunks whose checksum
         is wrong. Raise the error of the request if it fails.
         """
         # The memory of each chunk that is read straight into its target; None for other chunks.
         places: Sequence[memoryview | None] = [None] * len(run.reads)
-        decoded = any(read.needs_decoding for read in run.reads)
-        if isinstance(self._backend, ScatterReads) and not decoded:
+        needs_decoding = any(read.needs_decoding for read in run.reads)
+        if isinstance(self._backend, ScatterReads) and not needs_decoding:
             places = [sink.direct(read) for read in run.reads]
-            found = self._read_scattered(run, file.key, self._backend, places)
-        elif decoded or self._alignment > 1 or not (pieces := _one_piece(run, sink)):
-            found = self._read_buffered(run, file)
+            parts = self._read_scattered(run, file.key, self._backend, places)
+        elif needs_decoding or self._alignment > 1 or not (pieces := _one_piece(run, sink)):
+            parts = self._read_buffered(run, file)
         else:
-            whole = joined(pieces)
+            whole = join_adjacent(pieces)
             self._retry.call(partial(self._backend.read_into, file.key, run.offset, *whole))
-            places = found = pieces
-        missed: Missed = []
-        for read, place, data in zip(run.reads, places, found, strict=True):
+            places = parts = pieces
+        misses: Misses = []
+        for read, place, data in zip(run.reads, places, parts, strict=True):
             try:
-                raw = self._proven(read, data, file, sink)
+                raw = self._prove(read, data, file, sink)
             except ChecksumMismatch as error:
-                missed.append((read, error))
+                misses.append((read, error))
                 continue
             on_proven(read, raw)
             if place is None and not read.needs_decoding:
                 sink.place(read, data)
-        return missed
+        return misses
 
     def _read_scattered(
         self, run: Run, key: str, backend: ScatterReads, places: Sequence[memoryview | None]
@@ -236,14 +238,14 @@ class ChunkReader:
             else memoryview(b"")
         )
         outs: list[memoryview] = []
-        done = 0
+        end = 0
         for read, place in zip(run.reads, places, strict=True):
             if place is not None:
                 begin = read.offset - run.offset
-                outs += [buffer[done:begin], place] if done < begin else [place]
-                done = begin + read.stored_nbytes
-        outs += [buffer[done : run.nbytes]] if done < run.nbytes else []
-        self._retry.call(partial(backend.read_parts, key, run.offset, joined(outs)))
+                outs += [buffer[end:begin], place] if end < begin else [place]
+                end = begin + read.stored_nbytes
+        outs += [buffer[end : run.nbytes]] if end < run.nbytes else []
+        self._retry.call(partial(backend.read_parts, key, run.offset, join_adjacent(outs)))
         return [
             buffer[read.offset - run.offset :][: read.stored_nbytes] if place is None else place
             for read, place in zip(run.reads, places, strict=True)
@@ -257,9 +259,7 @@ class ChunkReader:
         self._retry.call(partial(self._backend.read_into, file.key, start, buffer))
         return [buffer[read.offset - start :][: read.stored_nbytes] for read in run.reads]
 
-    def _proven(
-        self, read: ChunkRead, data: memoryview, file: StoredFile, sink: Sink
-    ) -> memoryview:
+    def _prove(self, read: ChunkRead, data: memoryview, file: StoredFile, sink: Sink) -> memoryview:
         """Verify a chunk, whose bytes in the file are ``data``, and return its raw bytes.
 
         An encoded chunk whose raw bytes are needed is also delivered to ``sink``: it is decoded
@@ -273,7 +273,7 @@ class ChunkReader:
             return data
         assert file.codec is not None
         memory = sink.direct(read) if read.needs_decoding else None
-        raw = self._decoded.get(read.nbytes) if memory is None else memory
+        raw = self._decode_buffers.get(read.nbytes) if memory is None else memory
         try:
             codec_named(file.codec).decode(data, raw)
         except ValueError:
@@ -294,11 +294,11 @@ def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
         if (place := sink.direct(read)) is None:
             return []
         pieces.append(place)
-    whole = joined(pieces)
+    whole = join_adjacent(pieces)
     return pieces if len(whole) == 1 and whole[0].nbytes == run.nbytes else []
 
 
-def joined(pieces: Sequence[memoryview]) -> list[memoryview]:
+def join_adjacent(pieces: Sequence[memoryview]) -> list[memoryview]:
     """Return the same memory in fewer pieces: consecutive pieces that are adjacent in memory become
     one piece.
 

@@ -20,7 +20,7 @@ from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.dtype import float_width
 from ckpt.model.manifest import Chunk, Tensor
-from ckpt.pipeline.image_writer import ImageWrite, check_room, losing
+from ckpt.pipeline.image_writer import ImageWrite, check_room, loss_reports
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, Upload, aligned_memory
 
@@ -39,13 +39,13 @@ def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
         for shard in tensor.shards
         if shard.box.numel
     }
-    found: list[int] = []
+    widths: list[int] = []
     offset, width = 0, 1
     for nbytes in chunks:
         width = starts.get(offset, width)
-        found.append(width)
+        widths.append(width)
         offset += nbytes
-    return found
+    return widths
 
 
 def write_encoded(
@@ -101,7 +101,11 @@ class _Job:
     def __init__(
         self, write: ImageWrite, encoder: Encoder, widths: Sequence[int], file: _File
     ) -> None:
-        self._source, self._known, self._on_bytes = write.source, write.known, write.on_bytes
+        self._source, self._known_chunks, self._on_bytes = (
+            write.source,
+            write.known_chunks,
+            write.on_bytes,
+        )
         self._encoder, self._widths, self._file = encoder, widths, file
         self._starts = list(accumulate(write.chunks, initial=0))
         self.table: list[Chunk] = []
@@ -115,16 +119,20 @@ class _Job:
         have begun.
         """
         start, end = self._starts[index : index + 2]
-        with losing(self._file.fail, self._source.lost):
+        with loss_reports(self._file.fail, self._source.note_loss):
             view = self._source.view(start, end)
-            chunk = self._known[index] if self._known else Chunk(end - start, checksum(view))
+            chunk = (
+                self._known_chunks[index]
+                if self._known_chunks
+                else Chunk(end - start, checksum(view))
+            )
             pieces = self._encoder.encode(view, self._widths[index])
             with self._file.turn(index):
                 full = self._file.append(pieces)
                 self.table.append(chunk)
                 self.lengths.append(sum(piece.nbytes for piece in pieces))
-            self._source.written(start, end)
-            self._source.hashed(start, end)
+            self._source.note_written(start, end)
+            self._source.note_hashed(start, end)
             for offset, part in full:
                 self._file.write(offset, part)
             self._on_bytes(end - start)
@@ -150,10 +158,10 @@ class _File:
     def __init__(self, upload: Upload, retry: RetryPolicy, *, parallel: bool, reuse: bool) -> None:
         self.size = 0
         self._upload, self._retry, self._reuse = upload, retry, reuse
-        self._writing: AbstractContextManager[object] = (
+        self._write_lock: AbstractContextManager[object] = (
             nullcontext() if parallel else threading.Lock()
         )
-        self._changed = threading.Condition()
+        self._change = threading.Condition()
         self._next = 0
         self._error: CkptError | None = None
         self._part = memoryview(b"")
@@ -167,20 +175,20 @@ class _File:
         Raises:
             CkptError: Another chunk failed with this error, so the file cannot become whole.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._next == index)
+        with self._change:
+            self._change.wait_for(lambda: self._error or self._next == index)
             if self._error:
                 raise self._error
         yield
-        with self._changed:
+        with self._change:
             self._next += 1
-            self._changed.notify_all()
+            self._change.notify_all()
 
     def fail(self, error: CkptError) -> None:
         """Make ``turn`` raise ``error`` in all threads that wait for their turn, now or later."""
-        with self._changed:
+        with self._change:
             self._error = self._error or error
-            self._changed.notify_all()
+            self._change.notify_all()
 
     def append(self, pieces: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
         """Copy ``pieces`` to the end of the file. Return the parts that are full now, each with its
@@ -188,21 +196,21 @@ class _File:
         """
         full: list[tuple[int, memoryview]] = []
         for piece in pieces:
-            left = piece
-            while left.nbytes:
+            rest = piece
+            while rest.nbytes:
                 begin = self.size % self._upload.part_bytes
                 if not begin:
                     self._part = self._fresh()
-                taken = left[: self._part.nbytes - begin]
-                self._part[begin : begin + taken.nbytes] = taken
-                self.size, left = self.size + taken.nbytes, left[taken.nbytes :]
-                if begin + taken.nbytes == self._part.nbytes:
+                head = rest[: self._part.nbytes - begin]
+                self._part[begin : begin + head.nbytes] = head
+                self.size, rest = self.size + head.nbytes, rest[head.nbytes :]
+                if begin + head.nbytes == self._part.nbytes:
                     full.append((self.size - self._part.nbytes, self._part))
         return full
 
     def write(self, offset: int, part: memoryview) -> None:
         """Write a part to the upload, with retries."""
-        with self._writing:
+        with self._write_lock:
             self._retry.call(lambda: self._upload.write(offset, part))
         if self._reuse:
             self._free.append(part)

@@ -70,7 +70,8 @@ class Source(Protocol):
     def view(self, start: int, end: int) -> memoryview:
         """Wait until the bytes from ``start`` to ``end`` have landed, and return them.
 
-        The memory is valid until both ``written`` and ``hashed`` have been called for these bytes.
+        The memory is valid until both ``note_written`` and ``note_hashed`` have been called for
+        these bytes.
 
         Raises:
             CkptError: The copy has failed with this error, so the bytes will never land.
@@ -83,15 +84,15 @@ class Source(Protocol):
         """
         ...
 
-    def written(self, start: int, end: int) -> None:
+    def note_written(self, start: int, end: int) -> None:
         """Note that the bytes from ``start`` to ``end`` are on the tier."""
         ...
 
-    def hashed(self, start: int, end: int) -> None:
+    def note_hashed(self, start: int, end: int) -> None:
         """Note that the checksum of the bytes from ``start`` to ``end`` is known."""
         ...
 
-    def lost(self, error: CkptError) -> None:
+    def note_loss(self, error: CkptError) -> None:
         """Note that some bytes will never be written or hashed, because of ``error``. Threads that
         wait for the memory of these bytes stop waiting.
         """
@@ -111,8 +112,8 @@ class ImageWrite:
         workers: The threads that write and hash.
         retry: How each request is retried.
         on_bytes: Called from worker threads with the number of bytes just written.
-        known: The chunk table if the same bytes were hashed before, for instance for another tier.
-            The chunks are then not hashed again. Empty if the bytes were not hashed before.
+        known_chunks: The chunk table if the same bytes were hashed before, for instance for another
+            tier. The chunks are then not hashed again. Empty if the bytes were not hashed before.
     """
 
     source: Source
@@ -121,7 +122,7 @@ class ImageWrite:
     workers: Workers
     retry: RetryPolicy
     on_bytes: OnBytes
-    known: tuple[Chunk, ...] = ()
+    known_chunks: tuple[Chunk, ...] = ()
 
 
 def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]:
@@ -138,9 +139,9 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
         CkptError: The source has raised this error.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
-    known, retry = write.known, write.retry
+    known_chunks, retry = write.known_chunks, write.retry
     upload = retry.call(lambda: backend.upload(key, source.size))
-    job = _Job(source, [] if known else chunks, upload, retry, write.on_bytes)
+    job = _Job(source, [] if known_chunks else chunks, upload, retry, write.on_bytes)
     try:
         check_room(
             source,
@@ -150,21 +151,21 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
             key=key,
         )
         if backend.capabilities.parallel_parts:
-            workers.run_all(job.in_turn() if source.capacity < source.size else job.hashed_late())
+            workers.run_all(job.in_turn() if source.capacity < source.size else job.hash_last())
         else:
-            job.one_by_one(workers, ahead=bool(known))
+            job.one_by_one(workers, ahead=bool(known_chunks))
         retry.call(upload.finish)
     except BaseException:
         upload.abort()
         raise
-    return known or tuple(chunk for chunk in job.table if chunk is not None)
+    return known_chunks or tuple(chunk for chunk in job.table if chunk is not None)
 
 
 def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
     """Make the image an object of a store in memory, without copying it.
 
-    If ``write.known`` is empty, first wait until the whole image has landed, and hash its chunks.
-    The file of the image is cut to the size of the image.
+    If ``write.known_chunks`` is empty, first wait until the whole image has landed, and hash its
+    chunks. The file of the image is cut to the size of the image.
 
     Returns:
         The chunk table.
@@ -175,28 +176,28 @@ def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
         CkptError: The source has raised this error.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
-    known, retry = write.known, write.retry
+    known_chunks, retry = write.known_chunks, write.retry
     if (path := source.path) is None:
         raise StagingError(
             f"{key} cannot be kept in memory: it is not staged in /dev/shm as a whole"
         )
-    table: list[Chunk] = list(known)
-    if not known:
+    table: list[Chunk] = list(known_chunks)
+    if not known_chunks:
         offsets = list(itertools.accumulate(chunks, initial=0))
         # Wait until copying has ended before hashing, as the docstring of this module explains.
         source.view(0, source.size)
         table = workers.run_all(
-            partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets)
+            partial(_hash_chunk, source, a, b) for a, b in itertools.pairwise(offsets)
         )
     retry.call(lambda: backend.adopt(key, path, source.size))
     write.on_bytes(source.size)
     return tuple(table)
 
 
-def _hashed(source: Source, start: int, end: int) -> Chunk:
+def _hash_chunk(source: Source, start: int, end: int) -> Chunk:
     """Hash the bytes of a chunk, report them to ``source`` as hashed, and return the chunk."""
     chunk = Chunk(end - start, checksum(*source.parts(start, end)))
-    source.hashed(start, end)
+    source.note_hashed(start, end)
     return chunk
 
 
@@ -213,7 +214,7 @@ def check_room(
         StagingError: The ring is too small, or the store keeps the memory of parts until the end of
             the upload.
     """
-    needed = 2 * _COPY_BYTES + max(part_bytes, chunk_bytes)
+    need = 2 * _COPY_BYTES + max(part_bytes, chunk_bytes)
     if source.capacity >= source.size:
         return
     if not takes_parts:
@@ -222,17 +223,17 @@ def check_room(
             "staging memory, and this store takes only "
             "images that are all in memory: put a folder or S3 before it as a nearer tier"
         )
-    if source.capacity < needed:
+    if source.capacity < need:
         raise StagingError(
             f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of "
             f"{source.size >> 20} MiB through in parts of "
-            f"{(part_bytes or chunk_bytes) >> 20} MiB: give it {needed >> 20} MiB or more "
+            f"{(part_bytes or chunk_bytes) >> 20} MiB: give it {need >> 20} MiB or more "
             "(host_memory, free memory), or smaller chunk_bytes"
         )
 
 
 @contextmanager
-def losing(*report: Callable[[CkptError], None]) -> Generator[None]:
+def loss_reports(*report: Callable[[CkptError], None]) -> Generator[None]:
     """Call each function of ``report`` with the error that ends the ``with`` block, and raise it.
 
     The functions keep other threads from waiting for the bytes that this block did not process. An
@@ -241,13 +242,13 @@ def losing(*report: Callable[[CkptError], None]) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        lost = (
+        loss = (
             error
             if isinstance(error, CkptError)
             else StagingError(f"a part of it was lost: {error!r}")
         )
-        for each in report:
-            each(lost)
+        for call in report:
+            call(loss)
         raise
 
 
@@ -277,17 +278,17 @@ class _Job:
         self._source, self._chunks, self._upload = source, chunks, upload
         self._retry, self._on_bytes = retry, on_bytes
 
-    def hashed_late(self) -> list[partial[None]]:
+    def hash_last(self) -> list[partial[None]]:
         """Return the calls that write and hash an image that is in memory as a whole, in the order
         in which they should begin: first one half of the parts, and then the other half alternating
         with the hashing of chunks.
         """
         work = list(self.in_turn())
-        parts = [one for one in work if one.func == self.write]
-        chunks = [one for one in work if one.func == self.hash]
+        parts = [task for task in work if task.func == self.write]
+        chunks = [task for task in work if task.func == self.hash]
         half = len(parts) // 2
         turns = itertools.zip_longest(parts[half:], chunks)
-        return parts[:half] + [one for turn in turns for one in turn if one is not None]
+        return parts[:half] + [task for turn in turns for task in turn if task is not None]
 
     def in_turn(self) -> Iterator[partial[None]]:
         """Yield the calls that write and hash an image in file order: the write of each part, and
@@ -312,39 +313,44 @@ class _Job:
         part while the calling thread writes a part.
         """
         size, step = self._source.size, self._upload.part_bytes
-        beside: list[Future[Any]] = [workers.submit(self.hash, 0, 0, len(self.table))]
+        futures: list[Future[Any]] = [workers.submit(self.hash, 0, 0, len(self.table))]
         try:
             part: memoryview | None = None
             for offset in range(0, size, step):
-                after = offset + step
-                if ahead and after < size:
-                    beside.append(workers.submit(self._source.view, after, min(size, after + step)))
+                next_offset = offset + step
+                if ahead and next_offset < size:
+                    futures.append(
+                        workers.submit(
+                            self._source.view, next_offset, min(size, next_offset + step)
+                        )
+                    )
                 self.write(offset, part)
-                part = beside.pop().result() if len(beside) > 1 else None
+                part = futures.pop().result() if len(futures) > 1 else None
         except BaseException:
             # The memory of the image may be reused soon, so wait for the calls that read from it.
-            wait([each for each in beside if not each.cancel()])
+            wait([future for future in futures if not future.cancel()])
             raise
-        beside[0].result()
+        futures[0].result()
 
     def write(self, offset: int, part: memoryview | None = None) -> None:
         """Write the part at ``offset``. ``part`` is its bytes if the caller has them. Otherwise the
         source gives them.
         """
         end = min(self._source.size, offset + self._upload.part_bytes)
-        with losing(self._source.lost):
+        with loss_reports(self._source.note_loss):
             data = self._source.view(offset, end) if part is None else part
             self._retry.call(lambda: self._upload.write(offset, data))
-        self._source.written(offset, end)
+        self._source.note_written(offset, end)
         self._on_bytes(end - offset)
 
-    def hash(self, start: int, first: int, last: int) -> None:
-        """Hash the chunks with the indices ``first`` to ``last - 1``, and put them into ``table``.
+    def hash(self, start: int, first_index: int, last_index: int) -> None:
+        """Hash the chunks with the indices ``first_index`` to ``last_index - 1``, and put them into
+        ``table``.
 
-        ``start`` is the offset of the chunk ``first`` in the image.
+        ``start`` is the offset of the chunk ``first_index`` in the image.
         """
-        for index in range(first, last):
+        for index in range(first_index, last_index):
             end = start + self._chunks[index]
-            with losing(self._source.lost):
-                self.table[index] = _hashed(self._source, start, end)
+            with loss_reports(self._source.note_loss):
+                self.table[index] = _hash_chunk(self._source, start, end)
             start = end

@@ -72,8 +72,8 @@ class RetryPolicy:
         return attempts(work)
 
     def _wait(self, state: RetryCallState) -> float:
-        growing = wait_exponential(multiplier=self.first_seconds, max=self.most_seconds)
-        return growing(state) + _dice.uniform(0, self.first_seconds)
+        backoff = wait_exponential(multiplier=self.first_seconds, max=self.most_seconds)
+        return backoff(state) + _dice.uniform(0, self.first_seconds)
 
     def _sleep(self, seconds: float) -> None:
         if self.hurry.is_set():

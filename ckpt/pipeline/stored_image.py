@@ -49,7 +49,7 @@ class StoredImage:
         self._starts = list(accumulate(self.lengths, initial=0))
         self.size = self.capacity = self._starts[-1]
         self._one_of_them = [threading.Lock() for _ in range(_LOCKS)]
-        self._kept: dict[int, tuple[memoryview, int]] = {}
+        self._cache: dict[int, tuple[memoryview, int]] = {}
         """The chunks in memory, by index: the bytes of the chunk, and how many of them ``view`` has
         not returned yet.
         """
@@ -74,31 +74,33 @@ class StoredImage:
             StorageError: A chunk in that range cannot be read.
         """
         starts = self._starts
-        first, last = bisect_right(starts, start) - 1, bisect_right(starts, end) - 1
-        if end <= starts[first + 1]:
-            return self._part(first, start, end)
+        first_index, last_index = bisect_right(starts, start) - 1, bisect_right(starts, end) - 1
+        if end <= starts[first_index + 1]:
+            return self._part(first_index, start, end)
         memory = fresh_memory(end - start)
-        if start > starts[first]:
-            memory[: starts[first + 1] - start] = self._part(first, start, starts[first + 1])
-            first += 1
-        if first < last:
-            whole = memory[starts[first] - start : starts[last] - start]
-            self._read(self._chunks[first:last], BytesSink(whole, starts[first]))
-        if end > starts[last]:
-            memory[starts[last] - start :] = self._part(last, starts[last], end)
+        if start > starts[first_index]:
+            memory[: starts[first_index + 1] - start] = self._part(
+                first_index, start, starts[first_index + 1]
+            )
+            first_index += 1
+        if first_index < last_index:
+            whole = memory[starts[first_index] - start : starts[last_index] - start]
+            self._read(self._chunks[first_index:last_index], BytesSink(whole, starts[first_index]))
+        if end > starts[last_index]:
+            memory[starts[last_index] - start :] = self._part(last_index, starts[last_index], end)
         return memory
 
     def parts(self, start: int, end: int) -> Sequence[memoryview]:
         """Return the bytes as one part. Raises the same errors as ``view``."""
         return [self.view(start, end)]
 
-    def written(self, start: int, end: int) -> None:
+    def note_written(self, start: int, end: int) -> None:
         """Do nothing, since each chunk has separate memory that nothing overwrites."""
 
-    def hashed(self, start: int, end: int) -> None:
+    def note_hashed(self, start: int, end: int) -> None:
         """Do nothing, since each chunk has separate memory that nothing overwrites."""
 
-    def lost(self, error: CkptError) -> None:
+    def note_loss(self, error: CkptError) -> None:
         """Do nothing, since each chunk has separate memory that nothing overwrites."""
 
     def _part(self, index: int, start: int, end: int) -> memoryview:
@@ -106,10 +108,10 @@ class StoredImage:
         begin = self._starts[index]
         # Two threads may ask for parts of one chunk at once.
         with self._one_of_them[index % _LOCKS]:
-            found, left = self._kept.pop(index, (None, self.lengths[index]))
-            if found is None:
-                found = fresh_memory(self.lengths[index])
-                self._read(self._chunks[index : index + 1], BytesSink(found, begin))
-            if (left := left - (end - start)) > 0:
-                self._kept[index] = found, left
-        return found[start - begin : end - begin]
+            memory, rest = self._cache.pop(index, (None, self.lengths[index]))
+            if memory is None:
+                memory = fresh_memory(self.lengths[index])
+                self._read(self._chunks[index : index + 1], BytesSink(memory, begin))
+            if (rest := rest - (end - start)) > 0:
+                self._cache[index] = memory, rest
+        return memory[start - begin : end - begin]

@@ -77,14 +77,14 @@ class Workers:
         self._queue: _Queue = SimpleQueue()
         # One item for each call that has not ended. The queue is written in C, so that Ctrl-C
         # cannot leave its lock taken (see ``ckpt.locks``).
-        self._unfinished = SimpleQueue[None]()
+        self._open_calls = SimpleQueue[None]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
         # This ends the threads if the group is garbage collected without having been closed.
         weakref.finalize(self, self._queue.put, None)
 
-    def beside(self, name: str, count: int) -> Workers:
+    def peer_group(self, name: str, count: int) -> Workers:
         """Return a new group with the same ``nice`` and ``cpus``. The caller closes it.
 
         The new group is for calls that wait for calls of this group. On the threads of this group,
@@ -107,17 +107,19 @@ class Workers:
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name!r} are closed")
             # A thread is idle if there are more threads than calls that have not ended.
-            has_thread = self._unfinished.qsize() < len(self._threads) or self._start_one()
+            has_thread = self._open_calls.qsize() < len(self._threads) or self._start_one()
             if has_thread:
-                self._unfinished.put(None)
+                self._open_calls.put(None)
                 self._queue.put(task)
         if not has_thread:
             task.run()
         return task.future
 
-    def start(self, count: int = 1) -> None:
-        """Start threads until the group has ``count`` of them, so that later calls of ``submit`` do
-        not spend a millisecond on the start of a thread. Do nothing if the group is closed.
+    def start(self, count: int = 1) -> Self:
+        """Start threads until the group has ``count`` of them, and return the group.
+
+        Later calls of ``submit`` then do not spend a millisecond on the start of a thread, and have
+        a thread even if the system starts no more. Do nothing if the group is closed.
 
         Raises:
             ThreadLimit: The group has no thread, and the system starts none.
@@ -125,15 +127,6 @@ class Workers:
         with self._lock:
             for _ in range(0 if self._closed else count - len(self._threads)):
                 self._start_one()
-
-    def started(self) -> Self:
-        """Start one thread, and return the group. Later calls of ``submit`` then have a thread even
-        if the system starts no more threads.
-
-        Raises:
-            ThreadLimit: The system starts no thread.
-        """
-        self.start()
         return self
 
     def _start_one(self) -> bool:
@@ -150,7 +143,7 @@ class Workers:
             return True
         name = f"ckpt-{self.name}_{len(self._threads)}"
         thread = threading.Thread(
-            target=_run, args=(self._queue, self._unfinished, self._settle), name=name, daemon=True
+            target=_run, args=(self._queue, self._open_calls, self._settle), name=name, daemon=True
         )
         try:
             thread.start()
@@ -229,7 +222,7 @@ class Workers:
         self.close(cancel=exc[0] is not None)
 
 
-def _run(queue: _Queue, unfinished: SimpleQueue[None], settle: Callable[[], None]) -> None:
+def _run(queue: _Queue, open_calls: SimpleQueue[None], settle: Callable[[], None]) -> None:
     """Run the calls in ``queue`` until None arrives: the body of each thread.
 
     A thread has no reference to its group, so that the group can be garbage collected.
@@ -238,7 +231,7 @@ def _run(queue: _Queue, unfinished: SimpleQueue[None], settle: Callable[[], None
     while (task := queue.get()) is not None:
         task.run()
         del task
-        unfinished.get_nowait()
+        open_calls.get_nowait()
     queue.put(None)  # Another thread of the group takes this and ends, too
 
 
@@ -262,25 +255,25 @@ def _set_os_name(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"ckpt-{name}"[:15].encode(), 0, 0, 0)
 
 
-class Once:
+class SingleCall:
     """A function that runs at most once, and not at all if it was revoked before.
 
     Thread safety: any thread may call all methods.
     """
 
     def __init__(self, call: Callable[[], object]) -> None:
-        self._call, self._taken = call, threading.Lock()
+        self._call, self._lock = call, threading.Lock()
 
     def __call__(self) -> None:
         """Run the function, unless it was revoked or has already begun."""
-        if self._taken.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             self._call()
 
     def revoke(self) -> bool:
         """Keep the function from running, and return True. Return False if it has already begun or
         been revoked.
         """
-        return self._taken.acquire(blocking=False)
+        return self._lock.acquire(blocking=False)
 
 
 class Closes(Protocol):
@@ -321,9 +314,9 @@ def close_at_exit(owner: Closes) -> None:
     alive = weakref.ref(owner)
 
     def close() -> None:
-        if (found := alive()) is not None:
+        if (instance := alive()) is not None:
             try:
-                found.close_after(_unhandled())
+                instance.close_after(_last_exception())
             except Exception as error:  # noqa: BLE001 - no caller could handle it
                 _log.error("ckpt: %s", error)
 
@@ -340,7 +333,7 @@ def await_at_exit(work: Future[Any], seconds: float) -> None:
     threading._register_atexit(wait, [work], seconds)  # type: ignore[attr-defined]
 
 
-def _unhandled() -> BaseException | None:
+def _last_exception() -> BaseException | None:
     """Return the unhandled exception that ends the script, or None if there is none. Return None in
     an interactive session, where an earlier exception does not end the script.
     """

@@ -144,7 +144,7 @@ class ReadThrough:
     ) -> None:
         self._tiers, self.origin, self._stored_step = tiers, origin, stored_step
         self._context, self._coordinator = context, context.coordinator
-        self._owner = Owner.here(context.coordinator.attempt)
+        self._owner = Owner.of_this_process(context.coordinator.attempt)
         self._deadline = time.monotonic() + context.patience
         self._files = stored_step.manifest.stored_files()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]

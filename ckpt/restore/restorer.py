@@ -34,7 +34,7 @@ from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.checks import true_or_false
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.restore_rounds import Damaged, RestoreRounds
+from ckpt.coordination.restore_rounds import DamageError, RestoreRounds
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
 from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
@@ -234,7 +234,7 @@ class Restorer:
                         f"{misfit} ({_why_none(step, skips, self._is_overwritten)})"
                     ) from misfit
                 raise
-            except Damaged as damage:
+            except DamageError as damage:
                 _log.warning(
                     "ckpt: step %d on %s is damaged, and another step is tried: %s",
                     ref.step,

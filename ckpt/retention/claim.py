@@ -22,7 +22,7 @@ from ckpt.coordination.owner import (
     detach,
     put_owner,
     read_owner,
-    refusing,
+    refusing_owner,
     release,
     succeed,
 )
@@ -151,7 +151,7 @@ class Claim:
         Raises:
             StorageError: The store has failed.
         """
-        if (owner := refusing(self._backend, self._me)) is not None:
+        if (owner := refusing_owner(self._backend, self._me)) is not None:
             _log.warning(
                 "ckpt: %s belongs to a job that is alive (%s): this job may restore from it, but "
                 "as long as the other job lives, a save of this job fails",

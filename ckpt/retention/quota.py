@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from ckpt.codec.registry import NO_CODEC
-from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
+from ckpt.coordination.abort_reason import Abort, abort_reason, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, arrivals
 from ckpt.coordination.json_message import encode_json
@@ -97,8 +97,8 @@ class Quota:
             if given is None:
                 raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
             if given != _OK:
-                reason = msgspec.json.decode(given, type=Aborted)
-                raise rebuild(reason, ref.step, awaited=_AWAITED)
+                reason = msgspec.json.decode(given, type=Abort)
+                raise rebuild(reason, ref.step, message_name=_AWAITED)
 
     def give_up(self, ref: StepRef, trial: int) -> None:
         """Post that this rank has given the save up, so that the leader does not wait for its size.
@@ -142,5 +142,5 @@ class Quota:
         return total
 
 
-def _reason(error: BaseException) -> Aborted:
-    return abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
+def _reason(error: BaseException) -> Abort:
+    return abort_reason(error) if isinstance(error, CkptError) else Abort(repr(error), {})

@@ -12,7 +12,7 @@ from ckpt.errors import CkptError, LeftToAgent, PeerFailed, SaveSkipped, Staging
 from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
 from ckpt.locks import Event
 from ckpt.pending import SaveRecord
-from ckpt.pipeline.workers import Once, Workers
+from ckpt.pipeline.workers import SingleCall, Workers
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_job import SaveJob
 from ckpt.save.trained import Trained
@@ -247,8 +247,8 @@ class HandOver:
     save: ActiveSave
     streamer: Workers
     copier: Workers
-    stream: Once
-    stage: Once
+    stream: SingleCall
+    stage: SingleCall
 
     def begin(self) -> None:
         """Start to stream the image and to copy the late sources. The slot is released when both

@@ -83,7 +83,7 @@ class Backfill:
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds
         self._retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
-        self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus).started()
+        self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus).start()
         self._restored: StepRef | None = None
         self._owed: dict[str, frozenset[StepRef]] = {}
         self._tries: dict[str, _Tries] = {writer.url: _Tries() for writer in self._far}

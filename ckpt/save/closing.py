@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Final
 
-from ckpt.coordination.leaving import Leaving
+from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.pipeline.workers import Workers, workers_at_exit
 
 _LIST_SECONDS: Final = 1.0
@@ -57,7 +57,7 @@ class Closing:
         self._workers.submit(self._run)
         return self._work[1]
 
-    def leave(self, coordinator: Leaving, reason: str) -> None:
+    def leave(self, coordinator: DepartingCoordinator, reason: str) -> None:
         """Leave the other ranks, and wait some seconds for the work to end.
 
         Threads of this rank that wait for other ranks then stop waiting, so the work can end.

@@ -228,7 +228,7 @@ class RankFiles:
             workers=self._workers,
             retry=RetryPolicy(),
             on_bytes=written.add,
-            known=job.known,
+            known_chunks=job.known,
         )
         if isinstance(self._backend, Adopting):
             return adopt_image(write, self._backend), None

@@ -30,7 +30,7 @@ from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, Thre
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.pending import SaveRecord
-from ckpt.pipeline.workers import Once, Workers
+from ckpt.pipeline.workers import SingleCall, Workers
 from ckpt.retention.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
@@ -138,7 +138,7 @@ class Saver:
         self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
         self._lock, self._swept, self._left = threading.Lock(), False, threading.Event()
         self._untaken: int | None = None
-        self._copier = Workers("copy", 1).started()
+        self._copier = Workers("copy", 1).start()
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
         self._streamer = _started("save", config)
 
@@ -260,7 +260,7 @@ class Saver:
         save = ActiveSave(job, snapshot, slot, outcome, trained)
         # While the save waits for its turn, a later step may be announced as the last one.
         writers = self.writers_of(job.ref.step)
-        stream, stage = Once(partial(self._stream, writers, save)), Once(save.copy_late)
+        stream, stage = SingleCall(partial(self._stream, writers, save)), SingleCall(save.copy_late)
         return HandOver(save, self._streamer, self._copier, stream, stage)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
@@ -644,4 +644,4 @@ def _started(name: str, config: SaveConfig) -> Workers:
     If the system had no thread for a save that has begun, the optimizer's step would wait forever,
     or the save would end on no tier.
     """
-    return Workers(name, 1, nice=config.nice, cpus=config.cpus).started()
+    return Workers(name, 1, nice=config.nice, cpus=config.cpus).start()

@@ -25,7 +25,7 @@ from ckpt.adapters.walk.collect import WalkResult
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather, leader_decides
-from ckpt.coordination.leaving import Leaving
+from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.errors import CkptError, SuspiciousState
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
@@ -114,7 +114,7 @@ class Suspicions:
 
     def __init__(self, coordinator: Coordinator, ledger: SaveLedger, config: SaveConfig) -> None:
         self._ended = threading.Event()
-        self._coordinator, self._ledger = Leaving(coordinator, self._ended), ledger
+        self._coordinator, self._ledger = DepartingCoordinator(coordinator, self._ended), ledger
         self._on, self._scans = config.on_suspicious != "ignore", config.check_finite
         self._waiter = Workers("alarm", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()

@@ -15,10 +15,10 @@ from typing import Final, TypeVar
 
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.config import SaveConfig
-from ckpt.coordination.abort_reason import Aborted, rebuild
+from ckpt.coordination.abort_reason import Abort, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.claim_marker import claim_rank_to_remove, clear_away
-from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed, Unknown
+from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure, Unknown
 from ckpt.coordination.committer import CommitStore, Committer, SharedStore, in_turn
 from ckpt.coordination.nodes import NodeLocalStore, on_node
 from ckpt.coordination.owner import Owner
@@ -107,7 +107,7 @@ class TierWriter:
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
         self._posted = PostedTakeover(self._node, tier.index)
         posted = None if self._node.rank == LEADER else self._posted
-        self.root = Claim(self._backend, Owner.here(coordinator.attempt), posted=posted)
+        self.root = Claim(self._backend, Owner.of_this_process(coordinator.attempt), posted=posted)
         self._pruner: Pruner | None = None
         if not self.in_memory:
             self._pruner = Pruner(tier, self.root, steps, config, leads=self._node.rank == LEADER)
@@ -158,7 +158,7 @@ class TierWriter:
         if abort := self._reason_to_abort(job):
             committer.commit(
                 job.ref,
-                Failed(str(abort)),
+                Failure(str(abort)),
                 abort=abort if self._coordinator.rank == LEADER else None,
             )
             raise abort
@@ -182,7 +182,7 @@ class TierWriter:
                 f"step {job.ref.step}: whether it was committed on {self.url} cannot be seen "
                 f"({verdict.reason})"
             )
-        if isinstance(verdict, Aborted):
+        if isinstance(verdict, Abort):
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
         self._steps.set_committed(job.ref)
@@ -262,7 +262,7 @@ class TierWriter:
     def _abort_all(self, ref: StepRef, trial: int, reason: str) -> None:
         abort = PeerFailed(ref.step, {LEADER: reason}) if self._coordinator.rank == LEADER else None
         try:
-            self._committer(trial).commit(ref, Failed(reason), abort=abort)
+            self._committer(trial).commit(ref, Failure(reason), abort=abort)
         except CkptError as error:
             _log.debug("ckpt: step %d on %s: %s", ref.step, self.url, error)
 
@@ -368,7 +368,7 @@ class TierWriter:
             commit_store,
             name=name,
             bounds=Bounds(self._config.commit_timeout_seconds),
-            known=self._known,
+            merge_cache=self._known,
             read_all=self._readers.stream if self._coordinator.world_size >= _MANY else in_turn,
         )
 

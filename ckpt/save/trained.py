@@ -211,19 +211,19 @@ class ScannedImage:
     def parts(self, start: int, end: int) -> Sequence[memoryview]:
         return self.image.parts(start, end)
 
-    def written(self, start: int, end: int) -> None:
-        self.image.written(start, end)
+    def note_written(self, start: int, end: int) -> None:
+        self.image.note_written(start, end)
 
-    def hashed(self, start: int, end: int) -> None:
+    def note_hashed(self, start: int, end: int) -> None:
         """Scan the chunk, and then let the image use the memory of the chunk again."""
         if (known := self.masks.get(start)) is not None:
             name, mask = known
             if not all_finite(self.image.view(start, end), mask):
                 self.found.add(name)
-        self.image.hashed(start, end)
+        self.image.note_hashed(start, end)
 
-    def lost(self, error: CkptError) -> None:
-        self.image.lost(error)
+    def note_loss(self, error: CkptError) -> None:
+        self.image.note_loss(error)
 
 
 def all_finite(data: memoryview, mask: np.unsignedinteger[Any]) -> bool:

@@ -23,8 +23,8 @@ class Window:
     """An image that is in memory as a whole.
 
     Thread safety: the copying thread calls ``wait_room``, ``land`` and ``fail``. The threads that
-    write the image call ``view``, ``written``, ``hashed`` and ``lost``. Any thread may call
-    ``abandon`` and ``hurry``.
+    write the image call ``view``, ``note_written``, ``note_hashed`` and ``note_loss``. Any thread
+    may call ``abandon`` and ``hurry``.
 
     Args:
         memory: The memory of the image.
@@ -59,7 +59,8 @@ class Window:
         """Wait until there is memory for the bytes up to ``end``.
 
         Raises:
-            CkptError: ``fail``, ``lost`` or ``abandon`` was called, so there may never be memory.
+            CkptError: ``fail``, ``note_loss`` or ``abandon`` was called, so there may never be
+            memory.
         """
 
     def place(self, form: torch.Tensor, start: int) -> torch.Tensor:  # noqa: ARG002 - as above
@@ -100,8 +101,8 @@ class Window:
         """Wait until the bytes ``start`` to ``end`` have landed, and return them.
 
         Raises:
-            CkptError: ``fail``, ``lost`` or ``abandon`` has ended the image with this error. The
-                bytes may have landed before.
+            CkptError: ``fail``, ``note_loss`` or ``abandon`` has ended the image with this error.
+                The bytes may have landed before.
         """
         self._wait_landed(end)
         return self._memory[start:end]
@@ -110,13 +111,13 @@ class Window:
         """Do what ``view`` does, but return bytes of several frames as several parts."""
         return [self.view(start, end)]
 
-    def written(self, start: int, end: int) -> None:
+    def note_written(self, start: int, end: int) -> None:
         """Declare that bytes ``start`` to ``end`` are on the tier."""
 
-    def hashed(self, start: int, end: int) -> None:
+    def note_hashed(self, start: int, end: int) -> None:
         """Declare that bytes ``start`` to ``end`` are in the chunk table."""
 
-    def lost(self, error: CkptError) -> None:
+    def note_loss(self, error: CkptError) -> None:
         """Declare that a part of the image will never be written, because of ``error``.
 
         The image stays usable for the next tier if it is in memory as a whole. Otherwise it fails,
@@ -231,13 +232,13 @@ class RingWindow(Window):
             for piece in range(start // step, -(-end // step))
         ]
 
-    def written(self, start: int, end: int) -> None:
+    def note_written(self, start: int, end: int) -> None:
         self._use(0, start, end)
 
-    def hashed(self, start: int, end: int) -> None:
+    def note_hashed(self, start: int, end: int) -> None:
         self._use(1, start, end)
 
-    def lost(self, error: CkptError) -> None:
+    def note_loss(self, error: CkptError) -> None:
         self.fail(error)
 
     def _frame(self, *, wait: bool) -> Frame | None:

@@ -77,7 +77,7 @@ def job(attempt: str = "abc", pid: int | None = None) -> Job:
     process = Process.of(found)
     tier = {"url": f"/nowhere/{attempt}"}
     return Job(
-        owner=Owner.here(attempt),
+        owner=Owner.of_this_process(attempt),
         processes=(process,),
         ranks=1,
         tiers=(tier,),

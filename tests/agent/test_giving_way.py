@@ -37,7 +37,7 @@ from ckpt.coordination.owner import Owner
 manager = CheckpointManager(sys.argv[1])
 for step in (1, 2, 3):
     manager.save({"x": torch.full((1000,), step)}, step)
-print(msgspec.json.encode(Owner.here(manager._coordinator.attempt)).decode(), flush=True)
+print(msgspec.json.encode(Owner.of_this_process(manager._coordinator.attempt)).decode(), flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -118,7 +118,9 @@ def test_no_manifest_is_put_once_another_job_has_taken_a_root(
     tmp_path: Path, dead: Job, monkeypatch, taken
 ) -> None:
     """The other job begins while the files of the first copy are on their way."""
-    other = msgspec.structs.replace(Owner.here("feedbeefzzzz"), pid=1, machine="elsewhere")
+    other = msgspec.structs.replace(
+        Owner.of_this_process("feedbeefzzzz"), pid=1, machine="elsewhere"
+    )
 
     def take(key: str) -> None:
         if key.startswith("step-000000002") and key.endswith("rank-00000.json"):
@@ -181,7 +183,7 @@ def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dea
 
 
 def test_a_job_that_lives_keeps_the_root_that_it_had_before(tmp_path: Path, dead: Job) -> None:
-    alive = Owner.here("feedbeefzzzz")
+    alive = Owner.of_this_process("feedbeefzzzz")
     (tmp_path / "far" / OWNER).write_bytes(msgspec.json.encode(alive))
     after_it = msgspec.structs.replace(dead, before=(alive.attempt,))
     assert finish(after_it)[0] == Ended("superseded")
@@ -294,7 +296,7 @@ def test_a_root_that_its_own_trainer_still_holds_is_tried_again(tmp_path: Path, 
     shutil.copytree(newest, tmp_path / "far" / newest.name)
     (tmp_path / "far" / newest.name / "manifest.json").unlink()
     record = tmp_path / "far" / OWNER
-    trainer = Owner.here(dead.owner.attempt)
+    trainer = Owner.of_this_process(dead.owner.attempt)
     record.write_bytes(msgspec.json.encode(trainer))
     ended, _ = finish(dead)
     assert ended.outcome == "failed"

@@ -32,7 +32,7 @@ TIERS = (
 
 def job() -> Job:
     return Job(
-        owner=Owner.here("abc"),
+        owner=Owner.of_this_process("abc"),
         processes=(Process(1, 2),),
         tiers=tuple(fields_of(tier, tier.url) for tier in TIERS),
         ranks=1,

@@ -73,7 +73,7 @@ def dead_job(tiers: list[Tier], *, rate: float = 1000.0) -> Job:
     """A job that has saved step 1 on all ``tiers``, and has ended."""
     with CheckpointManager(tiers) as manager:
         manager.save(state(1), 1)
-    owner = msgspec.structs.replace(Owner.here("feedbeefzzzz"), pid=NO_PROCESS)
+    owner = msgspec.structs.replace(Owner.of_this_process("feedbeefzzzz"), pid=NO_PROCESS)
     return Job(
         owner=owner,
         processes=(),

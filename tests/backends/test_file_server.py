@@ -258,9 +258,9 @@ def test_a_root_under_two_paths_of_a_server_has_one_owner(tmp_path):
         runs, link = (
             open_backend(f"{share.url}/{name}", share.options) for name in ("runs", "link")
         )
-        claim(runs, Owner.here("first"))
+        claim(runs, Owner.of_this_process("first"))
         with pytest.raises(RootInUse):
-            claim(link, Owner.here("second"))
+            claim(link, Owner.of_this_process("second"))
         for backend in (runs, link):
             backend.close()
 

@@ -64,7 +64,7 @@ def test_a_copy_where_inode_numbers_change_has_no_owner_and_another_path_to_the_
         else filesystems.bindfs(tmp_path / "source", tmp_path / "bound")
     )
     original, copy = mounted / "runs" / "a", mounted / "runs" / "b"
-    written = claim(open_posix(str(original), {}), Owner.here("a"))
+    written = claim(open_posix(str(original), {}), Owner.of_this_process("a"))
     shutil.copytree(original, copy)
     if kind == "overlay":
         evict(mounted)
@@ -82,7 +82,7 @@ def test_a_root_that_a_second_file_system_of_fuse_shows_has_its_owner(
     source.mkdir()
     once, twice = (mounts(filesystems.bindfs(source, tmp_path / name)) for name in ("1", "2"))
     for place in (source, once):
-        written = claim(open_posix(str(place / "run"), {}), Owner.here("a"))
+        written = claim(open_posix(str(place / "run"), {}), Owner.of_this_process("a"))
         for other in (source, once, twice):
             assert read_owner(open_posix(str(other / "run"), {})) == written
 
@@ -119,13 +119,13 @@ def test_an_owner_that_another_client_of_sshfs_has_noted_is_found(
 ) -> None:
     """The first read after the replacement gives the new bytes at the old length."""
     here, there = (open_posix(str(place / "run"), {}) for place in ssh)
-    written = claim(here, Owner.here(before))
+    written = claim(here, Owner.of_this_process(before))
     assert read_owner(there) == written
-    release(here, Owner.here(before))
-    written = claim(here, Owner.here(after))
+    release(here, Owner.of_this_process(before))
+    written = claim(here, Owner.of_this_process(after))
     assert read_owner(there) == written
     with pytest.raises(RootInUse):
-        confirm(there, Owner.here(before))
+        confirm(there, Owner.of_this_process(before))
 
 
 def test_a_full_disk_behind_sshfs_is_told_as_one_and_older_steps_make_room(

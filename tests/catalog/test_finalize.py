@@ -90,7 +90,7 @@ def test_what_is_not_whole_is_left_as_it_is(left: tuple[Path, bytes], gone: str)
 
 
 def test_a_live_job_commits_by_itself(left: tuple[Path, bytes]) -> None:
-    write(left[0], Owner.here(owner_of(left[0]).attempt))
+    write(left[0], Owner.of_this_process(owner_of(left[0]).attempt))
     assert restored(left[0]) == (1, (), [])
 
 
@@ -112,7 +112,7 @@ def test_the_restarts_that_torchrun_counts_tell_nothing_of_a_job_on_another_mach
     """Two launch agents of one run gave their workers 2 and 0 in one start of the group."""
     for name, value in (("RUN_ID", "r"), ("RESTART_COUNT", "0")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
-    write(left[0], replace(Owner.here(owner_of(left[0]).attempt), machine="another"))
+    write(left[0], replace(Owner.of_this_process(owner_of(left[0]).attempt), machine="another"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert restored(left[0])[0] == 1
 

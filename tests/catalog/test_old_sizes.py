@@ -32,7 +32,7 @@ from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.kit.stores import Wrapped
 
-ME = Owner.here("mine00")
+ME = Owner.of_this_process("mine00")
 Change = Callable[[int], int]
 Store = Callable[[], Any]
 

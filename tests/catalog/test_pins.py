@@ -94,7 +94,7 @@ def test_a_full_tier_evicts_no_pinned_step(tmp_path: Path) -> None:
 def test_the_sweep_of_a_later_job_leaves_a_pinned_step(tmp_path: Path) -> None:
     backend = save(tmp_path, 1, 2)
     pin = put_pin(backend, find(backend, 1)[0], 60)
-    claim = Claim(backend, Owner.here("bbbbbbbbbbbb"))
+    claim = Claim(backend, Owner.of_this_process("bbbbbbbbbbbb"))
     claim.take()
     sweep(backend, claim)
     assert steps(backend) == [1]

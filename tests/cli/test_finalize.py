@@ -97,14 +97,14 @@ def test_a_fragment_of_another_save_is_told(cli: Cli, left: Written) -> None:
 @pytest.fixture(autouse=True)
 def no_ended_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the jobs of this process that other tests with the same attempt have ended."""
-    for name in ("_ended", "_collected"):
+    for name in ("_ended_attempts", "_collected_attempts"):
         monkeypatch.setattr(f"ckpt.coordination.owner.{name}", set())
 
 
 def test_a_job_that_lives_commits_by_itself(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
-    own(backend, Owner.here("abcxyz"))
+    own(backend, Owner.of_this_process("abcxyz"))
     assert f"process {os.getpid()}" in refused(cli, left)
 
 
@@ -112,7 +112,7 @@ def test_of_several_saves_that_all_stay_as_they_are_each_reason_is_shown_once(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
     write_checkpoint(backend, 500, ARRAYS, world_size=2, commit=False)
-    own(backend, Owner.here("abcxyz"))
+    own(backend, Owner.of_this_process("abcxyz"))
     lines = refused(cli, left).splitlines()
     assert [f"step {step} (attempt abcxyz) was left alone" in "".join(lines) for step in (400, 500)]
     assert len([line for line in lines if f"process {os.getpid()}" in line]) == 2

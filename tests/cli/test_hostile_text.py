@@ -91,10 +91,10 @@ def test_nor_where_the_manifest_is_damaged(cli: Cli, hostile: None, words: str) 
 
 def test_what_another_job_calls_itself_is_clean(cli: Cli, backend: StorageBackend) -> None:
     """``writer.json`` reaches errors and the log."""
-    owner = replace(Owner.here(EVIL), host=EVIL)
+    owner = replace(Owner.of_this_process(EVIL), host=EVIL)
     backend.put("writer.json", [msgspec.json.encode(owner)])
     with pytest.raises(RootInUse) as caught:
-        claim(backend, Owner.here("abcdef"))
+        claim(backend, Owner.of_this_process("abcdef"))
     assert str(caught.value).isprintable()
     with pytest.raises(RootInUse) as caught, CheckpointManager("runs") as manager:
         manager.save({"x": 1}, 1)

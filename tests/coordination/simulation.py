@@ -20,13 +20,13 @@ import numpy as np
 
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.inventory import Inventory
-from ckpt.coordination.abort_reason import Aborted
+from ckpt.coordination.abort_reason import Abort
 from ckpt.coordination.claim_marker import clear_away
 from ckpt.coordination.commit_state_machine import (
     Bounds,
     Committed,
     Durable,
-    Failed,
+    Failure,
     Unknown,
     Verdict,
 )
@@ -324,13 +324,13 @@ class Attempt:
         coordinator = SimCoordinator(self.store, self.name, rank)
         for index, tier in enumerate(self.sim.tiers):
             abort: CkptError | None = None
-            vote: Durable | Failed
+            vote: Durable | Failure
             try:
                 if rank == 0:
                     claim(tier, self.owner)
                 vote = self._write(tier, rank)
             except CkptError as error:
-                abort, vote = error if rank == 0 else None, Failed(str(error))
+                abort, vote = error if rank == 0 else None, Failure(str(error))
             committer = Committer(
                 coordinator, SharedStore(tier, confirm=partial(confirm, tier, self.owner)),
                 name=f"tier{index}", bounds=Bounds(TIMEOUT, TAKEOVER),
@@ -343,7 +343,7 @@ class Attempt:
                 return
             self.sim.changes += 1
             self.sim.verdicts.setdefault((self.name, index), {})[rank] = verdict
-            if isinstance(verdict, Aborted) or isinstance(vote, Failed):
+            if isinstance(verdict, Abort) or isinstance(vote, Failure):
                 names = fragment_name(rank), data_name(rank)
                 try:
                     clear_away(tier, self.ref, *map(self.ref.key, names), rank=rank)
@@ -428,7 +428,7 @@ def check_verdicts(sim: Simulation) -> None:
         if isinstance(verdict, Committed):
             assert data is not None
             assert checksum(data) == verdict.checksum
-        elif isinstance(verdict, Aborted):
+        elif isinstance(verdict, Abort):
             assert data is None or (name, index) in sim.finishers, verdict
         else:
             assert isinstance(verdict, Unknown)

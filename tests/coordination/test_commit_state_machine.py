@@ -5,31 +5,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.coordination.abort_reason import Aborted, abort_reason
+from ckpt.coordination.abort_reason import Abort, abort_reason
 from ckpt.coordination.commit_state_machine import (
     Await,
     Bounds,
     CommitMachine,
     Committed,
     Conclude,
-    Done,
     Durable,
-    Failed,
+    Failure,
+    Finish,
     Gather,
     Go,
-    Intended,
+    IntentAnswer,
     Look,
     Merge,
-    Merged,
+    MergeResult,
     Outcome,
     Propose,
+    ProposeTurn,
     Put,
-    PutEnded,
-    Taken,
-    Turned,
-    Turning,
+    PutResult,
+    TurnAnswer,
+    TurnTaken,
     Unknown,
-    VotesArrived,
+    Votes,
     decode_intent,
     decode_turn,
     decode_verdict,
@@ -56,32 +56,30 @@ def machine(rank: int, size: int = 3) -> CommitMachine:
 def test_the_leader_commits_what_all_have_told():
     leader = machine(0)
     assert leader.begin(0.0) == Gather(frozenset({0, 1, 2}), 100.0)
-    assert leader.handle(VotesArrived({0: WORDS[0], 2: WORDS[2]}), 1.0) == Gather(
-        frozenset({1}), 100.0
-    )
-    assert leader.handle(VotesArrived({1: WORDS[1]}), 2.0) == Merge((part(0), part(1), part(2)))
+    assert leader.handle(Votes({0: WORDS[0], 2: WORDS[2]}), 1.0) == Gather(frozenset({1}), 100.0)
+    assert leader.handle(Votes({1: WORDS[1]}), 2.0) == Merge((part(0), part(1), part(2)))
     go = Go(0, "c")
-    assert leader.handle(Merged("c"), 3.0) == Propose(go)
-    assert leader.handle(Intended(go), 3.0) == Put()
-    assert leader.handle(PutEnded(), 4.0) == Conclude(Committed("c"))
-    assert leader.handle(Outcome(Committed("c")), 4.0) == Done(Committed("c"))
+    assert leader.handle(MergeResult("c"), 3.0) == Propose(go)
+    assert leader.handle(IntentAnswer(go), 3.0) == Put()
+    assert leader.handle(PutResult(), 4.0) == Conclude(Committed("c"))
+    assert leader.handle(Outcome(Committed("c")), 4.0) == Finish(Committed("c"))
 
 
 def test_the_first_word_of_a_rank_counts():
     leader = machine(0, 2)
     leader.begin(0.0)
-    leader.handle(VotesArrived({0: Durable(part(0, "a" * 32))}), 0.0)
-    leader.handle(VotesArrived({0: Failed("too late")}), 0.0)
-    assert leader.handle(VotesArrived({1: WORDS[1]}), 0.0) == Merge((part(0, "a" * 32), part(1)))
+    leader.handle(Votes({0: Durable(part(0, "a" * 32))}), 0.0)
+    leader.handle(Votes({0: Failure("too late")}), 0.0)
+    assert leader.handle(Votes({1: WORDS[1]}), 0.0) == Merge((part(0, "a" * 32), part(1)))
 
 
 def test_a_time_out_names_those_not_heard_of():
     leader = machine(0, 4)
     leader.begin(0.0)
-    leader.handle(VotesArrived({2: WORDS[2]}), 1.0)
-    action = leader.handle(VotesArrived({}), 100.0)
+    leader.handle(Votes({2: WORDS[2]}), 1.0)
+    action = leader.handle(Votes({}), 100.0)
     assert isinstance(action, Propose)
-    assert isinstance(action.intent, Aborted)
+    assert isinstance(action.intent, Abort)
     assert action.intent.ranks == (0, 1, 3)
 
 
@@ -89,51 +87,51 @@ def test_a_survivor_takes_the_place_of_a_leader_that_says_nothing():
     second = machine(1)
     assert second.begin(0.0) == Await(10.0)
     assert second.handle(Outcome(None), 10.0) == Look()
-    assert second.handle(Intended(None), 10.0) == Gather(frozenset({0, 1, 2}), 10.0)
-    assert second.handle(VotesArrived(WORDS), 10.0) == Merge((part(0), part(1), part(2)))
-    assert second.handle(Merged("c"), 10.0) == Propose(Go(1, "c"))
+    assert second.handle(IntentAnswer(None), 10.0) == Gather(frozenset({0, 1, 2}), 10.0)
+    assert second.handle(Votes(WORDS), 10.0) == Merge((part(0), part(1), part(2)))
+    assert second.handle(MergeResult("c"), 10.0) == Propose(Go(1, "c"))
 
 
 def test_a_survivor_gives_the_proposer_time_and_then_carries_it_out():
     third, go = machine(2), Go(0, "c")
     assert third.begin(0.0) == Await(20.0)
     third.handle(Outcome(None), 20.0)
-    assert third.handle(Intended(go), 20.0) == Await(40.0)
+    assert third.handle(IntentAnswer(go), 20.0) == Await(40.0)
     assert third.handle(Outcome(None), 40.0) == Look()
-    assert third.handle(Intended(go), 40.0) == Gather(frozenset({0, 1, 2}), 40.0)
-    third.handle(VotesArrived(WORDS), 40.0)
-    assert third.handle(Merged("c"), 41.0) == Turning(Taken(2))
-    assert third.handle(Turned(Taken(2)), 41.0) == Put()
+    assert third.handle(IntentAnswer(go), 40.0) == Gather(frozenset({0, 1, 2}), 40.0)
+    third.handle(Votes(WORDS), 40.0)
+    assert third.handle(MergeResult("c"), 41.0) == ProposeTurn(TurnTaken(2))
+    assert third.handle(TurnAnswer(TurnTaken(2)), 41.0) == Put()
 
 
 def test_only_the_proposer_withdraws_and_only_while_nobody_has_taken_its_turn():
-    for turn, then in ((abort_reason(OutOfSpace("k")), Conclude), (Taken(1), Await)):
+    for turn, then in ((abort_reason(OutOfSpace("k")), Conclude), (TurnTaken(1), Await)):
         leader, go = machine(0), Go(0, "c")
         leader.begin(0.0)
-        leader.handle(VotesArrived(WORDS), 0.0)
-        leader.handle(Merged("c"), 0.0)
-        leader.handle(Intended(go), 0.0)
+        leader.handle(Votes(WORDS), 0.0)
+        leader.handle(MergeResult("c"), 0.0)
+        leader.handle(IntentAnswer(go), 0.0)
         wish = abort_reason(OutOfSpace("k"))
-        assert leader.handle(PutEnded("full", wish), 1.0) == Turning(wish)
-        assert isinstance(leader.handle(Turned(turn), 1.0), then)
+        assert leader.handle(PutResult("full", wish), 1.0) == ProposeTurn(wish)
+        assert isinstance(leader.handle(TurnAnswer(turn), 1.0), then)
 
 
 def test_a_put_of_unknown_fate_is_never_a_refusal():
     leader = machine(0)
     leader.begin(0.0)
-    leader.handle(VotesArrived(WORDS), 0.0)
-    leader.handle(Merged("c"), 0.0)
-    leader.handle(Intended(Go(0, "c")), 0.0)
-    assert leader.handle(PutEnded("no answer"), 1.0) == Conclude(Unknown("no answer"))
+    leader.handle(Votes(WORDS), 0.0)
+    leader.handle(MergeResult("c"), 0.0)
+    leader.handle(IntentAnswer(Go(0, "c")), 0.0)
+    assert leader.handle(PutResult("no answer"), 1.0) == Conclude(Unknown("no answer"))
 
 
 def test_a_leader_that_was_stopped_follows_what_was_decided_meanwhile():
-    for stands, then in ((Go(1, "c"), Await), (Aborted("late", {}), Conclude)):
+    for stands, then in ((Go(1, "c"), Await), (Abort("late", {}), Conclude)):
         leader = machine(0)
         leader.begin(0.0)
-        leader.handle(VotesArrived(WORDS), 0.0)
-        assert leader.handle(Merged("c"), 500.0) == Propose(Go(0, "c"))
-        assert isinstance(leader.handle(Intended(stands), 500.0), then)
+        leader.handle(Votes(WORDS), 0.0)
+        assert leader.handle(MergeResult("c"), 500.0) == Propose(Go(0, "c"))
+        assert isinstance(leader.handle(IntentAnswer(stands), 500.0), then)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 100, 16383])
@@ -148,7 +146,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @given(
-    st.builds(Failed, texts)
+    st.builds(Failure, texts)
     | st.builds(
         Durable, st.builds(FragmentRef, texts, st.integers(0, 9), st.integers(0, 2**60), texts)
     )
@@ -160,7 +158,7 @@ def test_words_come_as_they_were_sent(vote):
 @given(
     st.builds(Committed, texts)
     | st.builds(
-        Aborted,
+        Abort,
         texts,
         st.dictionaries(st.integers(0, 99), texts),
         texts,
@@ -175,7 +173,7 @@ def test_verdicts_come_as_they_were_sent(verdict):
 @given(st.builds(Go, st.integers(0, 99), texts))
 def test_intents_and_turns_come_as_they_were_sent(go):
     assert decode_intent(encode(go)) == go
-    assert decode_turn(encode(Taken(go.by))) == Taken(go.by)
+    assert decode_turn(encode(TurnTaken(go.by))) == TurnTaken(go.by)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"type":"committed"}', b'{"type":"other"}'])
@@ -196,16 +194,16 @@ def words_asked_for(size: int, dead: int) -> int:
     for rank in set(range(size)) - {dead}:
         one, now = CommitMachine(5, rank, size, BOUNDS, 0.0), 0.0
         action = one.begin(now)
-        event: Outcome | Intended | VotesArrived
+        event: Outcome | IntentAnswer | Votes
         while now < BOUNDS.timeout:
             match action:
                 case Await(until):
                     now, event = until, Outcome(None)
                 case Look():
-                    event = Intended(None)
+                    event = IntentAnswer(None)
                 case Gather(ranks, until):
                     heard = {other: Durable(part(other)) for other in ranks - {dead}}
-                    now, event = now if heard else until, VotesArrived(heard)
+                    now, event = now if heard else until, Votes(heard)
                     asked += len(heard)
                 case _:
                     raise AssertionError(action)
@@ -226,12 +224,12 @@ def test_any_rank_alone_tells_in_the_end_who_is_missing(rank):
             case Await(until):
                 action, now = one.handle(Outcome(None), until), until
             case Look():
-                action = one.handle(Intended(None), now)
+                action = one.handle(IntentAnswer(None), now)
             case Gather(ranks):
                 there = {other: Durable(part(other)) for other in ranks if other > 1}
-                action = one.handle(VotesArrived(there), now)
+                action = one.handle(Votes(there), now)
             case _:
                 raise AssertionError(action)
         assert now <= BOUNDS.timeout + BOUNDS.stagger(rank)
-    assert isinstance(action.intent, Aborted)
+    assert isinstance(action.intent, Abort)
     assert action.intent.ranks == (0, 1)

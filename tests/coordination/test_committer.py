@@ -5,8 +5,8 @@ import uuid
 
 import pytest
 
-from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
-from ckpt.coordination.commit_state_machine import Bounds, Committed, Failed, Unknown
+from ckpt.coordination.abort_reason import Abort, abort_reason, rebuild
+from ckpt.coordination.commit_state_machine import Bounds, Committed, Failure, Unknown
 from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (
@@ -49,7 +49,7 @@ def checksum_of(verdict):
 
     A saver does the same with a verdict.
     """
-    if isinstance(verdict, Aborted):
+    if isinstance(verdict, Abort):
         raise rebuild(verdict, REF.step)
     assert isinstance(verdict, Committed), verdict
     return verdict.checksum
@@ -105,7 +105,7 @@ def test_a_world_of_one_commits_alone(store):
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_when_one_has_failed_all_hear_which_and_why(store, failed):
     votes = {rank: make_durable(store, rank, 3) for rank in range(3)} | {
-        failed: Failed("disk full")
+        failed: Failure("disk full")
     }
     heard = commit_all(World(3), store, votes)
     for error in heard.values():
@@ -116,7 +116,7 @@ def test_when_one_has_failed_all_hear_which_and_why(store, failed):
 
 def test_a_reason_with_a_name_that_is_not_utf_8_reaches_all(store):
     """Such as the name of a file. The other ranks would wait for the vote otherwise."""
-    votes = {0: make_durable(store, 0, 2), 1: Failed("no such file: step\udce9")}
+    votes = {0: make_durable(store, 0, 2), 1: Failure("no such file: step\udce9")}
     for error in commit_all(World(2), store, votes).values():
         assert isinstance(error, PeerFailed)
         assert error.failures == {1: r"no such file: step\udce9"}
@@ -162,7 +162,7 @@ def test_a_word_that_comes_late_does_not_change_the_verdict(store):
 def test_a_verdict_given_by_another_survivor_stands(store):
     world = World(1)
     vote = make_durable(store, 0, 1)
-    first = commit_all(world, store, {0: Failed("told before")})
+    first = commit_all(world, store, {0: Failure("told before")})
     second = commit_all(world, store, {0: vote})
     assert isinstance(first[0], PeerFailed)
     assert isinstance(second[0], PeerFailed)

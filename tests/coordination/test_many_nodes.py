@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 import ckpt.coordination.nodes
-from ckpt.coordination.abort_reason import Aborted
+from ckpt.coordination.abort_reason import Abort
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit_state_machine import (
     Bounds,
     Committed,
     Durable,
-    Failed,
+    Failure,
     Unknown,
     Verdict,
     Vote,
@@ -96,9 +96,9 @@ def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store
 def test_a_rank_that_has_failed_is_heard_of_on_all_nodes_and_no_node_has_a_manifest(
     stores: Stores,
 ) -> None:
-    heard = commit(World(3, patience=5), stores, {**all_durable(stores), 2: Failed("disk full")})
+    heard = commit(World(3, patience=5), stores, {**all_durable(stores), 2: Failure("disk full")})
     assert all(
-        isinstance(verdict, Aborted) and verdict.failures == {2: "disk full"}
+        isinstance(verdict, Abort) and verdict.failures == {2: "disk full"}
         for verdict in heard.values()
     )
     assert manifests(stores) == []
@@ -139,7 +139,7 @@ def test_if_the_committer_s_own_node_cannot_put_it_no_node_does(stores: Stores) 
         stores[0], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))]
     )
     heard = commit(World(3, patience=5), stores, messages)
-    assert all(isinstance(verdict, Aborted) for verdict in heard.values()), heard
+    assert all(isinstance(verdict, Abort) for verdict in heard.values()), heard
     assert manifests(stores) == []
 
 

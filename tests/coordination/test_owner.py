@@ -26,7 +26,7 @@ def store():
     forget_memory(name)
 
 
-ME = Owner.here("minezz")
+ME = Owner.of_this_process("minezz")
 
 
 def noted(store: StorageBackend, owner: Owner = ME, /, **changes: Any) -> Owner:

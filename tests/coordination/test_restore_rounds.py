@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.coordination import restore_rounds
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.restore_rounds import Damaged, Parted, RestoreRounds, common
+from ckpt.coordination.restore_rounds import ConnectionLost, DamageError, RestoreRounds, common
 from ckpt.errors import ChecksumMismatch, RestoreError
 from tests.coordination.world import World
 
@@ -45,7 +45,7 @@ def outcome(
 
 def test_damage_on_one_is_damage_for_all() -> None:
     found = outcome({0: "a", 1: ChecksumMismatch("key", 0, 1), 2: "c"})
-    assert all(isinstance(error, Damaged) for error in found.values())
+    assert all(isinstance(error, DamageError) for error in found.values())
 
 
 def test_an_error_with_a_name_that_is_not_utf_8_is_told_to_all() -> None:
@@ -55,12 +55,12 @@ def test_an_error_with_a_name_that_is_not_utf_8_is_told_to_all() -> None:
 
 
 def test_who_was_left_waits_for_the_one_who_knows_why() -> None:
-    lost = Parted("connection closed")
+    lost = ConnectionLost("connection closed")
     found = outcome({0: lost, 1: RestoreError("no memory"), 2: lost}, seconds={1: 0.4})
     assert all("no memory" in str(error) for error in found.values()), found
 
 
-@pytest.mark.parametrize("first", [RestoreError("no memory"), Parted("connection closed")])
+@pytest.mark.parametrize("first", [RestoreError("no memory"), ConnectionLost("connection closed")])
 def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(
     first: Exception, monkeypatch: Any
 ) -> None:
@@ -71,7 +71,7 @@ def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(
     assert all(
         isinstance(error, RestoreError) and str(first) in str(error) for error in found.values()
     ), found
-    if isinstance(first, Parted):
+    if isinstance(first, ConnectionLost):
         assert all("rank(s) 2 are gone" in str(error) for error in found.values())
 
 

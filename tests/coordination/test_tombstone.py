@@ -94,7 +94,7 @@ def taken(far: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StorageBackend, C
         manager.save(state(step), step)
     on_machine(monkeypatch, "second")
     backend = open_backend(str(far))
-    claim = Claim(backend, Owner.here("ownownownown"))
+    claim = Claim(backend, Owner.of_this_process("ownownownown"))
     claim.take()
     manager.close()
     return backend, claim
@@ -169,7 +169,7 @@ def test_the_next_job_knows_which_jobs_may_still_live(far, monkeypatch) -> None:
     backend = open_backend(str(far))
     for number, name in enumerate(("first", "second", "third")):
         on_machine(monkeypatch, name)
-        claim = Claim(backend, Owner.here(f"attempt{'abc'[number]}xyz"))
+        claim = Claim(backend, Owner.of_this_process(f"attempt{'abc'[number]}xyz"))
         claim.take()
         for each in range(3):
             ref = StepRef(1, f"attempt{'abc'[each]}xyz")

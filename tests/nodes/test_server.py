@@ -346,7 +346,7 @@ def test_the_end_of_the_copying_ends_a_request_under_way(tmp_path: Path) -> None
         found = reading(tier, peer, REF, {"rank-00002.safetensors": len(DATA)}, pace)
         copying = workers.submit(read, found, KEY, 0, len(DATA))
         assert until(lambda: len(sent) > 3)
-        pace.end(now=True)
+        pace.end(at_once=True)
         with pytest.raises(StorageError, match="not wanted any more"):
             copying.result()
 

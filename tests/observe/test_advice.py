@@ -20,7 +20,7 @@ from ckpt.observe.advice import (
     measurements_of,
 )
 from ckpt.observe.history import history_of
-from ckpt.observe.journal import OPENED, Record
+from ckpt.observe.journal import OPEN_EVENT, Record
 
 FOUND = Measurements(
     stall_seconds=2.0,
@@ -95,14 +95,14 @@ def test_a_number_out_of_bounds_is_refused(wrong: dict[str, float]) -> None:
 def journal(hours: float) -> list[Record]:
     end = hours * 3600
     return [
-        Record(at=0.0, event=OPENED),
+        Record(at=0.0, event=OPEN_EVENT),
         Record(at=10.0, event="SaveStaged", step=1, nbytes=5, seconds=0.25, tiers=("a", "b")),
         Record(at=11.0, event="SaveCommitted", step=1, tier="a", seconds=1.0),
-        Record(at=12.0, event=OPENED),
+        Record(at=12.0, event=OPEN_EVENT),
         Record(at=40.0, event="SaveStaged", step=2, nbytes=7, seconds=0.75, tiers=("a", "b")),
         Record(at=43.0, event="SaveCommitted", step=2, tier="a", seconds=3.0),
         Record(at=44.0, event="TierMissed", step=2, tier="b"),
-        Record(at=end, event=OPENED),
+        Record(at=end, event=OPEN_EVENT),
     ]
 
 
@@ -125,4 +125,4 @@ def test_a_short_journal_says_nothing_of_failures() -> None:
 
 def test_a_journal_without_a_save_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no save"):
-        measurements_of([Record(at=0.0, event=OPENED)], history_of([]))
+        measurements_of([Record(at=0.0, event=OPEN_EVENT)], history_of([]))

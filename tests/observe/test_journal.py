@@ -18,8 +18,8 @@ from ckpt.events import Repaired, Restored, SaveCommitted, SaveFailed, SaveStage
 from ckpt.observe import journal as journals
 from ckpt.observe.history import history_of
 from ckpt.observe.journal import (
-    OPENED,
-    VERIFIED,
+    OPEN_EVENT,
+    VERIFY_EVENT,
     Journal,
     JournalReader,
     Record,
@@ -205,25 +205,25 @@ def test_verifications_are_read_whatever_the_number_of_ranks(
     monkeypatch.setattr(journals, "_MOST_FILES", 3)
     found = JournalReader(root).read()
     assert [record.event for record in found].count("SaveFailed") == 2
-    assert (1, root) in history_of(found).verified
+    assert (1, root) in history_of(found).verifications
 
 
 @pytest.mark.parametrize("event", ["SaveCommitted", "CommitFinished"])
 def test_a_verification_does_not_count_for_a_later_attempt_at_the_step(event: str) -> None:
     records = [
         Record(at=1, event="SaveCommitted", step=1, tier="a"),
-        Record(at=2, event=VERIFIED, step=1, tier="a", reason="1 fault found"),
-        Record(at=3, event=VERIFIED, step=1, tier="b"),
+        Record(at=2, event=VERIFY_EVENT, step=1, tier="a", reason="1 fault found"),
+        Record(at=3, event=VERIFY_EVENT, step=1, tier="b"),
         Record(at=4, event=event, step=1, tier="a"),
     ]
-    assert history_of(records).verified == {(1, "b"): records[2]}
-    again = Record(at=5, event=VERIFIED, step=1, tier="a")
-    assert history_of([*records, again]).verified[1, "a"] == again
+    assert history_of(records).verifications == {(1, "b"): records[2]}
+    again = Record(at=5, event=VERIFY_EVENT, step=1, tier="a")
+    assert history_of([*records, again]).verifications[1, "a"] == again
 
 
 def test_many_jobs_and_many_saves_are_read_in_linear_time() -> None:
     saves = [Record(at=n, event="SaveStaged", step=n, tiers=("a",)) for n in range(8000)]
-    begun = [Record(at=n, event=OPENED) for n in range(8000, 16000)]
+    begun = [Record(at=n, event=OPEN_EVENT) for n in range(8000, 16000)]
     began = time.process_time()
     found = history_of([*saves, *begun])
     assert time.process_time() - began < 1
@@ -254,4 +254,4 @@ def test_a_check_is_noted_where_there_is_a_journal(tmp_path: Path) -> None:
     note_verified(str(tmp_path / "run"), 1, "")
     note_verified(str(tmp_path / "run"), 1, "2 faults")
     found = history_of(JournalReader(str(tmp_path / "run")).read())
-    assert [each.reason for each in found.verified.values()] == ["2 faults"]
+    assert [each.reason for each in found.verifications.values()] == ["2 faults"]

@@ -9,7 +9,7 @@ import pytest
 from ckpt.errors import ChecksumMismatch, FileDamaged, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import StepRef, data_name
-from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES, ChunkReader, joined, read_plan
+from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES, ChunkReader, join_adjacent, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
@@ -95,7 +95,7 @@ def test_chunks_that_are_neighbours_in_file_and_target_are_read_as_one_piece(
 def test_pieces_of_memory_that_follow_each_other_are_joined():
     room = memoryview(bytearray(range(100)))
     pieces = [room[10:20], room[20:25], room[30:40], room[40:41], room[0:10]]
-    found = joined(pieces)
+    found = join_adjacent(pieces)
     assert [bytes(piece) for piece in found] == [
         bytes(room[10:25]),
         bytes(room[30:41]),
@@ -103,7 +103,7 @@ def test_pieces_of_memory_that_follow_each_other_are_joined():
     ]
     found[0][0] = 200
     assert room[10] == 200
-    assert joined(pieces[:1]) == pieces[:1]
+    assert join_adjacent(pieces[:1]) == pieces[:1]
 
 
 def test_a_part_of_a_chunk_goes_through_a_buffer(memory, saved, workers, retry):

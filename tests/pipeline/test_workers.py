@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from ckpt.errors import ThreadLimit
-from ckpt.pipeline.workers import Once, Workers
+from ckpt.pipeline.workers import SingleCall, Workers
 
 
 def os_threads() -> set[str]:
@@ -249,7 +249,7 @@ def test_whoever_waits_for_work_that_was_dropped_goes_on():
 
 def test_a_call_that_was_revoked_never_begins_and_one_that_has_begun_is_not_revoked():
     calls: list[int] = []
-    one, two = Once(partial(calls.append, 1)), Once(partial(calls.append, 2))
+    one, two = SingleCall(partial(calls.append, 1)), SingleCall(partial(calls.append, 2))
     assert one.revoke()
     one()
     two()

@@ -20,11 +20,11 @@ class Whole:
     def parts(self, start: int, end: int) -> Sequence[memoryview]:
         return [self.view(start, end)]
 
-    def written(self, start: int, end: int) -> None:
+    def note_written(self, start: int, end: int) -> None:
         """Keep the image."""
 
-    def hashed(self, start: int, end: int) -> None:
+    def note_hashed(self, start: int, end: int) -> None:
         """Keep the image."""
 
-    def lost(self, error: CkptError) -> None:
+    def note_loss(self, error: CkptError) -> None:
         """Keep the image."""

@@ -28,7 +28,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         manager.save({"x": 1}, 1)
         owner = read_owner(open_backend(str(tmp_path)))
     assert owner is not None
-    monkeypatch.setattr("ckpt.coordination.owner._ended", set[str]())  # The job is not known here
+    monkeypatch.setattr(
+        "ckpt.coordination.owner._ended_attempts", set[str]()
+    )  # The job is not known here
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(owner, machine="another")))
     return tmp_path
 
@@ -52,19 +54,19 @@ def test_a_step_of_the_same_second_may_have_been_committed_since(
 ) -> None:
     """S3 dates its objects to whole seconds."""
     posted = PostedTakeover(SingleCoordinator(), 0)
-    claim = leader = Claim(open_backend(str(root)), Owner.here(OWN))
+    claim = leader = Claim(open_backend(str(root)), Owner.of_this_process(OWN))
     leader.take()
     if not leads:
         assert leader.takeover is not None
         posted.post(leader.takeover)
-        claim = Claim(open_backend(str(root)), Owner.here(OWN), posted=posted)
+        claim = Claim(open_backend(str(root)), Owner.of_this_process(OWN), posted=posted)
         claim.use()
     dated(root, seconds)
     assert may_remove(claim, root) == is_older
 
 
 def test_a_step_that_was_committed_between_two_takeovers_was_not_there(root: Path) -> None:
-    claim = Claim(open_backend(str(root)), Owner.here(OWN))
+    claim = Claim(open_backend(str(root)), Owner.of_this_process(OWN))
     claim.take()
     dated(root, 1)
     claim.take()
@@ -76,7 +78,7 @@ def test_the_date_costs_a_request_only_where_a_job_may_be_alive(root: Path) -> N
     counts: list[int] = []
     for _ in range(2):
         backend = FaultyBackend(open_backend(str(root)), [])
-        claim = Claim(backend, Owner.here(OWN))
+        claim = Claim(backend, Owner.of_this_process(OWN))
         claim.take()
         counts.append(sum((call.verb, call.key) == ("head", OWNER) for call in backend.calls))
         claim.release()

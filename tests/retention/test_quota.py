@@ -37,7 +37,7 @@ def agreed(root: Path, world: World, ranks: list[int], *, timeout: float = 5) ->
         if coordinator.rank == LEADER:
             with world.changed:  # Until the other rank has posted its size
                 assert world.changed.wait_for(lambda: world.messages, 10)
-        claim = Claim(tier.backend, Owner.here(coordinator.attempt))
+        claim = Claim(tier.backend, Owner.of_this_process(coordinator.attempt))
         quota = Quota(tier, coordinator, claim, FixedGuard(), timeout=timeout)
         quota.agree(REF, 0, 1000, restored=None)
 

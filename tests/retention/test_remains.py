@@ -37,7 +37,7 @@ ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 @pytest.fixture(autouse=True)
 def no_ended_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget which attempts other tests have ended in this process."""
-    monkeypatch.setattr("ckpt.coordination.owner._ended", set[str]())
+    monkeypatch.setattr("ckpt.coordination.owner._ended_attempts", set[str]())
 
 
 def attempt(
@@ -75,7 +75,7 @@ def tier(root: Path, **fields: Any) -> OpenTier:
 
 
 def claim_of(root: Path, attempt: str) -> Claim:
-    return Claim(tier(root).backend, Owner.here(attempt))
+    return Claim(tier(root).backend, Owner.of_this_process(attempt))
 
 
 def room(root: Path, capacity: int) -> Quota:
@@ -110,7 +110,7 @@ def owned_by(root: Path, attempt: str, *, machine: str | None = None) -> None:
 
     It has ended, or it may live on another ``machine``.
     """
-    owner = Owner.here(attempt)
+    owner = Owner.of_this_process(attempt)
     owner = replace(owner, machine=machine) if machine else replace(owner, started=1)
     tier(root).backend.put(OWNER, [msgspec.json.encode(owner)])
 
@@ -256,7 +256,9 @@ def test_the_cut_off_writes_of_a_dead_job_go_before_any_step(
     caplog.set_level("INFO", "ckpt")
     steps = [attempt(tmp_path, step, ONE) for step in (1, 2)]
     left = [cut_off(tmp_path, step, ONE, 40_960) for step in (3, 4, 5)]
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     evictor(tmp_path, 140_000, claim).free_space(StepRef(6, TWO), 20_000, restored=None)
@@ -298,7 +300,9 @@ def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_comm
 ) -> None:
     steps = [attempt(tmp_path, step, ONE) for step in (1, 2, 3)]
     left = cut_off(tmp_path, 4, ONE, 40_960)
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     # the leader, which knows that a farther tier still needs some of them
     claim_of(tmp_path, TWO).take()
     other = Pruner(
@@ -322,7 +326,9 @@ def test_a_job_removes_before_its_first_save_what_a_killed_job_did_not_come_to(
     tmp_path: Path, restored: int | None, needed: tuple[int, ...], stay: list[int]
 ) -> None:
     steps = [attempt(tmp_path, step, ONE) for step in (1, 2, 3)]
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     guard = FixedGuard([StepRef(step, ONE) for step in needed])
@@ -340,7 +346,9 @@ def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(
     (part / "rank-00000.json").write_bytes(b"{}")
     # its fragment is missing, so no node lists this one
     cut = attempt(tmp_path, 4, ONE, version=None)
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
@@ -364,7 +372,9 @@ def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_p
         for path in other.iterdir():
             path.rename(part / path.name.replace("rank-00000", "rank-00005"))
         other.rmdir()
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
@@ -379,7 +389,9 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
     parts = [attempt(tmp_path, step, ONE, version=None) for step in (3, 4)]
     for part in parts:
         (part / "rank-00000.json").write_bytes(b"{}")
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
@@ -397,7 +409,9 @@ def test_a_node_keeps_its_part_of_the_restored_step_however_old_it_is(
         (part / "rank-00000.json").write_bytes(b"{}")
         for path in part.iterdir():
             os.utime(path, (time.time() - 2 * 86400,) * 2)
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     here = tier(tmp_path, local=True, capacity=1500)
@@ -421,7 +435,7 @@ def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path
     steps = [attempt(tmp_path, 1, ONE), attempt(tmp_path, 2, "c" * 12), attempt(tmp_path, 3, TWO)]
     posted = PostedTakeover(SingleCoordinator(), 0)
     posted.post(Takeover(frozenset([StepRef(1, ONE)]), None))
-    follower = Claim(tier(tmp_path).backend, Owner.here(TWO), posted=posted)
+    follower = Claim(tier(tmp_path).backend, Owner.of_this_process(TWO), posted=posted)
     assert evictor(tmp_path, 10_000, follower).free(StepRef(4, TWO), 2000, restored=None)
     assert [step.exists() for step in steps] == [False, True, True]
 
@@ -435,7 +449,9 @@ def test_what_the_job_goes_on_from_stays_on_a_node_that_does_not_list_it(tmp_pat
     )
     for folder in (listed, restored, older):
         (folder / "rank-00000.json").write_bytes(b"{}")
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     sweep(tier(tmp_path).backend, claim, restored=StepRef(12, ONE), part=True)
@@ -496,7 +512,9 @@ def test_remains_that_are_evicted_for_two_reasons_give_their_room_once(tmp_path:
 def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: Path) -> None:
     left = attempt(tmp_path, 3, ONE, version=None)
     (tmp_path / "logs of 10:55:01").mkdir()  # no key of a store has such a name
-    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    (tmp_path / OWNER).write_bytes(
+        msgspec.json.encode(replace(Owner.of_this_process(ONE), started=1))
+    )
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path), claim, FixedGuard(), SaveConfig(), leads=True)

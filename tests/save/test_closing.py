@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ckpt.coordination.leaving import Leaving
+from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.pipeline.workers import Workers
 from ckpt.save.closing import Closing
 
@@ -21,7 +21,7 @@ def test_a_rank_that_resumes_a_close_leaves_although_a_tier_does_not_answer() ->
     try:
         for _ in range(2):  # Ctrl-C has interrupted the first call
             closing.begin(lambda: cast("None", left.wait()), detaches=False)
-        closing.leave(cast("Leaving", coordinator), "KeyboardInterrupt")
+        closing.leave(cast("DepartingCoordinator", coordinator), "KeyboardInterrupt")
         assert left.is_set()
     finally:
         left.set()

@@ -76,8 +76,8 @@ def test_an_image_that_fits_needs_no_room_and_stays():
     window.land(4)
     for _ in range(2):  # one tier after the other
         assert bytes(window.view(1, 3)) == b"bc"
-        window.written(1, 3)
-        window.hashed(1, 3)
+        window.note_written(1, 3)
+        window.note_hashed(1, 3)
 
 
 def test_a_ring_frees_a_piece_that_is_both_written_and_hashed_whatever_the_order():
@@ -86,11 +86,11 @@ def test_a_ring_frees_a_piece_that_is_both_written_and_hashed_whatever_the_order
     window.land(2 * STEP)
     assert window.path is None  # no file holds the whole image
     assert window.rereadable
-    window.written(STEP, 2 * STEP)
-    window.hashed(0, 2 * STEP - 1)
+    window.note_written(STEP, 2 * STEP)
+    window.note_hashed(0, 2 * STEP - 1)
     assert not window.has_room(3 * STEP)
     copier, room = in_thread(lambda: window.wait_room(3 * STEP))
-    window.hashed(2 * STEP - 1, 2 * STEP)  # the second piece, before the first
+    window.note_hashed(2 * STEP - 1, 2 * STEP)  # the second piece, before the first
     copier.join(5)
     assert room == [None]
     assert not window.rereadable
@@ -101,9 +101,9 @@ def test_bytes_that_are_written_again_count_once():
     window = RingWindow(ring_of(1, step=STEP), 2 * STEP)
     window.wait_room(STEP)
     window.land(STEP)
-    window.written(0, STEP // 2)
-    window.written(0, STEP // 2)
-    window.hashed(0, STEP)
+    window.note_written(0, STEP // 2)
+    window.note_written(0, STEP // 2)
+    window.note_hashed(0, STEP)
     assert not window.has_room(2 * STEP)
 
 
@@ -160,8 +160,8 @@ def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, c
         assert ring.spill.nbytes == 0
         assert caplog.text.count("an optimizer's step may wait") == 1
         window.land(STEP)
-        window.written(0, STEP)
-        window.hashed(0, STEP)
+        window.note_written(0, STEP)
+        window.note_hashed(0, STEP)
         assert window.has_room(2 * STEP)
         window.abandon()
         ring.reclaim()
@@ -245,8 +245,8 @@ def test_everything_passes_through_a_ring_unharmed(size, frames, spill, piece, p
             tell(start, end)
         return found
 
-    writer, written = in_thread(lambda: take(part, window.written))
-    hasher, hashed = in_thread(lambda: take(chunk, window.hashed))
+    writer, written = in_thread(lambda: take(part, window.note_written))
+    hasher, hashed = in_thread(lambda: take(chunk, window.note_hashed))
     copy_all()
     writer.join(10)
     hasher.join(10)
@@ -300,7 +300,7 @@ class Images(RuleBasedStateMachine):
     def end(self, which: int, fails: bool) -> None:
         if (image := self.images[which]) is not None:
             if fails:
-                image.window.lost(StagingError("disk full"))
+                image.window.note_loss(StagingError("disk full"))
                 with pytest.raises(StagingError, match="disk full"):
                     image.window.view(0, 1)
             image.window.abandon()
@@ -339,7 +339,7 @@ class Model:
             while end < self.landed and end - start < 5 and end not in self.used[use]:
                 end += 1
             assert bytes(self.window.view(start, end)) == self.data[start:end]
-            (self.window.written if use == 0 else self.window.hashed)(start, end)
+            (self.window.note_written if use == 0 else self.window.note_hashed)(start, end)
             self.used[use].update(range(start, end))
 
     def check(self) -> None:

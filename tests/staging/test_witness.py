@@ -232,8 +232,8 @@ def test_in_a_ring_each_part_is_compared_before_others_take_its_place(check, mon
         try:
             for start in range(0, 7 * part, part):
                 written += bytes(window.view(start, start + part))
-                window.written(start, start + part)
-                window.hashed(start, start + part)
+                window.note_written(start, start + part)
+                window.note_hashed(start, start + part)
             return written
         finally:
             copier.join()

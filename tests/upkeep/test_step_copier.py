@@ -57,7 +57,7 @@ def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
         manager.save(STATE, 7)
     tiers = open_tiers([Tier(str(near)), Tier(str(far), codec=codec, capacity="1GB")])
     (held,) = Inventory(tiers[0].backend).look()
-    claim = Claim(tiers[1].backend, Owner.here("b" * 12))
+    claim = Claim(tiers[1].backend, Owner.of_this_process("b" * 12))
     claim.take()
     with Workers("copy", 1) as workers:
         copier = StepCopier(tiers[1], claim, [tiers[0].backend], FixedGuard())
@@ -85,7 +85,7 @@ def test_what_an_interrupted_copy_left_is_not_counted_twice(
     shutil.copy(root / data / data_name(0), left)
     nbytes = held.nbytes if source == "none" else held.staged_bytes
     (full,) = open_tiers([Tier(str(far), capacity=older.nbytes + nbytes)])
-    claim = Claim(full.backend, Owner.here("b" * 12))
+    claim = Claim(full.backend, Owner.of_this_process("b" * 12))
     claim.take()
     with Workers("copy", 1) as workers:
         StepCopier(full, claim, [tier.backend], FixedGuard()).copy(held, workers)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpt.coordination.restore_rounds import Parted
+from ckpt.coordination.restore_rounds import ConnectionLost
 from ckpt.errors import RestoreError
 from ckpt.model.checksum import checksum
 from ckpt.pipeline.chunk_reader import Sink
@@ -251,7 +251,7 @@ class Broadcast:
 
     def _collective(self, work: Callable[[], None]) -> None:
         """Call ``work``. If it raises an error, destroy the process groups, so that no other rank
-        waits for this rank in a collective. ``Parted`` replaces a ``RuntimeError``.
+        waits for this rank in a collective. ``ConnectionLost`` replaces a ``RuntimeError``.
         """
         try:
             work()
@@ -263,7 +263,7 @@ class Broadcast:
             if not isinstance(error, RuntimeError):
                 raise
             line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise Parted(f"it could not share with others what it read: {line}") from error
+            raise ConnectionLost(f"it could not share with others what it read: {line}") from error
 
     def _part(self) -> None:
         """Forget all parcels, and destroy the process groups."""

@@ -261,7 +261,7 @@ def cut_off(root: Path) -> None:
             begun = node / f"step-000000009.{attempt}"
             begun.mkdir()
             (begun / "rank-00000.safetensors").write_bytes(bytes(100))
-            dead = msgspec.structs.replace(Owner.here(attempt), started=1)
+            dead = msgspec.structs.replace(Owner.of_this_process(attempt), started=1)
             (node / OWNER).write_bytes(msgspec.json.encode(dead))
 
     alone(cut)
