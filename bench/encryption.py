@@ -25,7 +25,7 @@ import torch
 
 from ckpt import CheckpointManager, Tls
 from ckpt.catalog.fragments import load_fragment
-from ckpt.catalog.index import attempts, read_packed
+from ckpt.catalog.index import read_packed, step_refs
 from ckpt.catalog.transfer import copy_files
 from ckpt.catalog.verify import StepFolder
 from ckpt.model.keys import StepRef
@@ -75,7 +75,7 @@ def _certificate(folder: str) -> Tls:
 
 
 def _measure(source: StorageBackend, target: StorageBackend, tls: Tls, rounds: int) -> None:
-    (ref,) = attempts(source)
+    (ref,) = step_refs(source)
     here, there = multiprocessing.Pipe()
     serving = multiprocessing.get_context("fork").Process(
         target=_serve, args=(source, ref, tls, there)

@@ -219,7 +219,7 @@ def test_credentials_that_expire_in_mid_run_cost_the_far_tier_only(tmp_path, mot
 
 
 def uploads(backend) -> list[str]:
-    return [found.key for found in backend.unfinished("")]
+    return [found.key for found in backend.unfinished_writes("")]
 
 
 @pytest.mark.server
@@ -253,7 +253,7 @@ def test_a_save_that_is_aborted_leaves_no_parts_to_pay_for(tmp_path, moto_server
             # the abort was refused too, and no caller learned it
             patch.setattr(_S3Upload, "abort", lambda _: None)
             if how == "at the end":
-                patch.setattr(S3Backend, "unfinished", away)
+                patch.setattr(S3Backend, "unfinished_writes", away)
             error = manager.save_async(state, 1).exception(60)
             assert isinstance(error, StorageError)
             backend = open_backend(url, bucket)

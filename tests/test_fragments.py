@@ -70,7 +70,11 @@ def test_a_manifest_says_what_is_in_its_fragments_only_by_layouts(root: str) -> 
 
 def test_listing_steps_reads_no_fragment(root: str) -> None:
     backend = FaultyBackend(open_backend(root))
-    assert [held.ref.step for held in Inventory(backend, shown=True).look()] == [300, 200, 100]
+    assert [held.ref.step for held in Inventory(backend, for_display=True).look()] == [
+        300,
+        200,
+        100,
+    ]
     read = {call.key.rpartition("/")[2] for call in backend.calls if call.verb == "read_into"}
     assert read == {"manifest.json"}
 
@@ -83,7 +87,7 @@ def test_a_restore_of_one_rank_reads_its_fragment_once(tmp_path: Path) -> None:
     reader = TieredReader([backend], ref, retry=RetryPolicy())
     found = reader.manifest()
     assert parse(found.manifest.per_rank["0"]) == {"own": 4}
-    filled = reader.filled(found, [Leaf("x", "float32", (9,), (Box.whole((9,)),))])
+    filled = reader.fill(found, [Leaf("x", "float32", (9,), (Box.whole((9,)),))])
     assert filled.manifest.tensors[0].shards
     requests = [(call.verb, call.key.rpartition("/")[2]) for call in backend.calls]
     assert requests == [

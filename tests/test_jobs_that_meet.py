@@ -16,7 +16,7 @@ import ckpt.coordination.committer
 import ckpt.retention.pruner
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import attempts, committed, own_objects
+from ckpt.catalog.index import committed, own_objects, step_refs
 from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.coordination.step_files import put_manifest
@@ -84,7 +84,7 @@ def test_a_job_that_only_restores_leaves_what_another_has_begun(
             manager.save(state(step), step)
     (folder,) = near.glob("step-*")
     (folder / "manifest.json").unlink()
-    (ref,) = attempts(open_backend(str(near)))
+    (ref,) = step_refs(open_backend(str(near)))
     claim(open_backend(str(near)), replace(Owner.of_this_process(ref.attempt), **owner))
     restored_from(Tier(str(near), capacity=IMAGE + 100_000), far, step=9)
     assert {path.name for path in folder.iterdir()} == {"rank-00000.json", "rank-00000.safetensors"}
@@ -96,7 +96,7 @@ def in_memory(tmp_path: Path) -> Iterator[list[Tier]]:
     tiers = [Tier("memory"), Tier(str(tmp_path / "disk"))]
     yield tiers
     memory = open_tiers(tiers)[0].backend
-    for ref in attempts(memory):
+    for ref in step_refs(memory):
         for info in own_objects(memory, ref):
             memory.delete(info.key)
     memory.delete(OWNER)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import is_committed, step_refs
 from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import (
     AccessDenied,
@@ -544,14 +544,14 @@ def test_a_partial_cache_is_used_and_pruned_in_the_end(
         manager.restore(target)
         assert_is(target, 3)
         cache = open_backend(str(fresh))
-        (ref,) = attempts(cache)
+        (ref,) = step_refs(cache)
         assert not is_committed(cache, ref)
         store = watch(far)
         with CheckpointManager([fresh, far]) as other:
             assert other.restore(target) is not None
         assert not any("safetensors" in key for key in reads(store))
     prune(cache, Retention(keep_last=1), PruneContext(grace_seconds=-1))
-    assert attempts(cache) == []
+    assert step_refs(cache) == []
 
 
 @pytest.mark.parametrize("error", [OutOfSpace, AccessDenied, StorageError])
@@ -663,7 +663,7 @@ def test_nothing_is_put_into_memory(saved: list[Path], far: Path) -> None:
         assert_is(target, 3)
         assert report is not None
         assert (report.tier, report.cached_bytes) == (str(far), 0)
-        assert attempts(manager._tiers[0].backend) == []
+        assert step_refs(manager._tiers[0].backend) == []
 
 
 def test_a_near_tier_that_does_not_answer_is_asked_once_for_all_files(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import step_refs
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.cli.main import main
@@ -91,7 +91,7 @@ def test_the_verb_restore_mends_what_is_raw_near_from_what_is_encoded_far(
     good = data(tiers[0]).read_bytes()
     flip(data(tiers[0]), -100)
     sources = [open_backend(tier.url) for tier in tiers]
-    (ref,) = attempts(sources[0])
+    (ref,) = step_refs(sources[0])
     with Workers("test", 2) as workers:
         fetch_step(sources, StepFolder(open_backend(str(tmp_path / "mended")), ref, workers))
     (mended,) = (tmp_path / "mended").rglob("*.safetensors")

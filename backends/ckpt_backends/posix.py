@@ -30,7 +30,7 @@ from ckpt.storage.api import (
     Buffer,
     Capabilities,
     ObjectInfo,
-    Unfinished,
+    UnfinishedWrite,
     Upload,
     check_key,
     check_prefix,
@@ -277,18 +277,18 @@ class PosixBackend:
         _remove_abandoned(os.path.dirname(path))
         self._remove_empty(os.path.dirname(path))
 
-    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+    def unfinished_writes(self, prefix: str) -> Iterator[UnfinishedWrite]:
         folder = check_prefix(prefix).removesuffix("/")
         for entry in self._entries(folder):
             key = f"{folder}/{entry.name}" if folder else entry.name
             if (kind := _type(entry, key)) == "folder":
-                yield from self.unfinished(f"{key}/")
+                yield from self.unfinished_writes(f"{key}/")
             elif (
                 kind == "file"
                 and (ours := TEMPORARY.fullmatch(entry.name))
                 and (found := _status(entry, key))  # None if the write has ended meanwhile
             ):
-                yield Unfinished(
+                yield UnfinishedWrite(
                     key=f"{folder}/{ours[1]}" if folder else ours[1],
                     name=key,
                     size=found.st_blocks * 512,
@@ -296,7 +296,7 @@ class PosixBackend:
                     abandoned=is_abandoned(found.st_mtime),
                 )
 
-    def discard(self, found: Unfinished) -> None:
+    def discard(self, found: UnfinishedWrite) -> None:
         path = self._writable(found.name)
         with mapped(found.key), suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)

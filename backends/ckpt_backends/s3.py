@@ -32,7 +32,7 @@ from ckpt.storage.api import (
     Capabilities,
     ObjectInfo,
     PutUpload,
-    Unfinished,
+    UnfinishedWrite,
     Upload,
     check_key,
     check_prefix,
@@ -360,14 +360,14 @@ class S3Backend(StorageBackendOnFsspec):
                 if found.key == key:
                     self._orphans.abort(found)
 
-    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+    def unfinished_writes(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished uploads to keys that start with ``prefix``. Yield none if the option
         ``abort_uploads_after_hours`` is 0.
         """
         if self._orphans.after:
             yield from self._orphans.uploads(check_prefix(prefix))
 
-    def discard(self, found: Unfinished) -> None:
+    def discard(self, found: UnfinishedWrite) -> None:
         self._orphans.abort(found)
 
     def _about_bucket(self, method: str, **arguments: object) -> Any:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from ckpt.errors import ObjectNotFound, StorageError
-from ckpt.storage.api import Unfinished
+from ckpt.storage.api import UnfinishedWrite
 
 _OURS: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)?")
 _LEADS: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
@@ -55,12 +55,12 @@ class Orphans:
                     with suppress(StorageError):
                         self.abort(found)
 
-    def abort(self, found: Unfinished) -> None:
+    def abort(self, found: UnfinishedWrite) -> None:
         """Abort one upload. Do nothing if the store no longer knows it."""
         with suppress(ObjectNotFound):
             self._call("abort_multipart_upload", Key=self._prefix + found.key, UploadId=found.name)
 
-    def uploads(self, prefix: str) -> Iterator[Unfinished]:
+    def uploads(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished uploads of all processes to keys that start with ``prefix``."""
         now, marker = datetime.now(UTC), dict[str, str]()
         while True:
@@ -69,7 +69,7 @@ class Orphans:
             except ObjectNotFound:  # rclone answers NoSuchUpload if there is none
                 return
             for found in page.get("Uploads", ()):
-                yield Unfinished(
+                yield UnfinishedWrite(
                     key=str(found["Key"]).removeprefix(self._prefix),
                     name=str(found["UploadId"]),
                     size=0,

@@ -194,7 +194,7 @@ class NodeParts:
         if newest is None:  # There is no folder in which nodes note that their ranks have ended
             return
         for ref, part in self._parts().items():
-            is_recent = (part.stored.touched or 0) > since
+            is_recent = (part.stored.last_change or 0) > since
             if ref.step <= newest.step or not is_recent or part.is_committed:
                 continue
             if self.may_be_whole(ref):

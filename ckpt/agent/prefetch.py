@@ -103,7 +103,7 @@ def _fill(
     _check_owner(tier, owner)
     folder = StepFolder(tier.backend, ref, workers)
     origin = TieredReader(sources, ref, retry=folder.retry)
-    _check_room(tier, origin.whole(lambda found: origin.filled(found, None)).manifest, ref)
+    _check_room(tier, origin.whole(lambda found: origin.fill(found, None)).manifest, ref)
     report = fetch_step(
         sources,
         folder,

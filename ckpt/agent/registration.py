@@ -30,7 +30,7 @@ from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process
 from ckpt.storage.api import HoldsRoot
-from ckpt.storage.places import is_folder, resolved
+from ckpt.storage.places import canonical, is_folder
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import Nodes, OpenTier
 
@@ -212,7 +212,7 @@ def register(
             if nodes is not None:
                 job = _of_node(job, nodes, coordinator.rank, tiers)
             # The trainer resolves the links, since it uses these file systems in any case.
-            roots = tuple(resolved(url) for url in urls_of(job))
+            roots = tuple(canonical(url) for url in urls_of(job))
             job = msgspec.structs.replace(job, before=_owners_of(tiers), roots=roots)
             job = msgspec.structs.replace(job, marks=_marks_of(tiers))
             made = Registration(job, copier, notify)
@@ -322,13 +322,13 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
     Args:
         refusal: Why the node of this rank has no agent; empty if it has one.
     """
-    if coordinator.rank in nodes.firsts:
+    if coordinator.rank in nodes.lowest_ranks:
         agent = f"{Owner.of_this_process('').machine} {os.path.realpath(agent_folder())}"
         coordinator.post(_ALL_NODES, encode_json((refusal, agent)))
 
     def decide() -> str:
         wait = Wait(_START_SECONDS, "the manager")
-        posted = gather(coordinator, _ALL_NODES, wait, ranks=nodes.firsts).values()
+        posted = gather(coordinator, _ALL_NODES, wait, ranks=nodes.lowest_ranks).values()
         answers = [msgspec.json.decode(data, type=tuple[str, str]) for data in posted]
         why = next((why for why, _ in answers if why), "")
         if not why and len({agent for _, agent in answers}) < len(answers):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from ckpt.catalog.index import attempts, creation_time, is_committed
+from ckpt.catalog.index import creation_time, is_committed, step_refs
 from ckpt.errors import CkptError, StorageError, TransientStorageError, with_root
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
@@ -54,13 +54,13 @@ class Candidate:
 
     Attributes:
         nearest: The position of the nearest store on which the attempt is committed.
-        answering: The positions of the stores that have not failed so far. The restore leaves out
+        reachable: The positions of the stores that have not failed so far. The restore leaves out
             all other stores.
     """
 
     ref: StepRef
     nearest: int
-    answering: tuple[int, ...]
+    reachable: tuple[int, ...]
 
 
 def candidates(
@@ -69,7 +69,7 @@ def candidates(
     *,
     workers: Workers,
     finish: Finish = lambda _store, _ref: False,
-    lists: Lists = attempts,
+    lists: Lists = step_refs,
 ) -> Iterator[Candidate]:
     """Yield the committed attempts at ``step`` (None: at any step), newest step first.
 
@@ -89,16 +89,16 @@ def candidates(
     Raises:
         StorageError: A store has failed, and no other store has such an attempt.
     """
-    seen: set[StepRef] = set()
-    for found in _Listing(stores, workers, lists).candidates(step, finish):
-        seen.add(found.ref)
-        yield found
-    if not seen:
+    refs: set[StepRef] = set()
+    for candidate in _Listing(stores, workers, lists).candidates(step, finish):
+        refs.add(candidate.ref)
+        yield candidate
+    if not refs:
         return
     with suppress(StorageError):  # The caller already knows why it could not use the first ones
-        for found in _Listing(stores, workers, lists).candidates(step, finish):
-            if found.ref not in seen:
-                yield found
+        for candidate in _Listing(stores, workers, lists).candidates(step, finish):
+            if candidate.ref not in refs:
+                yield candidate
 
 
 class _Listing:
@@ -108,7 +108,7 @@ class _Listing:
         self._stores = stores
         self._failure: StorageError | None = None
         self._holders: dict[StepRef, list[int]] = {}
-        self._answering = list(range(len(stores)))
+        self._reachable = list(range(len(stores)))
         for position, refs in enumerate(_list_all(stores, workers, lists)):
             if isinstance(refs, StorageError):
                 self._drop(position, refs)
@@ -118,7 +118,7 @@ class _Listing:
 
     def candidates(self, step: int | None, finish: Finish) -> Iterator[Candidate]:
         """Yield the candidates at ``step`` (None: at any step) that this listing has."""
-        none = True
+        is_empty = True
         for number in sorted({ref.step for ref in self._holders}, reverse=True):
             if step not in (None, number):
                 continue
@@ -126,17 +126,17 @@ class _Listing:
             nearest = {
                 ref: place for ref in rivals if (place := self._nearest(ref)) is not None
             } or {
-                ref: place for ref in rivals if (place := self._finished(ref, finish)) is not None
+                ref: place for ref in rivals if (place := self._finish_on(ref, finish)) is not None
             }
             for ref in sorted(
                 nearest, key=lambda ref: self._creation_time(ref, len(nearest)), reverse=True
             ):
                 # A store may have failed since the listing.
-                place = nearest[ref] if nearest[ref] in self._answering else self._nearest(ref)
+                place = nearest[ref] if nearest[ref] in self._reachable else self._nearest(ref)
                 if place is not None:
-                    none = False
-                    yield Candidate(ref=ref, nearest=place, answering=tuple(self._answering))
-        if none and self._failure is not None:
+                    is_empty = False
+                    yield Candidate(ref=ref, nearest=place, reachable=tuple(self._reachable))
+        if is_empty and self._failure is not None:
             if len(self._stores) > 1:
                 self._failure.detail += _NO_OTHER
             raise self._failure
@@ -146,7 +146,7 @@ class _Listing:
         no such store.
         """
         for position in self._holders[ref]:
-            if position in self._answering:
+            if position in self._reachable:
                 try:
                     if is_committed(self._stores[position], ref):
                         return position
@@ -154,9 +154,9 @@ class _Listing:
                     self._drop(position, error)
         return None
 
-    def _finished(self, ref: StepRef, finish: Finish) -> int | None:
+    def _finish_on(self, ref: StepRef, finish: Finish) -> int | None:
         """Return the position of the nearest store on which ``finish`` commits ``ref``, or None."""
-        places = [position for position in self._holders[ref] if position in self._answering]
+        places = [position for position in self._holders[ref] if position in self._reachable]
         return next((position for position in places if finish(self._stores[position], ref)), None)
 
     def _creation_time(self, ref: StepRef, rivals: int) -> float:
@@ -170,10 +170,10 @@ class _Listing:
         if rivals < 2:
             return 0.0
         for position in self._holders[ref]:
-            if position in self._answering:
+            if position in self._reachable:
                 try:
-                    if found := creation_time(self._stores[position], ref):
-                        return found
+                    if created_at := creation_time(self._stores[position], ref):
+                        return created_at
                 except StorageError as error:
                     self._drop(position, error)
         return math.inf
@@ -185,7 +185,7 @@ class _Listing:
             _log.warning(
                 "ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error
             )
-        self._answering.remove(position)
+        self._reachable.remove(position)
         self._failure = error
 
 
@@ -194,29 +194,29 @@ def _list_all(
 ) -> list[list[StepRef] | StorageError]:
     """Return for each store its attempts, or the error of a store that failed or is too slow."""
     futures = [workers.submit(_attempts, store, lists) for store in stores]
-    waiting = set(futures)
-    while waiting:
-        wait(waiting, None, FIRST_COMPLETED)
-        waiting = {future for future in futures if not future.done()}
-        nearer = futures[: min((futures.index(future) for future in waiting), default=0)]
+    pending = set(futures)
+    while pending:
+        wait(pending, None, FIRST_COMPLETED)
+        pending = {future for future in futures if not future.done()}
+        nearer = futures[: min((futures.index(future) for future in pending), default=0)]
         if any(map(_holds_any, stores, (future.result() for future in nearer))):
             break
     began, patience = time.monotonic(), min(ANSWER_SECONDS, LISTING_SECONDS)
-    waiting = wait(waiting, patience / 3).not_done
+    pending = wait(pending, patience / 3).not_done
     answers = {
-        future: workers.submit(_answers, stores[futures.index(future)]) for future in waiting
+        future: workers.submit(_answers, stores[futures.index(future)]) for future in pending
     }
-    waiting = wait(waiting, patience * 2 / 3).not_done
-    up = {future for future in waiting if answers[future].done() and answers[future].result()}
-    wait(up, max(0.0, began + LISTING_SECONDS - time.monotonic()))
+    pending = wait(pending, patience * 2 / 3).not_done
+    live = {future for future in pending if answers[future].done() and answers[future].result()}
+    wait(live, max(0.0, began + LISTING_SECONDS - time.monotonic()))
 
-    def late(future: Future[list[StepRef] | StorageError]) -> StorageError:
-        seconds = LISTING_SECONDS if future in up else ANSWER_SECONDS
+    def timeout_error(future: Future[list[StepRef] | StorageError]) -> StorageError:
+        seconds = LISTING_SECONDS if future in live else ANSWER_SECONDS
         return TransientStorageError(
             "", f"no answer within {seconds:.0f} s, and a nearer tier has a step"
         )
 
-    return [future.result() if future.done() else late(future) for future in futures]
+    return [future.result() if future.done() else timeout_error(future) for future in futures]
 
 
 def _answers(store: StorageBackend) -> bool:

@@ -24,8 +24,8 @@ class Difference:
         values: The names of tensors with the same dtype and shape, but different bytes.
         equal: The number of tensors that are equal bit for bit.
         read_names: The number of tensors whose data was read.
-        unread: The names of tensors that were not compared, since their checksums do not decide and
-            the caller did not let their data be read.
+        other_layouts: The names of tensors that were not compared, since their checksums do not
+            decide and the caller did not let their data be read.
     """
 
     only_one: list[str] = field(default_factory=list[str])
@@ -36,91 +36,91 @@ class Difference:
     values: list[str] = field(default_factory=list[str])
     equal: int = 0
     read_names: int = 0
-    unread: list[str] = field(default_factory=list[str])
+    other_layouts: list[str] = field(default_factory=list[str])
 
     @property
-    def compared(self) -> int:
+    def compared_count(self) -> int:
         """Return the number of tensors whose bytes were compared, by checksum or by reading."""
         return self.equal + len(self.values)
 
     @property
-    def any(self) -> bool:
+    def exists(self) -> bool:
         return bool(self.only_one or self.only_two or self.kinds or self.values)
 
 
 def compare(
-    one: StepReader,
-    two: StepReader,
+    reader_a: StepReader,
+    reader_b: StepReader,
     *,
-    on_name: Callable[[int, int], None] = lambda _done, _total: None,
+    on_name: Callable[[int, int], None] = lambda _count, _total: None,
     read: bool = True,
 ) -> Difference:
     """Compare all tensors of two checkpoints. A tied name stands for the tensor it is tied to.
 
     Args:
-        one: The first checkpoint.
-        two: The second checkpoint.
+        reader_a: The first checkpoint.
+        reader_b: The second checkpoint.
         on_name: Called after each common name, with the number of common names that are done and
             the number of all common names.
         read: Whether to read the data of a tensor if checksums cannot decide. Otherwise its name
-            goes to ``unread``.
+            goes to ``other_layouts``.
 
     Raises:
         IntegrityError, StorageError: The data of a tensor cannot be read.
     """
-    found = Difference(
-        only_one=sorted(one.tensors.keys() - two.tensors.keys()),
-        only_two=sorted(two.tensors.keys() - one.tensors.keys()),
+    difference = Difference(
+        only_one=sorted(reader_a.tensors.keys() - reader_b.tensors.keys()),
+        only_two=sorted(reader_b.tensors.keys() - reader_a.tensors.keys()),
     )
-    common = sorted(one.tensors.keys() & two.tensors.keys())
-    for done, name in enumerate(common):
-        _compare_tensor(found, one, two, name, read=read)
-        on_name(done + 1, len(common))
-    return found
+    common = sorted(reader_a.tensors.keys() & reader_b.tensors.keys())
+    for index, name in enumerate(common):
+        _compare_tensor(difference, reader_a, reader_b, name, read=read)
+        on_name(index + 1, len(common))
+    return difference
 
 
 def _compare_tensor(
-    found: Difference, one: StepReader, two: StepReader, name: str, *, read: bool
+    difference: Difference, reader_a: StepReader, reader_b: StepReader, name: str, *, read: bool
 ) -> None:
-    """Compare a tensor that both checkpoints have, and add the result to ``found``."""
-    a, b = one.tensors[name], two.tensors[name]
+    """Compare a tensor that both checkpoints have, and add the result to ``difference``."""
+    a, b = reader_a.tensors[name], reader_b.tensors[name]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
-        found.kinds[name] = (a, b)
+        difference.kinds[name] = (a, b)
         return
-    same = _by_checksums(one, two, name)
-    if same is None and not read:
-        found.unread.append(name)
+    is_equal = _by_checksums(reader_a, reader_b, name)
+    if is_equal is None and not read:
+        difference.other_layouts.append(name)
         return
-    if same is None:
-        found.read_names += 1
-        same = _by_bytes(one, two, name)
-    if same:
-        found.equal += 1
+    if is_equal is None:
+        difference.read_names += 1
+        is_equal = _by_bytes(reader_a, reader_b, name)
+    if is_equal:
+        difference.equal += 1
     else:
-        found.values.append(name)
+        difference.values.append(name)
 
 
-def _by_checksums(one: StepReader, two: StepReader, name: str) -> bool | None:
+def _by_checksums(reader_a: StepReader, reader_b: StepReader, name: str) -> bool | None:
     """Return True if a tensor is equal in both checkpoints, judged by the checksums of its chunks.
 
     Returns None if checksums cannot decide: the boxes of the chunks differ, and all boxes that both
     checkpoints have are equal.
     """
-    a, b = one.checksums(name), two.checksums(name)
+    a, b = reader_a.checksums(name), reader_b.checksums(name)
     if any(b[box] != a[box] for box in a.keys() & b.keys()):
         return False
     return True if a.keys() == b.keys() else None
 
 
-def _by_bytes(one: StepReader, two: StepReader, name: str) -> bool:
-    return all(a.data == b.data for a, b in pairs(one, two, name))
+def _by_bytes(reader_a: StepReader, reader_b: StepReader, name: str) -> bool:
+    return all(a.data == b.data for a, b in pairs(reader_a, reader_b, name))
 
 
-def pairs(one: StepReader, two: StepReader, name: str) -> zip[tuple[Piece, Piece]]:
+def pairs(reader_a: StepReader, reader_b: StepReader, name: str) -> zip[tuple[Piece, Piece]]:
     """Yield all pieces of a tensor in order, each as a pair from the two checkpoints."""
-    a, b = one.tensors[name], two.tensors[name]
+    a, b = reader_a.tensors[name], reader_b.tensors[name]
     return zip(
-        one.stream([a], most_bytes=_PIECE_BYTES),
-        two.stream([b], most_bytes=_PIECE_BYTES),
+        reader_a.stream([a], most_bytes=_PIECE_BYTES),
+        reader_b.stream([b], most_bytes=_PIECE_BYTES),
         strict=True,
     )

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from ckpt.catalog.index import attempts, own_objects
+from ckpt.catalog.index import own_objects, step_refs
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
@@ -55,7 +55,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend
 
-_WHEN: Final = (
+_PRUNE_NOTE: Final = (
     "once it is a day old, and not before, since its job may run where it cannot be seen from here"
 )
 _log = logging.getLogger("ckpt")
@@ -102,7 +102,9 @@ def finalize(
     _check_last(backend, ref, owner)
     parts = read_fragments(folder)
     manifest = merge(parts)
-    fragments = {part.rank: fragment_of(part, key=ref.key(named.name)) for part, named in parts}
+    fragments = {
+        part.rank: fragment_of(part, key=ref.key(fragment_ref.name)) for part, fragment_ref in parts
+    }
     whole = fill_manifest(manifest, fragments, key=ref.manifest)
     files = whole.stored_files().values()
     if read_data:
@@ -168,18 +170,18 @@ def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
     """Raise ``CommitError`` if the leader has written to a later step, or in a later try at this
     step.
     """
-    for other in attempts(backend):
-        is_later = (other.step, other.trial) > (ref.step, ref.trial)
-        if other.job == owner.attempt and is_later:
-            names = {info.key.rpartition("/")[2] for info in own_objects(backend, other)}
+    for attempt_ref in step_refs(backend):
+        is_later = (attempt_ref.step, attempt_ref.trial) > (ref.step, ref.trial)
+        if attempt_ref.job == owner.attempt and is_later:
+            names = {info.key.rpartition("/")[2] for info in own_objects(backend, attempt_ref)}
             if any(map(_of_leader, names)):
-                what = (
+                action = (
                     f"tried step {ref.step} again"
-                    if other.step == ref.step
-                    else f"went on to step {other.step}"
+                    if attempt_ref.step == ref.step
+                    else f"went on to step {attempt_ref.step}"
                 )
                 raise CommitError(
-                    f"step {ref.step}: the leader {what} after it, so this save may have been "
+                    f"step {ref.step}: the leader {action} after it, so this save may have been "
                     "refused (or, on a farther tier, waited its turn): restore another step"
                 )
 
@@ -203,13 +205,13 @@ def read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
     ref = folder.ref
     names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, ref)]
     # The names may include the manifest, since other processes may finish the step too.
-    found = sorted(filter(is_fragment, names))
-    if not found:
+    fragment_names = sorted(filter(is_fragment, names))
+    if not fragment_names:
         raise CommitError(
             f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of "
-            f"it {_WHEN}"
+            f"it {_PRUNE_NOTE}"
         )
-    parts = folder.workers.run_all(partial(_read_fragment, folder, name) for name in found)
+    parts = folder.workers.run_all(partial(_read_fragment, folder, name) for name in fragment_names)
     _check_world(ref, [fragment for fragment, _ in parts])
     return parts
 
@@ -235,7 +237,7 @@ def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
     if missing := set(range(world)) - {fragment.rank for fragment in fragments}:
         raise CommitError(
             f"step {ref.step}: rank(s) {rank_list(missing)} of {world} did not finish their part, "
-            f"which no other place has: ckpt prune removes what is left of it {_WHEN}"
+            f"which no other place has: ckpt prune removes what is left of it {_PRUNE_NOTE}"
         )
 
 
@@ -249,13 +251,13 @@ class Finisher:
     Thread safety: one thread.
 
     Attributes:
-        finished: A pair (step, URL of the store) for each commit that was finished, in order.
+        finishes: A pair (step, URL of the store) for each commit that was finished, in order.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._tried: set[tuple[str, StepRef]] = set()
-        self.finished: list[tuple[int, str]] = []
+        self._tries: set[tuple[str, StepRef]] = set()
+        self.finishes: list[tuple[int, str]] = []
 
     def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
         """Try to finish ``ref``, which has no manifest on ``backend``, and return True on success.
@@ -263,9 +265,9 @@ class Finisher:
         Each attempt is tried once for each store. No `CkptError` is raised, since there may be
         other steps to restore.
         """
-        if (backend.url, ref) in self._tried:
+        if (backend.url, ref) in self._tries:
             return False
-        self._tried.add((backend.url, ref))
+        self._tries.add((backend.url, ref))
         try:
             finalize(backend, ref, workers=self._workers, read_data=False)
         except JobUnseen as error:
@@ -283,6 +285,6 @@ class Finisher:
                 ref.step,
                 backend.url,
             )
-            self.finished.append((ref.step, backend.url))
+            self.finishes.append((ref.step, backend.url))
             return True
         return False

@@ -28,12 +28,16 @@ Fragments are small and there may be thousands of them, so the latency of reques
 
 
 def load_fragment(
-    backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
+    backend: StorageBackend,
+    ref: StepRef,
+    manifest: Manifest,
+    fragment_ref: FragmentRef,
+    file: File | None,
 ) -> tuple[Fragment, bytes]:
     """Read one fragment that ``manifest`` was merged from.
 
     Args:
-        named: The reference to the fragment in the manifest.
+        fragment_ref: The reference to the fragment in the manifest.
         file: The data file of the fragment's rank in the manifest; None if the rank has none.
 
     Returns:
@@ -43,20 +47,26 @@ def load_fragment(
         ObjectNotFound: The fragment is missing.
         ChecksumMismatch, ManifestCorrupt: The fragment is damaged, or belongs to another save.
     """
-    key = ref.key(named.name)
-    if named.size > MAX_RECORD_BYTES:
-        raise ManifestCorrupt(key, f"has {named.size} bytes, more than a fragment may have")
-    decode = partial(check_bytes, named=named, key=key)
-    data = read_record(backend, key, decode, limit=named.size)
+    key = ref.key(fragment_ref.name)
+    if fragment_ref.size > MAX_RECORD_BYTES:
+        raise ManifestCorrupt(key, f"has {fragment_ref.size} bytes, more than a fragment may have")
+    decode = partial(check_bytes, fragment_ref=fragment_ref, key=key)
+    data = read_record(backend, key, decode, limit=fragment_ref.size)
     fragment = read_fragment(data, key=key)
-    mine = (
+    identity = (
         fragment.step,
         fragment.attempt,
         fragment.rank,
         fragment.world_size,
         fragment.chunk_bytes,
     )
-    if mine != (ref.step, ref.attempt, named.rank, manifest.world_size, manifest.chunk_bytes):
+    if identity != (
+        ref.step,
+        ref.attempt,
+        fragment_ref.rank,
+        manifest.world_size,
+        manifest.chunk_bytes,
+    ):
         raise ManifestCorrupt(key, "belongs to another save")
     own = replace(fragment.file, chunks=()) if fragment.file else None
     if own != (replace(file, chunks=()) if file else None):
@@ -64,21 +74,21 @@ def load_fragment(
     return fragment, data
 
 
-def check_bytes(data: bytes, *, named: FragmentRef, key: str) -> bytes:
+def check_bytes(data: bytes, *, fragment_ref: FragmentRef, key: str) -> bytes:
     """Return ``data`` if these are the bytes of the fragment that a manifest names.
 
     Raises:
         ManifestCorrupt: The size is another one.
         ChecksumMismatch: The bytes are other ones.
     """
-    if len(data) != named.size:
-        raise ManifestCorrupt(key, f"has {len(data)} bytes, should have {named.size}")
-    if checksum(data) != named.checksum:
+    if len(data) != fragment_ref.size:
+        raise ManifestCorrupt(key, f"has {len(data)} bytes, should have {fragment_ref.size}")
+    if checksum(data) != fragment_ref.checksum:
         raise ChecksumMismatch(key, 0, len(data))
     return data
 
 
-def filled(
+def fill(
     manifest: Manifest,
     read: Callable[[FragmentRef, File | None], Fragment],
     ranks: Collection[int] | None,
@@ -99,17 +109,23 @@ def filled(
     if manifest.is_filled:
         return manifest
     files = manifest.file_map()
-    named = [each for each in manifest.fragments if ranks is None or each.rank in ranks]
+    fragment_refs = [
+        fragment_ref
+        for fragment_ref in manifest.fragments
+        if ranks is None or fragment_ref.rank in ranks
+    ]
 
-    def load(each: FragmentRef) -> Fragment:
-        return carried_fragment(manifest, each.rank, key=key) or read(each, files.get(each.rank))
+    def load(fragment_ref: FragmentRef) -> Fragment:
+        return carried_fragment(manifest, fragment_ref.rank, key=key) or read(
+            fragment_ref, files.get(fragment_ref.rank)
+        )
 
-    if len(named) < 2:
-        found = list(map(load, named))
+    if len(fragment_refs) < 2:
+        parts = list(map(load, fragment_refs))
     else:
-        with Workers("fragments", min(_THREADS, len(named))) as workers:
-            found = workers.run_all(partial(load, each) for each in named)
-    return fill_manifest(manifest, {part.rank: part for part in found}, key=key)
+        with Workers("fragments", min(_THREADS, len(fragment_refs))) as workers:
+            parts = workers.run_all(partial(load, fragment_ref) for fragment_ref in fragment_refs)
+    return fill_manifest(manifest, {part.rank: part for part in parts}, key=key)
 
 
 Read = Callable[[Manifest, FragmentRef, File | None], Fragment]
@@ -127,13 +143,13 @@ class Parts:
 
     Attributes:
         manifest: The manifest as it was read, without fragments filled in.
-        ranks: The ranks whose fragments the last call of ``filled`` has filled in.
+        ranks: The ranks whose fragments the last call of ``fill`` has filled in.
     """
 
     def __init__(self, manifest: Manifest, read: Read) -> None:
         self.manifest, self.ranks = manifest, set[int]()
         self._read = read
-        self._known: dict[int, Fragment] = {}
+        self._fragments: dict[int, Fragment] = {}
 
     @property
     def outline(self) -> Manifest:
@@ -142,27 +158,31 @@ class Parts:
         """
         return replace(self.manifest, per_rank=_PerRank(self))
 
-    def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
-        """Return the manifest with the fragments filled in that hold a part of ``wanted`` (None:
+    def fill(self, leaves: Sequence[Leaf] | None, *, key: str) -> Manifest:
+        """Return the manifest with the fragments filled in that hold a part of ``leaves`` (None:
         with all fragments). Other fragments, which an earlier call has filled in, are not in the
         result.
         """
-        if wanted is None:
+        if leaves is None:
             self.ranks = set(range(self.manifest.world_size))
         else:
-            self.ranks = ranks_of(self.manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
-        return filled(self.manifest, self._load, self.ranks, key=key)
+            self.ranks = ranks_of(self.manifest, [(leaf.name, leaf.boxes) for leaf in leaves])
+        return fill(self.manifest, self._load, self.ranks, key=key)
 
     def of(self, rank: int) -> Fragment:
         """Return the fragment of one rank."""
-        named = next(each for each in self.manifest.fragments if each.rank == rank)
-        return self._load(named, self.manifest.file_map().get(rank))
+        fragment_ref = next(
+            part_ref for part_ref in self.manifest.fragments if part_ref.rank == rank
+        )
+        return self._load(fragment_ref, self.manifest.file_map().get(rank))
 
-    def _load(self, named: FragmentRef, file: File | None) -> Fragment:
-        if named.rank not in self._known:
-            carried = carried_fragment(self.manifest, named.rank, key=named.name)
-            self._known[named.rank] = carried or self._read(self.manifest, named, file)
-        return self._known[named.rank]
+    def _load(self, fragment_ref: FragmentRef, file: File | None) -> Fragment:
+        if fragment_ref.rank not in self._fragments:
+            fragment = carried_fragment(self.manifest, fragment_ref.rank, key=fragment_ref.name)
+            self._fragments[fragment_ref.rank] = fragment or self._read(
+                self.manifest, fragment_ref, file
+            )
+        return self._fragments[fragment_ref.rank]
 
 
 class _PerRank(Mapping[str, msgspec.Raw]):

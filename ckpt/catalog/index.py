@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
-from ckpt.catalog.fragments import filled, load_fragment
+from ckpt.catalog.fragments import fill, load_fragment
 from ckpt.coordination.claim_marker import is_being_removed
 from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, has_tombstone, is_of_manifest
 from ckpt.errors import (
@@ -33,11 +33,11 @@ from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import (
-    KeepsUnfinished,
+    HasRoot,
+    KeepsUnfinishedWrites,
     ObjectInfo,
-    Rooted,
     StorageBackend,
-    Unfinished,
+    UnfinishedWrite,
     read_record,
 )
 
@@ -50,11 +50,11 @@ an error message.
 
 Each check is a request, and a store may be slow to answer.
 """
-_MANY: Final = 16
+_LISTING_THRESHOLD: Final = 16
 """From this number of attempts on, a listing of all keys may replace a request for each of them."""
 _KEYS_PER_REQUEST: Final = 100
 """How many keys are listed at most for each request that the listing may save."""
-_NAMED: Final = 5
+_MOST_NUMBERS: Final = 5
 _MOST_FOREIGN: Final = 1000  # How many objects are listed to describe a root that has no steps
 
 
@@ -67,32 +67,32 @@ def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
         return _RETRY.call(work)
 
 
-def attempts(backend: StorageBackend) -> list[StepRef]:
+def step_refs(backend: StorageBackend) -> list[StepRef]:
     """Return every attempt at a step on a store, committed or not, newest step first.
 
     Folders whose names are not those of steps are ignored.
     """
-    found = map(parse_folder, ask(backend, lambda: list(backend.folders(""))))
-    return sorted((ref for ref in found if ref is not None), reverse=True)
+    refs = map(parse_folder, ask(backend, lambda: list(backend.folders(""))))
+    return sorted((ref for ref in refs if ref is not None), reverse=True)
 
 
 def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
     """Return the objects in the folder of an attempt that have names of checkpoint files."""
     folder = f"{ref.folder}/"
-    listed = ask(backend, lambda: list(backend.list(folder)))
-    return [info for info in listed if is_file_name(info.key.removeprefix(folder))]
+    objects = ask(backend, lambda: list(backend.list(folder)))
+    return [info for info in objects if is_file_name(info.key.removeprefix(folder))]
 
 
-def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ...]:
+def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[UnfinishedWrite, ...]:
     """Return the unfinished writes to objects of an attempt that have names of checkpoint files.
 
     The result is empty if the store does not keep unfinished writes.
     """
-    if not isinstance(backend, KeepsUnfinished):
+    if not isinstance(backend, KeepsUnfinishedWrites):
         return ()
     folder = f"{ref.folder}/"
-    found = ask(backend, lambda: list(backend.unfinished(folder)))
-    return tuple(one for one in found if is_file_name(one.key.removeprefix(folder)))
+    writes = ask(backend, lambda: list(backend.unfinished_writes(folder)))
+    return tuple(write for write in writes if is_file_name(write.key.removeprefix(folder)))
 
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
@@ -102,7 +102,7 @@ def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
 
 def committed(backend: StorageBackend) -> list[StepRef]:
     """Return the attempts with a manifest, newest step first."""
-    refs = attempts(backend)
+    refs = step_refs(backend)
     present = committed_among(backend, refs)
     return [ref for ref in refs if ref in present]
 
@@ -116,13 +116,13 @@ def committed_among(backend: StorageBackend, refs: Collection[StepRef]) -> set[S
     """
     present: set[StepRef] = set()
     if _is_listed_at_once(backend, refs):
-        most = len(refs) * _KEYS_PER_REQUEST
+        limit = len(refs) * _KEYS_PER_REQUEST
         ending = f"/{MANIFEST}"
         keys = ask(
             backend,
             lambda: [
                 info.key
-                for info in islice(backend.list(FOLDERS), most)
+                for info in islice(backend.list(FOLDERS), limit)
                 if info.key.endswith(ending) and is_of_manifest(info.size)
             ],
         )
@@ -132,7 +132,7 @@ def committed_among(backend: StorageBackend, refs: Collection[StepRef]) -> set[S
 
 
 def _is_listed_at_once(backend: StorageBackend, refs: Collection[StepRef]) -> bool:
-    return len(refs) >= _MANY and not isinstance(backend, Rooted)
+    return len(refs) >= _LISTING_THRESHOLD and not isinstance(backend, HasRoot)
 
 
 def objects_at_once(
@@ -144,16 +144,16 @@ def objects_at_once(
     """
     if not _is_listed_at_once(backend, refs):
         return {}
-    most = len(refs) * _KEYS_PER_REQUEST
-    listed = ask(backend, lambda: list(islice(backend.list(FOLDERS), most + 1)))
-    if len(listed) > most:
+    limit = len(refs) * _KEYS_PER_REQUEST
+    infos = ask(backend, lambda: list(islice(backend.list(FOLDERS), limit + 1)))
+    if len(infos) > limit:
         return {}
-    objects: dict[StepRef, list[ObjectInfo]] = {}
-    for info in listed:
+    objects_by_ref: dict[StepRef, list[ObjectInfo]] = {}
+    for info in infos:
         folder, _, name = info.key.partition("/")
         if is_file_name(name) and (ref := parse_folder(folder)) is not None:
-            objects.setdefault(ref, []).append(info)
-    return {ref: tuple(objects[ref]) for ref in refs if ref in objects}
+            objects_by_ref.setdefault(ref, []).append(info)
+    return {ref: tuple(objects_by_ref[ref]) for ref in refs if ref in objects_by_ref}
 
 
 class Listing:
@@ -197,7 +197,7 @@ def _newest(store: StorageBackend, intact: set[StepRef]) -> StepRef | None:
     return next(
         (
             ref
-            for ref in attempts(store)
+            for ref in step_refs(store)
             if is_committed(store, ref) and _can_be_read(store, ref, intact)
         ),
         None,
@@ -239,11 +239,11 @@ def read_manifest(
     """
     manifest = read_packed(backend, ref, retry=retry)[0]
 
-    def read(named: FragmentRef, file: File | None) -> Fragment:
-        return retry.call(partial(load_fragment, backend, ref, manifest, named, file))[0]
+    def read(fragment_ref: FragmentRef, file: File | None) -> Fragment:
+        return retry.call(partial(load_fragment, backend, ref, manifest, fragment_ref, file))[0]
 
     with errors_of(backend.url):
-        return filled(manifest, read, None, key=ref.manifest)
+        return fill(manifest, read, None, key=ref.manifest)
 
 
 def read_packed(
@@ -266,19 +266,20 @@ def read_packed(
         return retry.call(read)
 
 
-def check_place(named: StepRef, ref: StepRef) -> None:
+def check_place(manifest_ref: StepRef, ref: StepRef) -> None:
     """Check that a manifest is in the folder that it belongs to.
 
     Args:
-        named: The attempt that the manifest names.
+        manifest_ref: The attempt that the manifest names.
         ref: The attempt in whose folder it was found.
 
     Raises:
         ManifestCorrupt: The manifest is that of another attempt.
     """
-    if named != ref:
+    if manifest_ref != ref:
         raise ManifestCorrupt(
-            ref.manifest, f"it is that of step {named.step}, attempt {named.attempt[:40]!r}"
+            ref.manifest,
+            f"it is that of step {manifest_ref.step}, attempt {manifest_ref.attempt[:40]!r}",
         )
 
 
@@ -292,11 +293,11 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
         NoCheckpoint: There is no such attempt. The ``detail`` of the error describes what the store
             has instead.
     """
-    everything = attempts(backend)
-    present = committed_among(backend, [ref for ref in everything if step in (None, ref.step)])
-    refs = [ref for ref in everything if ref in present]
+    all_refs = step_refs(backend)
+    present = committed_among(backend, [ref for ref in all_refs if step in (None, ref.step)])
+    refs = [ref for ref in all_refs if ref in present]
     if not refs:
-        raise NoCheckpoint(backend.url, instead_of(backend, everything, step))
+        raise NoCheckpoint(backend.url, why_missing(backend, all_refs, step))
     attempts_at = Counter(ref.step for ref in refs)
     ages = {ref: creation_time(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
     return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
@@ -329,8 +330,8 @@ def _newest_there(backend: StorageBackend, refs: Sequence[StepRef]) -> str:
     newest = dict.fromkeys(ref.step for ref in refs[:_LOOKED_AT] if is_committed(backend, ref))
     if not newest:
         return ""
-    named = list(map(str, newest))[:_NAMED]
-    return f"; the newest {'are' if len(named) > 1 else 'is'} {', '.join(named)}"
+    numbers = list(map(str, newest))[:_MOST_NUMBERS]
+    return f"; the newest {'are' if len(numbers) > 1 else 'is'} {', '.join(numbers)}"
 
 
 def _is_of_dcp(key: str) -> bool:
@@ -339,7 +340,7 @@ def _is_of_dcp(key: str) -> bool:
     return name == ".metadata" or name.endswith(".distcp")
 
 
-def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
+def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
     """Return a text that describes what a store has instead of ``step`` (None: of any step).
 
     ``refs`` are all attempts on the store.
@@ -362,10 +363,10 @@ def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -
             f"it holds files of torch.distributed.checkpoint, such as {of_dcp!r}: that reads them "
             "with its own FileSystemReader, and ckpt import makes a step of such a folder"
         )
-    one = foreign[0]
-    *parents, _ = one.split("/")
+    key = foreign[0]
+    *parents, _ = key.split("/")
     if steps := next((index for index, name in enumerate(parents) if parse_folder(name)), 0):
         return (
             f"it holds no steps, but its folder {'/'.join(parents[:steps])!r} does: give that one"
         )
-    return f"it holds no steps, but other files, such as {one!r}: is this the right place?"
+    return f"it holds no steps, but other files, such as {key!r}: is this the right place?"

@@ -18,12 +18,12 @@ from typing import Final, Literal
 import msgspec
 
 from ckpt.catalog.index import (
-    attempts,
     check_place,
     committed_among,
     is_committed,
     objects_at_once,
     own_objects,
+    step_refs,
     unfinished_of,
 )
 from ckpt.catalog.late_metrics import late_metrics, with_late
@@ -48,7 +48,7 @@ from ckpt.model.metrics import metrics_of
 from ckpt.model.values import parse
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import ObjectInfo, StorageBackend, Unfinished, read_record
+from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
 
 _READERS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
@@ -76,10 +76,10 @@ class StoredStep:
         metadata: The user's metadata, with the metrics that were added later.
         metrics: The metrics in ``metadata``.
         staged_bytes: The size of the data files before any codec.
-        touched: When a file of the step was last put or an unfinished write last changed, in
+        last_change: When a file of the step was last put or an unfinished write last changed, in
             seconds since 1970. None if neither the store nor a fragment has a date, or if the step
             is "committed" or "unsupported".
-        unfinished: The unfinished writes to files of the step. They are listed only for an
+        unfinished_writes: The unfinished writes to files of the step. They are listed only for an
             "incomplete" or "damaged" step. If the inventory is ``shown``, they are listed only for
             a step without ``objects``.
         is_part: Whether the step is "incomplete" on this tier, but may be a checkpoint whose
@@ -103,8 +103,8 @@ class StoredStep:
     metadata: msgspec.Raw = field(default_factory=msgspec.Raw)
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     staged_bytes: int = 0
-    touched: float | None = None
-    unfinished: tuple[Unfinished, ...] = ()
+    last_change: float | None = None
+    unfinished_writes: tuple[UnfinishedWrite, ...] = ()
     is_part: bool = False
     is_cut: bool = False
     pins: tuple[Pin, ...] = ()
@@ -115,12 +115,14 @@ class StoredStep:
         a tombstone in place of the manifest.
         """
         files = [info for info in self.objects if info.key != self.ref.manifest]
-        return self.state == "incomplete" and not files and not self.unfinished
+        return self.state == "incomplete" and not files and not self.unfinished_writes
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes ``objects`` and ``unfinished`` take on the tier."""
-        return sum(info.size for info in self.objects) + sum(cut.size for cut in self.unfinished)
+        """Return how many bytes ``objects`` and ``unfinished_writes`` take on the tier."""
+        return sum(info.size for info in self.objects) + sum(
+            write.size for write in self.unfinished_writes
+        )
 
     @property
     def stored_bytes(self) -> int:
@@ -163,33 +165,33 @@ class Inventory:
         *,
         part: bool = False,
         late_metrics: bool = False,
-        shown: bool = False,
+        for_display: bool = False,
     ) -> None:
         self._backend, self._retry, self._part = backend, RetryPolicy(), part
-        self._late_metrics, self._shown = late_metrics, shown
-        readers = min(_READERS, backend.capabilities.max_concurrency) if shown else 1
+        self._late_metrics, self._for_display = late_metrics, for_display
+        readers = min(_READERS, backend.capabilities.max_concurrency) if for_display else 1
         self._workers = Workers("list", max(1, readers))
-        self._known: dict[StepRef, StoredStep] = {}
+        self._committed_steps: dict[StepRef, StoredStep] = {}
         self._committed_refs: set[StepRef] = set()  # Those that a look for begun attempts has seen
-        self._listed: dict[StepRef, tuple[ObjectInfo, ...]] = {}  # Valid within one ``look``
+        self._listing: dict[StepRef, tuple[ObjectInfo, ...]] = {}  # Valid within one ``look``
         self.pins: list[Pin] = []  # All pins that the last ``look`` found, including ended ones
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
         """Return the metrics of each committed step that the last ``look`` found."""
-        return [held.metrics for held in self._known.values()]
+        return [step.metrics for step in self._committed_steps.values()]
 
     def look(
         self,
         *,
-        begun: bool = False,
+        without_manifest: bool = False,
         among: Container[StepRef] | None = None,
         newest: int | None = None,
     ) -> list[StoredStep]:
         """Return all attempts on the tier, newest step first.
 
         Args:
-            begun: Return only the attempts without a manifest.
+            without_manifest: Return only the attempts without a manifest.
             among: Return only these attempts; None for all.
             newest: Return only the attempts at so many of the newest steps, and read no others.
 
@@ -198,46 +200,46 @@ class Inventory:
                 ``shown``, a step that cannot be read raises only if the store denies access or
                 does not answer.
         """
-        refs = attempts(self._backend)
+        refs = step_refs(self._backend)
         if among is not None:
             refs = [ref for ref in refs if ref in among]
-        if begun:
-            refs = self._begun(refs)
-        at_once = not begun and newest is None
-        self._listed = objects_at_once(self._backend, self._unlisted(refs)) if at_once else {}
+        if without_manifest:
+            refs = self._refs_without_manifest(refs)
+        at_once = not without_manifest and newest is None
+        self._listing = objects_at_once(self._backend, self._refs_to_list(refs)) if at_once else {}
         with errors_of(self._backend.url):
-            found: list[StoredStep] = []
-            while refs and (newest is None or len({held.ref.step for held in found}) < newest):
-                count = None if newest is None else newest - len({held.ref.step for held in found})
+            steps: list[StoredStep] = []
+            while refs and (newest is None or len({step.ref.step for step in steps}) < newest):
+                count = None if newest is None else newest - len({step.ref.step for step in steps})
                 new, refs = _newest_steps(refs, count)
-                found += self._shown_steps(new) if self._shown else map(self._step, new)
+                steps += self._shown_steps(new) if self._for_display else map(self._step, new)
             self.pins = all_pins(self._backend)
-        self._known = {held.ref: held for held in found if held.state == "committed"}
+        self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
         live = live_of(self.pins)
-        return [replace(held, pins=live.get(held.ref, ())) for held in found]
+        return [replace(step, pins=live.get(step.ref, ())) for step in steps]
 
     def newest_begun(self, refs: Iterable[StepRef]) -> list[StoredStep]:
         """Return those of ``refs``, the attempts of the tier, that come before the first with a
         manifest.
         """
-        self._listed = {}
-        begun = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
+        self._listing = {}
+        open_refs = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
         with errors_of(self._backend.url):
-            found = [self._step(ref) for ref in begun]
-            live = live_of(all_pins(self._backend)) if found else {}
-        return [replace(held, pins=live.get(held.ref, ())) for held in found]
+            steps = [self._step(ref) for ref in open_refs]
+            live = live_of(all_pins(self._backend)) if steps else {}
+        return [replace(step, pins=live.get(step.ref, ())) for step in steps]
 
     def confirm(self, refs: Iterable[StepRef]) -> bool:
         """Return True if the steps among ``refs`` that the inventory remembers still have a
         manifest. It forgets those that have none.
         """
-        known = [ref for ref in refs if ref in self._known]
-        lost = set(known) - committed_among(self._backend, known)
-        for ref in lost:
-            del self._known[ref]
-        return not lost
+        committed_refs = [ref for ref in refs if ref in self._committed_steps]
+        absent = set(committed_refs) - committed_among(self._backend, committed_refs)
+        for ref in absent:
+            del self._committed_steps[ref]
+        return not absent
 
-    def _begun(self, refs: Sequence[StepRef]) -> list[StepRef]:
+    def _refs_without_manifest(self, refs: Sequence[StepRef]) -> list[StepRef]:
         """Return those of ``refs`` that have no manifest. One that had a manifest before is not
         asked for again.
         """
@@ -251,14 +253,14 @@ class Inventory:
     def _lists_again(self) -> bool:
         return self._late_metrics or self._part
 
-    def _unlisted(self, refs: Sequence[StepRef]) -> list[StepRef]:
+    def _refs_to_list(self, refs: Sequence[StepRef]) -> list[StepRef]:
         """Return those of ``refs`` that a look has to list."""
-        return [ref for ref in refs if self._lists_again or ref not in self._known]
+        return [ref for ref in refs if self._lists_again or ref not in self._committed_steps]
 
     def _shown_steps(self, refs: Sequence[StepRef]) -> list[StoredStep]:
-        new = [ref for ref in refs if ref not in self._known]
+        new = [ref for ref in refs if ref not in self._committed_steps]
         read = self._workers.run_all(partial(self._shown_step, ref) for ref in new)
-        by_ref = self._known | {held.ref: held for held in read if not held.is_empty}
+        by_ref = self._committed_steps | {step.ref: step for step in read if not step.is_empty}
         return [by_ref[ref] for ref in refs if ref in by_ref]
 
     def _shown_step(self, ref: StepRef) -> StoredStep:
@@ -271,42 +273,45 @@ class Inventory:
 
     def _step(self, ref: StepRef) -> StoredStep:
         """Return one attempt with its state. A remembered step is not read again."""
-        if ref in self._known and (remembered := self._again(self._known[ref])) is not None:
-            return remembered
-        objects = self._listed.get(ref, ())
+        if (
+            ref in self._committed_steps
+            and (step := self._refresh(self._committed_steps[ref])) is not None
+        ):
+            return step
+        objects = self._listing.get(ref, ())
         # What is not a checkpoint in the listing may have become one since.
-        if not (there := _has_manifest(ref, objects)):
-            there = is_committed(self._backend, ref)
+        if not (has_manifest := _has_manifest(ref, objects)):
+            has_manifest = is_committed(self._backend, ref)
             objects = tuple(own_objects(self._backend, ref))
         state: State = "incomplete"
         reason = ""
-        if there:
+        if has_manifest:
             try:
                 return self._committed(ref, objects, self._outline(ref))
             except ObjectNotFound:  # The step was removed meanwhile
-                there = False
+                has_manifest = False
             except FormatUnsupported as error:
                 return StoredStep(
                     ref=ref, objects=objects, state="unsupported", reason=_reason(error)
                 )
             except IntegrityError as error:
                 # Otherwise a tombstone has taken the place of the manifest meanwhile.
-                if there := is_committed(self._backend, ref):
+                if has_manifest := is_committed(self._backend, ref):
                     state, reason = "damaged", _reason(error)
-        skipped = self._shown and objects
-        unfinished = () if skipped else unfinished_of(self._backend, ref)
+        skips_writes = self._for_display and objects
+        writes = () if skips_writes else unfinished_of(self._backend, ref)
         is_cut = any(
             info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects
         )
-        dates = (self._touched(ref, objects), *(cut.modified for cut in unfinished))
+        dates = (self._last_change(ref, objects), *(write.modified for write in writes))
         return StoredStep(
             ref=ref,
             objects=objects,
             state=state,
             reason=reason,
-            touched=max((date for date in dates if date), default=None),
-            unfinished=unfinished,
-            is_part=self._part and not there and not is_cut and _has_any_rank(objects),
+            last_change=max((date for date in dates if date), default=None),
+            unfinished_writes=writes,
+            is_part=self._part and not has_manifest and not is_cut and _has_any_rank(objects),
             is_cut=is_cut,
         )
 
@@ -319,13 +324,13 @@ class Inventory:
             IntegrityError: Files that the manifest names are missing or cut, or its metadata is
                 damaged.
         """
-        files = self._here(objects, outline)
+        files = self._files_here(objects, outline)
         if faults := self._faults(ref, objects, outline, files):
             raise ManifestCorrupt(ref.manifest, _summary(faults))
         if self._part and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
         parse(outline.metadata, "metadata")
-        held = StoredStep(
+        step = StoredStep(
             ref=ref,
             objects=objects,
             state="committed",
@@ -336,24 +341,28 @@ class Inventory:
             metadata=outline.metadata.copy(),  # A view would keep the whole manifest in memory
             staged_bytes=sum(file.size for file in files),
         )
-        return self._with_late(held, objects)
+        return self._with_late_metrics(step, objects)
 
-    def _again(self, held: StoredStep) -> StoredStep | None:
+    def _refresh(self, step: StoredStep) -> StoredStep | None:
         """Return a remembered step, with the metrics and the copies of files of other nodes that
         were added since. Return None if the step was listed again, and has no manifest any more.
         """
         if not self._lists_again:
-            return held
-        objects = self._listed.get(held.ref) or tuple(own_objects(self._backend, held.ref))
-        if not _has_manifest(held.ref, objects):
+            return step
+        objects = self._listing.get(step.ref) or tuple(own_objects(self._backend, step.ref))
+        if not _has_manifest(step.ref, objects):
             return None
         # Compare the keys and not their number: a file, such as a claim marker, may also have gone.
-        return held if _keys(objects) == _keys(held.objects) else self._with_late(held, objects)
+        return (
+            step
+            if _keys(objects) == _keys(step.objects)
+            else self._with_late_metrics(step, objects)
+        )
 
-    def _with_late(self, held: StoredStep, objects: tuple[ObjectInfo, ...]) -> StoredStep:
-        late = late_metrics(self._backend, held.ref, [info.key for info in objects])
-        metadata = with_late(held.metadata, late)
-        return replace(held, objects=objects, metadata=metadata, metrics=metrics_of(metadata))
+    def _with_late_metrics(self, step: StoredStep, objects: tuple[ObjectInfo, ...]) -> StoredStep:
+        new_metrics = late_metrics(self._backend, step.ref, [info.key for info in objects])
+        metadata = with_late(step.metadata, new_metrics)
+        return replace(step, objects=objects, metadata=metadata, metrics=metrics_of(metadata))
 
     def _faults(
         self,
@@ -369,25 +378,27 @@ class Inventory:
         ranks of ``files`` are needed. A listing may lag behind, so each file that is not in
         ``objects`` as a whole is looked up by a request of its own.
         """
-        encoded = {encoding.rank: encoding.size for encoding in outline.encoded}
-        needed = {ref.key(file.name): encoded.get(file.rank, file.size) for file in files}
+        encoded_sizes = {encoding.rank: encoding.size for encoding in outline.encoded}
+        expected_sizes = {
+            ref.key(file.name): encoded_sizes.get(file.rank, file.size) for file in files
+        }
         if not outline.carried:
-            here = {file.rank for file in files}
-            needed |= {
-                ref.key(each.name): each.size
-                for each in outline.fragments
-                if not self._part or each.rank in here
+            ranks = {file.rank for file in files}
+            expected_sizes |= {
+                ref.key(fragment_ref.name): fragment_ref.size
+                for fragment_ref in outline.fragments
+                if not self._part or fragment_ref.rank in ranks
             }
         sizes = {info.key: info.size for info in objects}
-        doubtful = [key for key, size in needed.items() if sizes.get(key, -1) < size]
-        found = [(key, self._size_of(key)) for key in doubtful]
+        doubtful = [key for key, size in expected_sizes.items() if sizes.get(key, -1) < size]
+        actual_sizes = [(key, self._size_of(key)) for key in doubtful]
         return [
             (key.removeprefix(f"{ref.folder}/"), size)
-            for key, size in found
-            if size is None or size < needed[key]
+            for key, size in actual_sizes
+            if size is None or size < expected_sizes[key]
         ]
 
-    def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
+    def _files_here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
         """Return the data files that the tier must have.
 
         These are all data files of the step. With ``part``, they are the data files of the ranks
@@ -396,8 +407,8 @@ class Inventory:
         """
         if not self._part:
             return outline.files
-        here = {info.key.rpartition("/")[2] for info in objects}
-        return [file for file in outline.files if fragment_name(file.rank) in here]
+        names = {info.key.rpartition("/")[2] for info in objects}
+        return [file for file in outline.files if fragment_name(file.rank) in names]
 
     def _outline(self, ref: StepRef) -> _Outline:
         """Read the cheap fields of the manifest of a step.
@@ -431,7 +442,7 @@ class Inventory:
         except (LinkRefused, ObjectNotFound):
             return None
 
-    def _touched(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> float | None:
+    def _last_change(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> float | None:
         """Return when the youngest of ``objects`` was put, in seconds since 1970.
 
         If the store lacks dates, the dates in the fragments are used. Return None if there is no
@@ -442,7 +453,7 @@ class Inventory:
             for info in objects:
                 with suppress(ObjectNotFound, IntegrityError):
                     if info.key.endswith(".json") and info.key != ref.manifest:
-                        dates.append(self._read(info.key, _Dated).created_at)
+                        dates.append(self._read(info.key, _CreationTime).created_at)
         return max(dates, default=None)
 
 
@@ -463,9 +474,9 @@ def _summary(faults: Sequence[tuple[str, int | None]]) -> str:
     """Return the text about the first of ``faults``, and how many files have the same fault."""
     (name, size), *_ = faults
     if size is None:
-        count = sum(other is None for _, other in faults)
+        count = sum(file_size is None for _, file_size in faults)
         return f"{count} of its files {'is' if count == 1 else 'are'} gone, such as {name}"
-    count = sum(other is not None for _, other in faults)
+    count = sum(file_size is not None for _, file_size in faults)
     was = "was" if count == 1 else "were"
     return f"{count} of its files {was} cut, such as {name}, which has {size} bytes"
 
@@ -497,7 +508,7 @@ class _NamedFile(msgspec.Struct, array_like=True):
     size: int
 
 
-class _Dated(msgspec.Struct):
+class _CreationTime(msgspec.Struct):
     """The date of a fragment, without its other fields."""
 
     created_at: float

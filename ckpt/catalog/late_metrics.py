@@ -42,7 +42,7 @@ reader spends on the records of a hostile store.
 """
 
 
-class _Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _LateRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A record of added metrics. ``metadata`` has the same form as that of a manifest."""
 
     format: int
@@ -60,7 +60,7 @@ def put_late(backend: StorageBackend, ref: StepRef, metrics: Mapping[str, float]
         ConfigError: There are more metrics than a reader accepts.
     """
     metadata = to_json("metrics", {METRICS: dict(sorted(metrics.items()))})
-    record = _Late(
+    record = _LateRecord(
         format=FORMAT, step=ref.step, attempt=ref.attempt, metadata=msgspec.Raw(metadata)
     )
     data = pack(record)
@@ -84,11 +84,11 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
     Raises:
         AccessDenied, TransientStorageError: The store denies access or does not answer.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for key in sorted(keys):
-        if is_late_metrics(key.rpartition("/")[2]) and len(found) < _MOST_NAMES:
+        if is_late_metrics(key.rpartition("/")[2]) and len(metrics) < _MOST_NAMES:
             try:
-                decode = partial(unpack, kind=_Late, key=key)
+                decode = partial(unpack, kind=_LateRecord, key=key)
                 read = partial(read_record, backend, key, decode, limit=_MOST_BYTES)
                 record = _RETRY.call(read)
             except (IntegrityError, LinkRefused):
@@ -99,21 +99,22 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
                 continue
             if (record.step, record.attempt) == (ref.step, ref.attempt):
                 for name, value in metrics_of(record.metadata).items():
-                    found.setdefault(name, value)
-    return found
+                    metrics.setdefault(name, value)
+    return metrics
 
 
-def with_late(metadata: msgspec.Raw, late: Mapping[str, float]) -> msgspec.Raw:
-    """Return the ``metadata`` of a manifest with the added metrics ``late`` among its metrics.
+def with_late(metadata: msgspec.Raw, new_metrics: Mapping[str, float]) -> msgspec.Raw:
+    """Return the ``metadata`` of a manifest with the added metrics ``new_metrics`` among its
+    metrics.
 
     If both have a metric of the same name, the value in ``metadata`` stays.
     """
-    known = parse(metadata, "metadata") if late else None
-    if not isinstance(known, dict):
+    fields = parse(metadata, "metadata") if new_metrics else None
+    if not isinstance(fields, dict):
         return metadata
-    metrics = {**late, **metrics_of(metadata)}
-    known[METRICS] = parse(msgspec.Raw(to_json("metrics", metrics)))
-    return msgspec.Raw(msgspec.json.encode(known))
+    metrics = {**new_metrics, **metrics_of(metadata)}
+    fields[METRICS] = parse(msgspec.Raw(to_json("metrics", metrics)))
+    return msgspec.Raw(msgspec.json.encode(fields))
 
 
 @frameless
@@ -134,16 +135,16 @@ def add_metrics(
         StorageError: A store has failed. Some stores may have the metrics. A second call writes the
             metrics that are missing.
     """
-    found = [(backend, ref) for backend in backends for ref in _find(backend, step)]
-    if not found:
+    places = [(backend, ref) for backend in backends for ref in _find(backend, step)]
+    if not places:
         raise ConfigError(
             f"add_metrics: step {step} is on no durable tier: it was not saved, its save failed, "
             "or it was removed"
         )
-    ref = _chosen(found, own)
-    holding = [backend for backend, other in found if other == ref]
-    missing = [_missing(backend, ref, metrics) for backend in holding]
-    for backend, new in zip(holding, missing, strict=True):
+    ref = _choose(places, own)
+    holders = [backend for backend, place_ref in places if place_ref == ref]
+    missing = [_missing(backend, ref, metrics) for backend in holders]
+    for backend, new in zip(holders, missing, strict=True):
         if new:
             put_late(backend, ref, new)
 
@@ -155,11 +156,11 @@ def _find(backend: StorageBackend, step: int) -> list[StepRef]:
         return []
 
 
-def _chosen(found: Sequence[tuple[StorageBackend, StepRef]], own: str) -> StepRef:
-    """Return the attempt of ``found`` that gets the metrics: that of the job ``own``, or else the
+def _choose(places: Sequence[tuple[StorageBackend, StepRef]], own: str) -> StepRef:
+    """Return the attempt of ``places`` that gets the metrics: that of the job ``own``, or else the
     one with the youngest manifest.
     """
-    rivals = [one for one in found if one[1].attempt.startswith(own)] or found
+    rivals = [place for place in places if place[1].attempt.startswith(own)] or places
     if len({ref for _, ref in rivals}) < 2:
         return rivals[0][1]
     return max((creation_time(backend, ref), ref) for backend, ref in rivals)[1]
@@ -174,15 +175,15 @@ def _missing(
         ConfigError: The step has another value for a name.
     """
     keys = [info.key for info in own_objects(backend, ref)]
-    known = {
+    present = {
         **late_metrics(backend, ref, keys),
         **metrics_of(read_packed(backend, ref)[0].metadata),
     }
     for name, value in metrics.items():
-        there = known.get(name, value)
-        if there != value and not (math.isnan(there) and math.isnan(value)):
+        old = present.get(name, value)
+        if old != value and not (math.isnan(old) and math.isnan(value)):
             raise ConfigError(
-                f"add_metrics: step {ref.step} has {name!r} = {there:g}, not {value:g}: a metric "
+                f"add_metrics: step {ref.step} has {name!r} = {old:g}, not {value:g}: a metric "
                 "is written once, so take another name"
             )
-    return {name: value for name, value in metrics.items() if name not in known}
+    return {name: value for name, value in metrics.items() if name not in present}

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from ckpt.catalog.index import is_committed
-from ckpt.catalog.tiered_reader import Found, TieredReader
+from ckpt.catalog.tiered_reader import SourceManifest, TieredReader
 from ckpt.catalog.transfer import (
     check_files,
     copy_files,
@@ -68,17 +68,17 @@ def mend_step(
     _check_manifest(folder)
     wrong = {fault.key for fault in faults}
     origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
-    found = origin.whole(lambda found: origin.filled(found, None))
-    is_here = found.position == 0
-    if not is_here and not (folder.ref.manifest in wrong and has_codec(found.manifest, codec)):
+    source = origin.whole(lambda source: origin.fill(source, None))
+    is_here = source.position == 0
+    if not is_here and not (folder.ref.manifest in wrong and has_codec(source.manifest, codec)):
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
-    files = list(found.manifest.stored_files().values())
+    files = list(source.manifest.stored_files().values())
     if not is_here:  # Without an intact manifest, ``faults`` has no faults of data files
         wrong = {fault.key for fault in verify_files(folder, files)[0]}
     files = [file for file in files if file.key in wrong]
     try:
-        _copy(origin, found, files, folder, confirm, on_bytes)
+        _copy(origin, source, files, folder, confirm, on_bytes)
     except IntegrityError:
         if not any(file.codec for file in files):
             raise
@@ -87,7 +87,7 @@ def mend_step(
 
 def _copy(
     origin: TieredReader,
-    found: Found,
+    source: SourceManifest,
     files: Sequence[StoredFile],
     folder: StepFolder,
     confirm: Callable[[], object],
@@ -98,25 +98,25 @@ def _copy(
     If another process has removed the step meanwhile, remove the new data files and their fragments
     again. Raises the errors of ``mend_step``.
     """
-    lost: IntegrityError | None = None
+    failure: IntegrityError | None = None
     for file in files:
         confirm()
         try:
             copy_files(origin.fetch, [file], folder, on_bytes=on_bytes)
         except IntegrityError as error:
-            lost = lost or error
+            failure = failure or error
     confirm()
-    copy_fragments(origin, found.manifest, found.manifest.fragments, folder)
-    if found.position:
-        if lost is not None:  # With an intact manifest, the damaged step would be listed
-            raise lost
-        _put_manifest(folder, found, confirm)
+    copy_fragments(origin, source.manifest, source.manifest.fragments, folder)
+    if source.position:
+        if failure is not None:  # With an intact manifest, the damaged step would be listed
+            raise failure
+        _put_manifest(folder, source, confirm)
     elif not is_committed(folder.backend, folder.ref):  # The step was removed meanwhile
         for file in files:
             fragment = folder.ref.key(fragment_name(file.rank))
             clear_away(folder.backend, folder.ref, fragment, file.key)
-    if lost is not None:
-        raise lost
+    if failure is not None:
+        raise failure
 
 
 def _check_manifest(folder: StepFolder) -> None:
@@ -131,15 +131,17 @@ def _claim(folder: StepFolder) -> None:
         raise StorageError(folder.ref.folder, f"it is being removed on {folder.backend.url}")
 
 
-def _put_manifest(folder: StepFolder, found: Found, confirm: Callable[[], object]) -> None:
+def _put_manifest(
+    folder: StepFolder, source: SourceManifest, confirm: Callable[[], object]
+) -> None:
     """Replace a damaged manifest. A claim marker keeps the step from being removed meanwhile."""
     backend, ref = folder.backend, folder.ref
     _claim(folder)
     try:
         _check_manifest(folder)
-        check_files(folder, found.manifest, confirm)
+        check_files(folder, source.manifest, confirm)
         folder.retry.call(
-            partial(put_manifest, backend, ref.manifest, found.packed, replaces_damaged=True)
+            partial(put_manifest, backend, ref.manifest, source.data, replaces_damaged=True)
         )
     finally:
         release_finish(backend, ref)
@@ -160,11 +162,11 @@ def _encode_again(
     backend, ref = folder.backend, folder.ref
     so_far: int | None = None
 
-    def progress(done: int, _: int) -> None:
+    def progress(count: int, _: int) -> None:
         nonlocal so_far
         # The first call counts the bytes of files that were intact before.
-        on_bytes(0 if so_far is None else done - so_far)
-        so_far = done
+        on_bytes(0 if so_far is None else count - so_far)
+        so_far = count
 
     confirm()
     _claim(folder)

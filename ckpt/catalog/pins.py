@@ -97,16 +97,16 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
     return _put(backend, ref, seconds, reason, look_for_removal=True)
 
 
-def renewed(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
+def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
     """Replace ``pin`` by a pin that ends ``seconds`` from now, and return the new pin.
 
     A removal that has found ``pin`` leaves its claim marker in the step's folder. If ``pin`` has
     not ended, this function ignores such a marker, since every removal finds the old pin or the new
     pin. Raises the errors of ``put_pin``.
     """
-    later = _put(backend, pin.ref, seconds, reason, look_for_removal=not pin.is_live)
+    new_pin = _put(backend, pin.ref, seconds, reason, look_for_removal=not pin.is_live)
     remove_pin(backend, pin)
-    return later
+    return new_pin
 
 
 def _put(
@@ -117,19 +117,23 @@ def _put(
     if len(reason) > _MOST_REASON:
         raise ConfigError(f"the reason has {len(reason)} characters: at most {_MOST_REASON}")
     pin = Pin(ref, int(time.time() + seconds) + 1, secrets.token_hex(8))
-    data = pack(PinNote(reason=reason, by=_by()))
+    data = pack(PinNote(reason=reason, by=_user()))
     with errors_of(backend.url):
         _RETRY.call(lambda: backend.put(pin.key, [data]))
         try:
-            marked = look_for_removal and _RETRY.call(partial(is_there, backend, ref.claim_marker))
-            stays = not marked and is_committed(backend, ref)
+            has_marker = look_for_removal and _RETRY.call(
+                partial(is_there, backend, ref.claim_marker)
+            )
+            stays = not has_marker and is_committed(backend, ref)
         except CkptError:
             remove_pin(backend, pin)
             raise
     if not stays:
         remove_pin(backend, pin)
-        why = f"step {ref.step} is being removed" if marked else f"step {ref.step} is not there"
-        raise NoCheckpoint(backend.url, why)
+        text = (
+            f"step {ref.step} is being removed" if has_marker else f"step {ref.step} is not there"
+        )
+        raise NoCheckpoint(backend.url, text)
     return pin
 
 
@@ -147,11 +151,11 @@ def all_pins(backend: StorageBackend) -> list[Pin]:
 
 def live_of(pins: Iterable[Pin]) -> dict[StepRef, tuple[Pin, ...]]:
     """Return the entries of ``pins`` that have not ended, grouped by the steps that they keep."""
-    found: dict[StepRef, tuple[Pin, ...]] = {}
+    live_pins: dict[StepRef, tuple[Pin, ...]] = {}
     for pin in pins:
         if pin.is_live:
-            found[pin.ref] = (*found.get(pin.ref, ()), pin)
-    return found
+            live_pins[pin.ref] = (*live_pins.get(pin.ref, ()), pin)
+    return live_pins
 
 
 def remove_ended(backend: StorageBackend, pins: Iterable[Pin]) -> None:
@@ -181,7 +185,7 @@ def _parse(key: str) -> Pin | None:
     return Pin(ref, int(match[2]), match[3]) if match and ref else None
 
 
-def _by() -> str:
+def _user() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # The user id has no name

@@ -31,7 +31,7 @@ _ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """A box of a tensor, and the memory ``out`` that the bytes of the box are read into. The memory
     has the size of the box, and is filled in row-major order.
     """
@@ -90,12 +90,12 @@ class StepReader:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the step. Raises ``EntryMissing`` if the step has no such tensor."""
-        if (found := self.tensors.get(name)) is None:
+        if (tensor := self.tensors.get(name)) is None:
             raise EntryMissing([name], self.ref.step, present=self.tensors, way=LIST_NAMES)
-        return found
+        return tensor
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        """Read all of ``wanted`` into the memory that each entry names.
+    def read(self, requests: Sequence[ReadRequest]) -> None:
+        """Read all of ``requests`` into the memory that each entry names.
 
         Raises:
             EntryMissing: The step has no tensor of such a name.
@@ -103,14 +103,14 @@ class StepReader:
                 have been filled in part.
         """
         leaves: list[Leaf] = []
-        for each in wanted:
-            tensor = self.tensor(each.name)
-            leaves.append(Leaf(each.name, tensor.dtype, tensor.shape, (each.box,)))
+        for request in requests:
+            tensor = self.tensor(request.name)
+            leaves.append(Leaf(request.name, tensor.dtype, tensor.shape, (request.box,)))
         plan = plan_restore(self.manifest, leaves)
         try:
             read_plan(
                 plan,
-                _MemorySink(leaves, [each.out for each in wanted]),
+                _MemorySink(leaves, [request.out for request in requests]),
                 reader=self._reader,
                 files=self._files,
                 workers=self._workers,
@@ -150,15 +150,15 @@ class StepReader:
 
     def _pieces(self, batch: Sequence[tuple[Tensor, int, Box]], size: int) -> Iterator[Piece]:
         memory = memoryview(bytearray(size))
-        wanted: list[Wanted] = []
+        requests: list[ReadRequest] = []
         start = 0
         for tensor, _, box in batch:
             end = start + box.numel * DTYPES[tensor.dtype].itemsize
-            wanted.append(Wanted(tensor.name, box, memory[start:end]))
+            requests.append(ReadRequest(tensor.name, box, memory[start:end]))
             start = end
-        self.read(wanted)
-        for (tensor, offset, _), each in zip(batch, wanted, strict=True):
-            yield Piece(tensor, offset, each.out)
+        self.read(requests)
+        for (tensor, offset, _), request in zip(batch, requests, strict=True):
+            yield Piece(tensor, offset, request.out)
 
 
 class _MemorySink:
@@ -188,18 +188,18 @@ class _MemorySink:
             read.box.shape
         )
         for index, target in enumerate(read.targets):
-            self._region(read, index)[...] = _cut(chunk, target.part.relative_to(read.box))
+            self._region(read, index)[...] = _slice(chunk, target.part.relative_to(read.box))
 
     def _region(self, read: ChunkRead, index: int) -> np.ndarray[Any, Any]:
         target = read.targets[index]
-        return _cut(self._arrays[target.leaf], target.part.relative_to(self._boxes[target.leaf]))
+        return _slice(self._arrays[target.leaf], target.part.relative_to(self._boxes[target.leaf]))
 
 
-def _cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
+def _slice(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
     """Return a view of the part of an array that ``box`` names. The array may be 0-dimensional."""
     index: Any = (*box.slices(), ...)
-    cut: np.ndarray[Any, Any] = array[index]
-    return cut
+    part: np.ndarray[Any, Any] = array[index]
+    return part
 
 
 def _element(itemsize: int) -> str:

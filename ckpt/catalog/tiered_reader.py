@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from ckpt.catalog.fragments import Parts, filled, load_fragment
+from ckpt.catalog.fragments import Parts, fill, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef
@@ -63,12 +63,12 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceManifest:
     """A manifest, the bytes it was decoded from, and the position of the source that has it."""
 
     position: int
     manifest: Manifest
-    packed: bytes
+    data: bytes
 
 
 OnRepair = Callable[[Repair], None]
@@ -82,8 +82,8 @@ class TieredReader:
 
     Methods name a store by its position in ``sources``.
 
-    Thread safety: only the owner's thread calls ``manifest``, ``whole``, ``filled``, ``read`` and
-    ``unnoted``. Any thread may call the other methods.
+    Thread safety: only the owner's thread calls ``manifest``, ``whole``, ``fill``, ``read`` and
+    ``without_notes``. Any thread may call the other methods.
 
     Args:
         sources: The stores, nearest first.
@@ -110,20 +110,20 @@ class TieredReader:
         such a source lacks a file and is not in ``partial``, the file was lost. If another source
         lacks a file, it never had the file.
         """
-        self.lost: set[int] = set()
+        self.lost_ranks: set[int] = set()
         """The ranks whose files ``fetch`` could not read, since no source provided some chunk."""
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
-        self._stored: dict[int, tuple[Manifest, Mapping[int, StoredFile]]] = {}
+        self._stored_files: dict[int, tuple[Manifest, Mapping[int, StoredFile]]] = {}
         self._readers = [ChunkReader(source, retry) for source in sources]
-        self._found: Found | None = None
+        self._source: SourceManifest | None = None
         self._parts: Parts | None = None
         # For a position and a key, the error after which the source is not asked for the key any
         # more. An empty key stands for the whole source.
-        self._gone: dict[tuple[int, str], Exception] = {}
+        self._failures: dict[tuple[int, str], Exception] = {}
         self._repairs: dict[tuple[str, str], Repair] = {}
-        self._noting = True
+        self._notes_repairs = True
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -131,7 +131,7 @@ class TieredReader:
         with self._lock:
             return tuple(self._repairs.values())
 
-    def manifest(self) -> Found:
+    def manifest(self) -> SourceManifest:
         """Return the manifest of the nearest source that has it intact.
 
         The ``PerRank`` values of the manifest are read on access. No other part of a fragment is
@@ -143,24 +143,24 @@ class TieredReader:
             IntegrityError, StorageError: No source has an intact manifest.
         """
 
-        def found(position: int) -> tuple[Manifest, bytes]:
+        def read(position: int) -> tuple[Manifest, bytes]:
             try:
-                packed = read_packed(self.sources[position], self.ref, retry=self._retry)
+                data = read_packed(self.sources[position], self.ref, retry=self._retry)
             except ObjectNotFound:
                 raise
             except Exception:
                 self.listing.add(position)
                 raise
             self.listing.add(position)
-            return packed
+            return data
 
-        position, (manifest, packed) = self._nearest(self.ref.manifest, found)
+        position, (manifest, data) = self._nearest(self.ref.manifest, read)
         self._manifests[position] = manifest
-        self._found = Found(position, manifest, packed)
-        self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
-        return Found(position, self._parts.outline, packed)
+        self._source = SourceManifest(position, manifest, data)
+        self._parts = Parts(manifest, lambda *of: self._fragment(*of, start=position)[0])
+        return SourceManifest(position, self._parts.outline, data)
 
-    def whole(self, work: Callable[[Found], T]) -> T:
+    def whole(self, work: Callable[[SourceManifest], T]) -> T:
         """Call ``work`` with the manifest of the nearest source, and return its result.
 
         If ``work`` raises ``IntegrityError`` or ``StorageError``, as for a fragment that is intact
@@ -171,20 +171,20 @@ class TieredReader:
             IntegrityError, StorageError: ``work`` has failed with each manifest. This is the error
                 of the first call.
         """
-        found = self.manifest()
+        source = self.manifest()
         try:
-            return work(found)
+            return work(source)
         except (IntegrityError, StorageError) as error:
             with self._lock:
-                self._gone[found.position, ""] = error
-                self._manifests, self._stored = {}, {}
+                self._failures[source.position, ""] = error
+                self._manifests, self._stored_files = {}, {}
             try:
                 return self.whole(work)
             except (IntegrityError, StorageError):
                 raise error from None
 
-    def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
-        """Return ``found`` with the fragments filled in that hold a part of ``wanted`` (None: with
+    def fill(self, source: SourceManifest, leaves: Sequence[Leaf] | None) -> SourceManifest:
+        """Return ``source`` with the fragments filled in that hold a part of ``leaves`` (None: with
         all fragments).
 
         Call it before data is read. It may be called again with other leaves. The result then has
@@ -193,18 +193,18 @@ class TieredReader:
         Raises:
             IntegrityError, StorageError: A fragment is intact on no source.
         """
-        if self._parts is None or self._here.is_filled:
-            return found
-        manifest = self._parts.filled(wanted, key=self.ref.manifest)
-        self._manifests[found.position] = manifest
-        self._found = replace(found, manifest=manifest)
-        return self._found
+        if self._parts is None or self._manifest.is_filled:
+            return source
+        manifest = self._parts.fill(leaves, key=self.ref.manifest)
+        self._manifests[source.position] = manifest
+        self._source = replace(source, manifest=manifest)
+        return self._source
 
     @property
-    def _here(self) -> Manifest:
+    def _manifest(self) -> Manifest:
         """Return the manifest that ``manifest`` has found, with the fragments filled in so far."""
-        assert self._found is not None
-        return self._found.manifest
+        assert self._source is not None
+        return self._source.manifest
 
     def layout(self, position: int) -> Manifest:
         """Return the manifest that describes how the files are stored on a source.
@@ -213,66 +213,69 @@ class TieredReader:
         ``manifest`` has found. The manifest of a source is read when it is first needed.
         """
         with self._lock:
-            known = self._manifests.get(position)
-        if known is None:
-            known = self._here
-            if self.gone(position, self.ref.manifest) is None:
+            manifest = self._manifests.get(position)
+        if manifest is None:
+            manifest = self._manifest
+            if self.failure_of(position, self.ref.manifest) is None:
                 try:
-                    known = self._read_layout(position)
+                    manifest = self._read_layout(position)
                     self.listing.add(position)
                 except (IntegrityError, StorageError) as error:
                     if reach_of(error) is Reach.STORE:
-                        self.failed(position, "", error, 0)
+                        self.note_failure(position, "", error, 0)
             with self._lock:
-                self._manifests[position] = known
-        return known
+                self._manifests[position] = manifest
+        return manifest
 
     def _read_layout(self, position: int) -> Manifest:
-        """Read the manifest of a source, and fill in the same fragments that ``filled`` has filled
+        """Read the manifest of a source, and fill in the same fragments that ``fill`` has filled
         in.
         """
-        manifest, packed = read_packed(self.sources[position], self.ref, retry=self._retry)
-        assert self._found is not None
-        if packed == self._found.packed:
-            return self._found.manifest
+        manifest, data = read_packed(self.sources[position], self.ref, retry=self._retry)
+        assert self._source is not None
+        if data == self._source.data:
+            return self._source.manifest
 
-        def read(named: FragmentRef, file: File | None) -> Fragment:
-            return self._load(position, manifest, named, file)[0]
+        def read(fragment_ref: FragmentRef, file: File | None) -> Fragment:
+            return self._load(position, manifest, fragment_ref, file)[0]
 
-        return filled(
+        return fill(
             manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest
         )
 
-    def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
+    def fragment(self, manifest: Manifest, fragment_ref: FragmentRef, file: File | None) -> bytes:
         """Return the bytes of a fragment that ``manifest`` was merged from.
 
-        ``named`` is the reference to the fragment in the manifest, and ``file`` is the data file of
-        the rank, or None if the rank has none. Raises the errors of the method ``manifest``.
+        ``fragment_ref`` is the reference to the fragment in the manifest, and ``file`` is the data
+        file of the rank, or None if the rank has none. Raises the errors of the method
+        ``manifest``.
         """
-        return self._fragment(manifest, named, file)[1]
+        return self._fragment(manifest, fragment_ref, file)[1]
 
     def _fragment(
-        self, manifest: Manifest, named: FragmentRef, file: File | None, *, first: int = 0
+        self, manifest: Manifest, fragment_ref: FragmentRef, file: File | None, *, start: int = 0
     ) -> tuple[Fragment, bytes]:
-        load = partial(self._load, manifest=manifest, named=named, file=file)
-        return self._nearest(self.ref.key(named.name), load, first=first)[1]
+        load = partial(self._load, manifest=manifest, fragment_ref=fragment_ref, file=file)
+        return self._nearest(self.ref.key(fragment_ref.name), load, start=start)[1]
 
     def _load(
-        self, position: int, manifest: Manifest, named: FragmentRef, file: File | None
+        self, position: int, manifest: Manifest, fragment_ref: FragmentRef, file: File | None
     ) -> tuple[Fragment, bytes]:
         source = self.sources[position]
-        return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
+        return self._retry.call(
+            partial(load_fragment, source, self.ref, manifest, fragment_ref, file)
+        )
 
     def is_identical_on(self, position: int) -> bool:
         """Return True if the source ``position`` stores the files of the step with the same bytes
         as the source whose manifest the last call of ``manifest()`` returned. This is so if both
         manifests describe the same encoding, or if the manifest of ``position`` cannot be read.
         """
-        there = self.layout(position)
-        return there is self._here or there.encoded == self._here.encoded
+        layout = self.layout(position)
+        return layout is self._manifest or layout.encoded == self._manifest.encoded
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
-        """Read all chunks of ``plan``, which was made from the manifest that ``filled`` returned.
+        """Read all chunks of ``plan``, which was made from the manifest that ``fill`` returned.
 
         Returns:
             For each source, ``plan`` with only the chunks that this source has provided.
@@ -281,8 +284,8 @@ class TieredReader:
             IntegrityError, StorageError: Some chunk is intact on no source. Targets may have been
                 overwritten in part.
         """
-        given = self._read(plan.reads, sink, lambda *_: None, workers.run_all)
-        return [replace(plan, reads=tuple(reads)) for reads in given]
+        reads_by_source = self._read(plan.reads, sink, lambda *_: None, workers.run_all)
+        return [replace(plan, reads=tuple(reads)) for reads in reads_by_source]
 
     def fetch(
         self, reads: Sequence[ChunkRead], sink: Sink, on_chunk: OnChunk = lambda *_: None
@@ -292,11 +295,13 @@ class TieredReader:
         Returns the position of the farthest source that was needed. Raises the errors of ``read``.
         """
         try:
-            given = self._read(reads, sink, on_chunk, lambda work: [each() for each in work])
+            reads_by_source = self._read(
+                reads, sink, on_chunk, lambda work: [call() for call in work]
+            )
         except (IntegrityError, StorageError):
-            self.lost.add(reads[0].rank)
+            self.lost_ranks.add(reads[0].rank)
             raise
-        return max((position for position, part in enumerate(given) if part), default=0)
+        return max((position for position, part in enumerate(reads_by_source) if part), default=0)
 
     def _read(
         self,
@@ -311,47 +316,49 @@ class TieredReader:
         Each source is asked for the chunks that no nearer source could provide.
         """
         failures: dict[ChunkId, list[tuple[str, Exception]]] = {}
-        given: list[Sequence[ChunkRead]] = []
+        reads_by_source: list[Sequence[ChunkRead]] = []
 
         def ask(position: int, run: Run) -> list[ChunkId]:
-            missed = self._ask(position, run, sink, on_chunk)
-            for read, error in missed:
-                said = failures.setdefault(read.chunk_id, [])
-                said.append((self.sources[position].url, error))
+            misses = self._ask(position, run, sink, on_chunk)
+            for read, error in misses:
+                errors = failures.setdefault(read.chunk_id, [])
+                errors.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
                     file = self._files(position)[run.rank]
-                    raise as_damage(verdict(said, file.key), file) from error
-            return [read.chunk_id for read, _ in missed]
+                    raise as_damage(verdict(errors, file.key), file) from error
+            return [read.chunk_id for read, _ in misses]
 
         for position in range(len(self.sources)):
             if not reads:
-                given.append(())
+                reads_by_source.append(())
                 continue
-            there = self._reads_there(position, reads)
-            parts = run_all(partial(ask, position, run) for run in runs_of(there))
-            lacking = {place for part in parts for place in part}
-            if len(there) < len(reads):
-                lacking |= {read.chunk_id for read in reads} - {read.chunk_id for read in there}
-            given.append(
-                [read for read in reads if read.chunk_id not in lacking] if lacking else reads
+            source_reads = self._reads_there(position, reads)
+            parts = run_all(partial(ask, position, run) for run in runs_of(source_reads))
+            missing = {place for part in parts for place in part}
+            if len(source_reads) < len(reads):
+                missing |= {read.chunk_id for read in reads} - {
+                    read.chunk_id for read in source_reads
+                }
+            reads_by_source.append(
+                [read for read in reads if read.chunk_id not in missing] if missing else reads
             )
-            reads = [read for read in reads if read.chunk_id in lacking] if lacking else ()
+            reads = [read for read in reads if read.chunk_id in missing] if missing else ()
         if reads:
-            if said := failures.get(reads[0].chunk_id, []):
-                raise verdict(said, self.ref.folder)
+            if errors := failures.get(reads[0].chunk_id, []):
+                raise verdict(errors, self.ref.folder)
             raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
-        return given
+        return reads_by_source
 
     def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Misses:
         """Read a run from one source, and return the chunks that the source could not provide."""
         file = self._files(position)[run.rank]
-        if (error := self.gone(position, file.key)) is None:
-            missed = self._readers[position].read(run, file, sink, partial(on_chunk, position))
+        if (error := self.failure_of(position, file.key)) is None:
+            misses = self._readers[position].read(run, file, sink, partial(on_chunk, position))
         else:
-            missed = [(read, error) for read in run.reads]
-        for read, what in missed:
-            self.failed(position, file.key, what, read.stored_nbytes)
-        return missed
+            misses = [(read, error) for read in run.reads]
+        for read, cause in misses:
+            self.note_failure(position, file.key, cause, read.stored_nbytes)
+        return misses
 
     def _reads_there(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
         """Return reads of the same chunks as ``reads`` from the files of a source.
@@ -359,56 +366,58 @@ class TieredReader:
         ``reads`` were made from the manifest that ``manifest`` has found. Chunks that the source
         does not have, or not in the wanted encoding, are left out.
         """
-        assert self._found is not None
-        if self.layout(position) is self._found.manifest:
+        assert self._source is not None
+        if self.layout(position) is self._source.manifest:
             return reads
-        return rebase(reads, self._files(self._found.position), self._files(position))
+        return rebase(reads, self._files(self._source.position), self._files(position))
 
     def _files(self, position: int) -> Mapping[int, StoredFile]:
         """Return the data file of each rank as a source stores it.
 
         The result is remembered, since there may be thousands of files.
         """
-        there = self.layout(position)
-        known = self._stored.get(position)
-        if known is None or known[0] is not there:
-            known = self._stored[position] = there, there.stored_files()
-        return known[1]
+        layout = self.layout(position)
+        entry = self._stored_files.get(position)
+        if entry is None or entry[0] is not layout:
+            entry = self._stored_files[position] = layout, layout.stored_files()
+        return entry[1]
 
     def fault(self, position: int, file: StoredFile | FragmentRef) -> Exception | None:
         """Return an error if a file is missing on a source, has another size or cannot be examined.
 
         Return None if the file is present with the right size. The file is not read.
         """
-        if dead := self.gone(position, ""):
+        if dead := self.failure_of(position, ""):
             return dead
         if isinstance(file, StoredFile):
-            if (there := self._files(position).get(file.rank)) is None:
+            if (stored_file := self._files(position).get(file.rank)) is None:
                 return ObjectNotFound(file.key)
-            key, wanted = there.key, there.size
+            key, expected_size = stored_file.key, stored_file.size
         else:
-            key, wanted = self.ref.key(file.name), file.size
+            key, expected_size = self.ref.key(file.name), file.size
         try:
             size = self._retry.call(partial(self.sources[position].head, key)).size
         except TransientStorageError as error:
-            self.failed(position, key, error, 0)
+            self.note_failure(position, key, error, 0)
             return error
         except (IntegrityError, StorageError) as error:
             return error
         return (
-            None if size == wanted else StorageError(key, f"has {size} bytes, should have {wanted}")
+            None
+            if size == expected_size
+            else StorageError(key, f"has {size} bytes, should have {expected_size}")
         )
 
     # -- failures ----------------------------------------------------------------------------------
 
-    def gone(self, position: int, key: str) -> Exception | None:
+    def failure_of(self, position: int, key: str) -> Exception | None:
         """Return the error after which a source is not asked for the file ``key`` any more; None if
         the source can be asked. An empty ``key`` stands for the whole source.
         """
         with self._lock:
-            return self._gone.get((position, "")) or self._gone.get((position, key))
+            return self._failures.get((position, "")) or self._failures.get((position, key))
 
-    def failed(self, position: int, key: str, error: Exception, nbytes: int) -> None:
+    def note_failure(self, position: int, key: str, error: Exception, nbytes: int) -> None:
         """Remember that a source could not provide ``nbytes`` of a file, because of ``error``.
 
         Record a `Repair` if the source should have had the file and is not the last source. Raise
@@ -417,66 +426,68 @@ class TieredReader:
         reach = reach_of(error)
         if reach is None:
             raise error
-        what = "" if reach is Reach.STORE else key
+        scope_key = "" if reach is Reach.STORE else key
         with self._lock:
             if reach is not Reach.CHUNK:
-                self._gone[position, what] = error
+                self._failures[position, scope_key] = error
             whole = position in self.listing and position not in self._partial
-            never = isinstance(error, ObjectNotFound) and not whole
-            if self._noting and not never and position + 1 < len(self.sources):
-                self._note(self.sources[position].url, what, error, nbytes)
+            never_had_it = isinstance(error, ObjectNotFound) and not whole
+            if self._notes_repairs and not never_had_it and position + 1 < len(self.sources):
+                self._note(self.sources[position].url, scope_key, error, nbytes)
 
-    def mended(self, position: int, key: str) -> None:
+    def note_repair(self, position: int, key: str) -> None:
         """Note that a source has an intact copy of a file now."""
         with self._lock:
-            self._gone.pop((position, key), None)
-            if known := self._repairs.get(place := (self.sources[position].url, key)):
-                self._repairs[place] = replace(known, mended=True)
+            self._failures.pop((position, key), None)
+            if repair := self._repairs.get(place := (self.sources[position].url, key)):
+                self._repairs[place] = replace(repair, mended=True)
 
     def is_damaged(self, position: int, key: str) -> bool:
         """Return True if reads have found damaged chunks in a file on a source, and the file was
         not replaced since.
         """
         with self._lock:
-            known = self._repairs.get((self.sources[position].url, key))
-            return known is not None and not known.mended and (position, key) not in self._gone
+            repair = self._repairs.get((self.sources[position].url, key))
+            return (
+                repair is not None and not repair.mended and (position, key) not in self._failures
+            )
 
     @contextmanager
-    def unnoted(self) -> Generator[None]:
+    def without_notes(self) -> Generator[None]:
         """Do not record failures inside of the block as repairs."""
-        self._noting = False
+        self._notes_repairs = False
         try:
             yield
         finally:
-            self._noting = True
+            self._notes_repairs = True
 
     def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
         """Record a repair, or add ``nbytes`` to the recorded one. The caller holds the lock."""
-        known = self._repairs.get((url, key))
-        if known is None:
+        entry = self._repairs.get((url, key))
+        if entry is None:
             self._repairs[url, key] = repair = Repair(
                 tier=url, key=key, reason=str(error), nbytes=nbytes
             )
             self._on_repair(repair)
         else:
-            self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
+            self._repairs[url, key] = replace(entry, nbytes=entry.nbytes + nbytes)
 
-    def _nearest(self, key: str, work: Callable[[int], T], *, first: int = 0) -> tuple[int, T]:
+    def _nearest(self, key: str, work: Callable[[int], T], *, start: int = 0) -> tuple[int, T]:
         """Call ``work`` with the positions of sources, nearest first, until it succeeds.
 
-        The first call is for the position ``first``. The sources before it come last.
+        The first call is for the position ``start``. The sources before it come last.
 
         Returns:
             The position of the source for which ``work`` succeeded, and its result.
         """
         failures: list[tuple[str, Exception]] = []
-        for position in (*range(first, len(self.sources)), *range(first)):
-            error = self.gone(position, key)
+        for position in (*range(start, len(self.sources)), *range(start)):
+            error = self.failure_of(position, key)
             if error is None:
                 try:
                     return position, work(position)
-                except Exception as raised:  # noqa: BLE001 - ``failed`` raises it if needed
-                    error = raised
-            self.failed(position, key, error, 0)
+                except Exception as cause:  # noqa: BLE001 - ``note_failure`` raises it if needed
+                    error = cause
+            self.note_failure(position, key, error, 0)
             failures.append((self.sources[position].url, error))
         raise verdict(failures, key)

@@ -258,8 +258,8 @@ def fetch_step(
     start = time.perf_counter()
     origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
     with _about_the_source():
-        found = origin.whole(lambda found: origin.filled(found, None))
-    manifest, packed = found.manifest, found.packed
+        found = origin.whole(lambda found: origin.fill(found, None))
+    manifest, packed = found.manifest, found.data
     old = _encoded_otherwise(folder, manifest, packed)
     listed = old is None and _make_way(folder, packed)
     if old is not None and not verify_files(folder, old.stored_files().values())[0]:
@@ -559,7 +559,7 @@ def _copy_fragment(
         data = origin.fragment(manifest, named, file)
     key = origin.ref.key(named.name)
     try:
-        folder.read(key, partial(check_bytes, named=named, key=key), limit=named.size)
+        folder.read(key, partial(check_bytes, fragment_ref=named, key=key), limit=named.size)
     except (IntegrityError, StorageError):  # The fragment is missing, or another one
         folder.retry.call(partial(folder.backend.put, key, [data]))
 

@@ -308,7 +308,7 @@ def _intact_fragment(folder: StepFolder, named: FragmentRef) -> bytes | None:
     """Return the bytes of a fragment, or None if it is missing or is not the one of ``named``."""
     key = folder.ref.key(named.name)
     try:
-        return folder.read(key, partial(check_bytes, named=named, key=key), limit=named.size)
+        return folder.read(key, partial(check_bytes, fragment_ref=named, key=key), limit=named.size)
     except (IntegrityError, StorageError):
         return None
 

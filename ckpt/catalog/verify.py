@@ -171,7 +171,7 @@ def verify_step(
     """
     start = time.perf_counter()
     folder = StepFolder(backend, ref, workers, retry or RetryPolicy())
-    verified = 0
+    verified_bytes = 0
     try:
         manifest, _ = read_packed(backend, ref, retry=folder.retry)
     except FormatUnsupported:
@@ -182,12 +182,12 @@ def verify_step(
         manifest, faults = _with_fragments(folder, manifest, ranks)
         files = manifest.stored_files().values()
         data = [file for file in files if ranks is None or file.rank in ranks]
-        data_faults, verified = verify_files(folder, data, on_progress=on_progress)
+        data_faults, verified_bytes = verify_files(folder, data, on_progress=on_progress)
         faults += data_faults
     return VerifyReport(
         ref=ref,
         faults=tuple(faults),
-        verified_bytes=verified,
+        verified_bytes=verified_bytes,
         seconds=time.perf_counter() - start,
     )
 
@@ -205,9 +205,9 @@ def _with_fragments(
     """
     files, key = manifest.file_map(), folder.ref.manifest
     parts = folder.workers.run_all(
-        partial(_fragment, folder, manifest, named, files.get(named.rank))
-        for named in manifest.fragments
-        if ranks is None or named.rank in ranks
+        partial(_fragment, folder, manifest, fragment_ref, files.get(fragment_ref.rank))
+        for fragment_ref in manifest.fragments
+        if ranks is None or fragment_ref.rank in ranks
     )
     faults = [part for part in parts if isinstance(part, Fault)]
     intact = {part.rank: part for part in parts if isinstance(part, Fragment)}
@@ -233,22 +233,22 @@ def verify_files(
     heads = _heads(folder, files)
     faults = [fault for _, fault in heads if fault]
     chunks: list[ChunkRead] = []
-    stored: dict[int, StoredFile] = {}
+    files_by_rank: dict[int, StoredFile] = {}
     for file, (size, _) in zip(files, heads, strict=True):
-        every = chunks_of(file)
-        chunks += [chunk for chunk in every if chunk.offset + chunk.stored_nbytes <= size]
-        stored[file.rank] = replace(file, size=size)
+        file_chunks = chunks_of(file)
+        chunks += [chunk for chunk in file_chunks if chunk.offset + chunk.stored_nbytes <= size]
+        files_by_rank[file.rank] = replace(file, size=size)
     runs, reader = runs_of(chunks), ChunkReader(folder.backend, folder.retry)
     meter = Meter(sum(run.nbytes for run in runs), on_progress)
 
     def check(run: Run) -> list[Fault]:
-        missed = reader.read(run, stored[run.rank], _Nowhere())
+        misses = reader.read(run, files_by_rank[run.rank], _Nowhere())
         meter.add(run.nbytes)
-        return [fault_of(error, chunk) for chunk, error in missed]
+        return [fault_of(error, chunk) for chunk, error in misses]
 
-    found = folder.workers.run_all(partial(check, run) for run in runs)
-    damaged = list(dict.fromkeys(fault for part in found for fault in part))
-    return faults + damaged, meter.total - sum(fault.nbytes or 0 for fault in damaged)
+    results = folder.workers.run_all(partial(check, run) for run in runs)
+    data_faults = list(dict.fromkeys(fault for part in results for fault in part))
+    return faults + data_faults, meter.total - sum(fault.nbytes or 0 for fault in data_faults)
 
 
 def size_faults(folder: StepFolder, files: Collection[StoredFile]) -> list[Fault]:
@@ -280,20 +280,20 @@ class Meter:
     """
 
     def __init__(self, total: int, on_progress: OnProgress | None) -> None:
-        self.total, self.done = total, 0
+        self.total, self.count = total, 0
         self._on_progress, self._lock = on_progress, threading.Lock()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
-            self.done += nbytes
+            self.count += nbytes
             if self._on_progress:
-                self._on_progress(self.done, self.total)
+                self._on_progress(self.count, self.total)
 
 
 def _fragment(
-    folder: StepFolder, manifest: Manifest, named: FragmentRef, file: File | None
+    folder: StepFolder, manifest: Manifest, fragment_ref: FragmentRef, file: File | None
 ) -> Fragment | Fault:
-    load = partial(load_fragment, folder.backend, folder.ref, manifest, named, file)
+    load = partial(load_fragment, folder.backend, folder.ref, manifest, fragment_ref, file)
     try:
         return folder.retry.call(load)[0]
     except (IntegrityError, StorageError) as error:
@@ -307,8 +307,8 @@ def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None
         return 0, fault_of(error)
     if size == file.size:
         return size, None
-    what = FileDamaged(file.key, size, file.size).detail
-    return size, Fault(key=file.key, what=what, offset=min(size, file.size))
+    detail = FileDamaged(file.key, size, file.size).detail
+    return size, Fault(key=file.key, what=detail, offset=min(size, file.size))
 
 
 def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:

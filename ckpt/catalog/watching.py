@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckpt.catalog.index import ask, attempts, is_committed
-from ckpt.catalog.pins import put_pin, remove_pin, renewed
+from ckpt.catalog.index import ask, is_committed, step_refs
+from ckpt.catalog.pins import put_pin, remove_pin, renew_pin
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, TransientStorageError
 from ckpt.model.keys import WATCHERS, StepRef, parse_folder
 from ckpt.pipeline.workers import Workers
@@ -81,7 +81,7 @@ class Watcher:
         self._backend, self._newest = backend, newest
         self._folder = f"{WATCHERS}/{name}/"
         self._reason = f"watch {name}"
-        self._left: set[StepRef] = set()
+        self._left_refs: set[StepRef] = set()
 
     def look(self) -> list[CommittedStep]:
         """Return the committed steps that were not handled yet, oldest first. Steps that were
@@ -89,21 +89,23 @@ class Watcher:
 
         The records of handled steps that the tier does not have any more are removed.
         """
-        refs = attempts(self._backend)
+        refs = step_refs(self._backend)
         keys = ask(self._backend, lambda: [info.key for info in self._backend.list(self._folder)])
-        handled = {ref for key in keys if (ref := parse_folder(key.removeprefix(self._folder)))}
-        for ref in handled.difference(refs):
+        handled_refs = {
+            ref for key in keys if (ref := parse_folder(key.removeprefix(self._folder)))
+        }
+        for ref in handled_refs.difference(refs):
             ask(self._backend, partial(self._backend.delete, self._key(ref)))
-        found: list[StepRef] = []
+        new_refs: list[StepRef] = []
         for ref in refs:  # Newest first
-            if self._newest and (found or ref in handled | self._left):
+            if self._newest and (new_refs or ref in handled_refs | self._left_refs):
                 break
-            if ref not in handled | self._left and is_committed(self._backend, ref):
-                found.append(ref)
-        return [self._step(ref) for ref in reversed(found)]
+            if ref not in handled_refs | self._left_refs and is_committed(self._backend, ref):
+                new_refs.append(ref)
+        return [self._step(ref) for ref in reversed(new_refs)]
 
     @contextmanager
-    def holding(self, step: CommittedStep) -> Generator[None]:
+    def lease(self, step: CommittedStep) -> Generator[None]:
         """Pin ``step`` while the block runs.
 
         Raises:
@@ -112,41 +114,41 @@ class Watcher:
             ThreadLimit: The system does not start the thread that renews the pin.
         """
         pin = put_pin(self._backend, step.ref, LEASE_SECONDS, self._reason)
-        over = threading.Event()
+        stop = threading.Event()
 
         def renew() -> None:
             nonlocal pin
-            while not over.wait(LEASE_SECONDS / 3):
+            while not stop.wait(LEASE_SECONDS / 3):
                 try:
-                    pin = renewed(self._backend, pin, LEASE_SECONDS, self._reason)
+                    pin = renew_pin(self._backend, pin, LEASE_SECONDS, self._reason)
                 except CkptError as error:  # The next try may succeed before the pin ends
                     _log.warning("ckpt: the pin on step %d was not renewed: %s", step.step, error)
 
         workers = Workers("watch", 1)
         try:
-            renewing = workers.submit(renew)
+            renewal = workers.submit(renew)
             yield
         finally:
-            over.set()
+            stop.set()
             # When the interpreter exits, the thread has already ended. The pin then ends by itself.
             if not sys.is_finalizing():
                 workers.close()
                 remove_pin(self._backend, pin)
-        if renewing.done():  # If the interpreter exits, ``renew`` has not returned
-            renewing.result()
+        if renewal.done():  # If the interpreter exits, ``renew`` has not returned
+            renewal.result()
 
     def leave(self, step: CommittedStep) -> None:
         """Pass over ``step``. This `Watcher` does not return the step again, but a new `Watcher` of
         the same name does.
         """
-        self._left.add(step.ref)
+        self._left_refs.add(step.ref)
 
-    def done(self, step: CommittedStep) -> None:
+    def mark_handled(self, step: CommittedStep) -> None:
         """Record that ``step`` was handled, so that no watcher of this name returns it again.
 
         This has no effect for a step that was passed to ``leave``.
         """
-        if step.ref not in self._left:
+        if step.ref not in self._left_refs:
             ask(self._backend, lambda: self._backend.put(self._key(step.ref), [b"handled\n"]))
 
     def _key(self, ref: StepRef) -> str:
@@ -189,7 +191,7 @@ def watch(
     if not 0 < poll_seconds < float("inf"):
         raise ConfigError(f"poll_seconds={poll_seconds!r}: give a positive number of seconds")
     backend = open_backend(root, options)
-    return _closing(backend, Watcher(backend, name, newest=newest), poll_seconds, stop)
+    return _steps_and_close(backend, Watcher(backend, name, newest=newest), poll_seconds, stop)
 
 
 def each_step(
@@ -205,22 +207,22 @@ def each_step(
     Raises:
         StorageError: The store denies a request, or, if ``poll_seconds`` is None, does not answer.
     """
-    over = stop or threading.Event()
-    while not over.is_set():
+    end = stop or threading.Event()
+    while not end.is_set():
         try:
-            found = watcher.look()
+            steps = watcher.look()
         except TransientStorageError as error:
             if poll_seconds is None:
                 raise
             _log.warning("ckpt: new steps could not be listed: %s", error)
-            found = []
-        for step in found:
-            if over.is_set():
+            steps = []
+        for step in steps:
+            if end.is_set():
                 return
             try:
-                with suppress(NoCheckpoint), watcher.holding(step):  # The step may be removed
+                with suppress(NoCheckpoint), watcher.lease(step):  # The step may be removed
                     yield step
-                    watcher.done(step)
+                    watcher.mark_handled(step)
             except TransientStorageError as error:
                 if poll_seconds is None:
                     raise
@@ -230,10 +232,10 @@ def each_step(
                 break
         if poll_seconds is None:
             return
-        over.wait(poll_seconds)
+        end.wait(poll_seconds)
 
 
-def _closing(
+def _steps_and_close(
     backend: StorageBackend, watcher: Watcher, poll_seconds: float, stop: threading.Event | None
 ) -> Generator[CommittedStep]:
     try:

@@ -101,7 +101,7 @@ def diff(
         output.show_json(_as_json(reader_a, reader_b, difference, differences, plain))
     else:
         _show(reader_a, reader_b, difference, differences, plain)
-    if difference.any or plain:
+    if difference.exists or plain:
         raise typer.Exit(_DIFFERENT)
 
 
@@ -174,10 +174,10 @@ def _show(
         output.show_table(("name", "what", "detail"), rows)
         output.show_line()
     parts = [f"{output.count(difference.equal, 'tensor')} equal"]
-    if difference.any or plain:
+    if difference.exists or plain:
         parts.append(f"{output.count(len(rows), 'difference')}")
     output.show_line(", ".join(parts) + ("" if rows else ": the checkpoints are the same"))
-    if difference.compared and not difference.read_names:
+    if difference.compared_count and not difference.read_names:
         output.show_line(
             "compared by checksum alone: no data was read"
             + (" but for --values" if differences else "")
@@ -235,7 +235,7 @@ def _as_json(
     return {
         "a": _place(reader_a),
         "b": _place(reader_b),
-        "same": not (difference.any or plain),
+        "same": not (difference.exists or plain),
         "equal": difference.equal,
         "read": difference.read_names,
         "only_a": difference.only_one,

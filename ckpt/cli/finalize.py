@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt.catalog.finalize import finalize as finish
-from ckpt.catalog.index import attempts, instead_of, is_committed
+from ckpt.catalog.index import is_committed, step_refs, why_missing
 from ckpt.catalog.inventory import Inventory
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -72,10 +72,10 @@ def finalize(
         raise ConfigError("STEP is a number here: without one, all that are unfinished are tried")
     place, step = place_and_step(arguments, root, step)
     backend = open_root(place, config, timeout=timeout)
-    all_refs = backend.ask(partial(attempts, backend))
+    all_refs = backend.ask(partial(step_refs, backend))
     refs = [ref for ref in all_refs if step in (None, ref.step)]
     if not refs:
-        raise NoCheckpoint(backend.url, backend.ask(partial(instead_of, backend, all_refs, step)))
+        raise NoCheckpoint(backend.url, backend.ask(partial(why_missing, backend, all_refs, step)))
     open_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
     with workers_for(backend) as workers:
         outcomes = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]
@@ -84,7 +84,7 @@ def finalize(
             {"root": backend.url, "steps": [_as_json(outcome) for outcome in outcomes]}
         )
     elif not outcomes:
-        steps = backend.ask(partial(Inventory(backend, shown=True).look, among=refs))
+        steps = backend.ask(partial(Inventory(backend, for_display=True).look, among=refs))
         damaged_count = sum(stored_step.state == "damaged" for stored_step in steps)
         text = (
             f"nothing is unfinished: {output.count(len(steps) - damaged_count, 'step')} committed"

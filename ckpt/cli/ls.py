@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ckpt.catalog.index import committed, instead_of
+from ckpt.catalog.index import committed, why_missing
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -117,9 +117,9 @@ def _look(newest: int | None, store: StorageBackend) -> dict[StepRef, StoredStep
 
     Of the newest steps of several stores, each store has those that are among its own newest.
     """
-    if steps := Inventory(store, shown=True).look(newest=newest):
+    if steps := Inventory(store, for_display=True).look(newest=newest):
         return {step.ref: step for step in steps}
-    raise NoCheckpoint(store.url, instead_of(store, [], None))
+    raise NoCheckpoint(store.url, why_missing(store, [], None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 
 from ckpt.agent.client import known_jobs
 from ckpt.agent.messages import JobStatus
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import step_refs
 from ckpt.cli import output
 from ckpt.cli.store_timeout import WatchedStore, open_watched
 from ckpt.coordination.owner import read_owner
@@ -73,7 +73,7 @@ def _place_of(root: WatchedStore, job: JobStatus) -> int:
 def _jobs_of(root: WatchedStore) -> set[str]:
     """Return the attempts of the jobs that own the root or have a step in the root."""
     owner = read_owner(root)
-    return {ref.job for ref in attempts(root)} | ({owner.attempt} if owner else set())
+    return {ref.job for ref in step_refs(root)} | ({owner.attempt} if owner else set())
 
 
 def _last_job(tier: WatchedStore) -> str | None:
@@ -84,7 +84,7 @@ def _last_job(tier: WatchedStore) -> str | None:
     """
     if (owner := read_owner(tier)) is not None:
         return owner.attempt
-    newest = next(iter(attempts(tier)), None)
+    newest = next(iter(step_refs(tier)), None)
     return None if newest is None else newest.job
 
 

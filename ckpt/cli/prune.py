@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.catalog.index import instead_of
+from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import Inventory, State, StoredStep
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -101,7 +101,7 @@ def prune(
         lambda: (read_owner(backend), Inventory(backend, part=tier.local is True).look())
     )
     if not steps:
-        raise NoCheckpoint(backend.url, backend.ask(partial(instead_of, backend, [], None)))
+        raise NoCheckpoint(backend.url, backend.ask(partial(why_missing, backend, [], None)))
     _warn_of_names(rule, steps)
     missing_refs = (
         frozenset["StepRef"]()

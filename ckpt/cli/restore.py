@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ckpt.catalog.candidates import Candidate, candidates
-from ckpt.catalog.index import attempts, find
+from ckpt.catalog.index import find, step_refs
 from ckpt.catalog.tiered_reader import Repair
 from ckpt.catalog.transfer import fetch_nearest
 from ckpt.catalog.verify import OnProgress, StepFolder, verify_step
@@ -251,7 +251,7 @@ def _first_intact(
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
         while candidate is not None:
             ref, try_count = candidate.ref, try_count + 1
-            stores = [sources[position] for position in candidate.answering]
+            stores = [sources[position] for position in candidate.reachable]
             try:
                 with output.progress(f"step {ref.step}") as bar, naming_a_removed(stores, ref):
                     return _try(stores, ref, destination, workers, bar)
@@ -300,7 +300,9 @@ def _attempts(store: StorageBackend) -> list[StepRef]:
     answer within ``--timeout``.
     """
     return (
-        store.ask(partial(attempts, store)) if isinstance(store, WatchedStore) else attempts(store)
+        store.ask(partial(step_refs, store))
+        if isinstance(store, WatchedStore)
+        else step_refs(store)
     )
 
 

@@ -44,9 +44,9 @@ _EXTRAS: Final = (
     "is_replaced",
     "place",
     "read_parts",
-    "unfinished",
+    "unfinished_writes",
 )
-_ITERATORS: Final = ("list", "folders", "unfinished")
+_ITERATORS: Final = ("list", "folders", "unfinished_writes")
 _END: Final = object()
 
 

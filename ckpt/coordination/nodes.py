@@ -33,7 +33,7 @@ from ckpt.errors import CkptError, CommitError, ConfigError, TransientStorageErr
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
-from ckpt.storage.api import Rooted, StorageBackend
+from ckpt.storage.api import HasRoot, StorageBackend
 from ckpt.storage.tiers import Nodes, OpenTier
 from ckpt.tls import encryption_of
 
@@ -170,7 +170,7 @@ def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
 
 def _identity(backend: StorageBackend) -> str:
     root = backend.url
-    if isinstance(backend, Rooted):
+    if isinstance(backend, HasRoot):
         with suppress(CkptError):  # The first save reports this error of the tier
             root = backend.identity()
     owner = Owner.of_this_process("")
@@ -256,7 +256,7 @@ class NodeLocalStore:
         self._store, self._coordinator, self._nodes = store, coordinator, nodes
         self._name = name
         self._pieces = 0
-        self._is_attended = coordinator.rank not in nodes.firsts
+        self._is_attended = coordinator.rank not in nodes.lowest_ranks
 
     @property
     def url(self) -> str:
@@ -295,7 +295,7 @@ class NodeLocalStore:
         self._store.put(ref, manifest)
         self._is_attended = True
         # If this rank dies after this point, the rank that takes the turn waits for this message.
-        if self._coordinator.rank in self._nodes.firsts:
+        if self._coordinator.rank in self._nodes.lowest_ranks:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
         notice = _MergeNotice(self._coordinator.rank, len(manifest), checksum(manifest))
@@ -347,7 +347,7 @@ class NodeLocalStore:
         Wait up to ``_PUT_SECONDS`` for the nodes. The result is empty if all have put it.
         """
         node = self._nodes.of[self._coordinator.rank]
-        missing = {rank for rank in self._nodes.firsts if self._nodes.of[rank] != node}
+        missing = {rank for rank in self._nodes.lowest_ranks if self._nodes.of[rank] != node}
         faults: dict[int, str] = {}
         deadline = time.monotonic() + _PUT_SECONDS
         while missing and (seconds := deadline - time.monotonic()) > 0:

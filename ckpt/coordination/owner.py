@@ -31,8 +31,8 @@ import msgspec
 from ckpt.errors import IntegrityError, LinkRefused, ObjectNotFound, RootInUse, RootLost
 from ckpt.model.keys import OWNER
 from ckpt.processes import PROGRAM, Process, machine
-from ckpt.storage.api import HasPlace, Rooted, StorageBackend, read_record
-from ckpt.storage.places import OBJECT_STORES, resolved
+from ckpt.storage.api import HasPlace, HasRoot, StorageBackend, read_record
+from ckpt.storage.places import OBJECT_STORES, canonical
 from ckpt.storage.registry import scheme_of
 
 _LIMIT = 64 << 10
@@ -275,7 +275,7 @@ def owner_of(backend: StorageBackend) -> Owner | None:
         RootLost: No owner was found, and the root is gone or another folder has taken its place.
     """
     owner = read_owner(backend)
-    if owner is None and isinstance(backend, Rooted) and backend.is_replaced():
+    if owner is None and isinstance(backend, HasRoot) and backend.is_replaced():
         raise RootLost("")
     return owner
 
@@ -292,7 +292,7 @@ def read_owner(backend: StorageBackend) -> Owner | None:
 
 
 def _place(backend: StorageBackend) -> str:
-    return backend.place() if isinstance(backend, HasPlace) else resolved(backend.url)
+    return backend.place() if isinstance(backend, HasPlace) else canonical(backend.url)
 
 
 def _is_elsewhere(backend: StorageBackend, place: str) -> bool:
@@ -306,7 +306,7 @@ def _is_elsewhere(backend: StorageBackend, place: str) -> bool:
         return backend.is_elsewhere(place)
     if scheme_of(backend.url) not in _WITHOUT_LINKS:
         return False
-    (host, path), (other_host, other_path) = map(_parts, (resolved(backend.url), place))
+    (host, path), (other_host, other_path) = map(_parts, (canonical(backend.url), place))
     return host == other_host and path.casefold() != other_path.casefold()
 
 

@@ -11,7 +11,7 @@ from typing import Final, Self
 import torch
 
 from ckpt.catalog.index import Listing, find, read_manifest
-from ckpt.catalog.tensor_reader import StepReader, Wanted
+from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
 from ckpt.errors.frames import frameless
@@ -151,7 +151,7 @@ class TensorView:
             return torch.empty(box.shape, dtype=self.dtype)
         memory = torch.empty(box.numel * DTYPES[self._tensor.dtype].itemsize, dtype=torch.uint8)
         # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
-        self._reader.read([Wanted(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]
+        self._reader.read([ReadRequest(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]
         return memory.view(self.dtype).view(box.shape)
 
 

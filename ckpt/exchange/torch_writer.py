@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from ckpt.adapters.tensors.layout import empty_in_order
-from ckpt.catalog.tensor_reader import StepReader, Wanted
+from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
@@ -81,7 +81,7 @@ def read_into_scratch(
     scratch = Scratch(folder, ((tensor.name, tensor.dtype, tensor.shape) for tensor in sources))
     reader.read(
         [
-            Wanted(tensor.name, Box.whole(tensor.shape), scratch.memory[tensor.name])
+            ReadRequest(tensor.name, Box.whole(tensor.shape), scratch.memory[tensor.name])
             for tensor in sources
             if tensor.nbytes
         ]

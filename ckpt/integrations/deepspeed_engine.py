@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 
 from ckpt.adapters.match.tree import MakeTensor, StateTree
-from ckpt.catalog.tiered_reader import Found, TieredReader
+from ckpt.catalog.tiered_reader import SourceManifest, TieredReader
 from ckpt.errors import (
     ConfigError,
     EntryMissing,
@@ -532,7 +532,7 @@ def _read(step: _Step, part: str, device: torch.device) -> Any:
             "of ranks, or under another stage of ZeRO"
         )
 
-    def build(outline: Found) -> Any:
+    def build(outline: SourceManifest) -> Any:
         tree = StateTree(outline.manifest, StoredTensor, (), by_name=True, safe=False).build()
 
         def contents(make: MakeTensor) -> Any:

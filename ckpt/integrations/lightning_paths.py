@@ -17,7 +17,7 @@ import torch
 from fsspec import AbstractFileSystem
 
 from ckpt.adapters.match.tree import MakeTensor, StateTree
-from ckpt.catalog.tiered_reader import Found
+from ckpt.catalog.tiered_reader import SourceManifest
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning_strategy import MODULE, SCHEME
 from ckpt.integrations.stored import build_and_fill, opened_step
@@ -116,7 +116,7 @@ def _read_step(root: str, step: int | None) -> dict[str, Any]:
     """Return the entries ``model`` and ``lightning`` of a step, with the tensors on the CPU."""
     with opened_step(as_tiers(root), step) as reader:
 
-        def build(outline: Found) -> dict[str, Any]:
+        def build(outline: SourceManifest) -> dict[str, Any]:
             def tree(make: MakeTensor) -> dict[str, Any]:
                 return StateTree(outline.manifest, make, _READ, by_name=False).build()
 

@@ -16,8 +16,8 @@ from ckpt.adapters.tensors.layout import empty_in_order
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.finalize import Finisher
-from ckpt.catalog.index import attempts, instead_of
-from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
+from ckpt.catalog.index import step_refs, why_missing
+from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.config import Tier
 from ckpt.errors import NoCheckpoint, StorageError
 from ckpt.model.box import Box
@@ -105,7 +105,7 @@ def _open_stores(
     stores = [tier.backend for tier in tiers_in_use]
 
     def reader(steps: Candidate) -> TieredReader:
-        sources = [stores[position] for position in steps.answering]
+        sources = [stores[position] for position in steps.reachable]
         return TieredReader(sources, steps.ref, retry=RetryPolicy(), on_repair=_warn)
 
     try:
@@ -125,12 +125,12 @@ def _instead(store: StorageBackend, step: int | None) -> str:
     If ``step`` is None, the store has no committed step at all.
     """
     with suppress(StorageError):
-        return instead_of(store, attempts(store), step)
+        return why_missing(store, step_refs(store), step)
     return "" if step is None else f"step {step} is not there"
 
 
 def fill_targets(
-    reader: TieredReader, outline: Found, leaves: Sequence[Leaf], targets: Sequence[Source]
+    reader: TieredReader, outline: SourceManifest, leaves: Sequence[Leaf], targets: Sequence[Source]
 ) -> None:
     """Read the boxes of ``leaves`` into ``targets``. Each leaf has one target.
 
@@ -140,7 +140,7 @@ def fill_targets(
         RestoreError: Targets share memory, and their saved values cannot all be in this memory.
         IntegrityError, StorageError: Some bytes are intact on no tier.
     """
-    manifest = reader.filled(outline, leaves).manifest
+    manifest = reader.fill(outline, leaves).manifest
     memory = list(targets)
     put = read_apart([leaf.name for leaf in leaves], memory)
     with Workers("read", _THREADS) as workers:
@@ -151,7 +151,7 @@ def fill_targets(
 
 def build_and_fill(
     reader: TieredReader,
-    outline: Found,
+    outline: SourceManifest,
     build: Callable[[MakeTensor], T],
     device: torch.device | str = "cpu",
 ) -> T:

@@ -121,7 +121,7 @@ class NodeReplicas:
             if wanted:
                 _log.info("ckpt: the job has one node: there is no other to keep copies on")
             return None
-        mine = [tier for tier, nodes in apart if coordinator.rank in nodes.firsts]
+        mine = [tier for tier, nodes in apart if coordinator.rank in nodes.lowest_ranks]
         stores = {tier.index: tier.backend for tier in mine}
         encryption = apart[0][1].encryption
         server = (
@@ -284,7 +284,7 @@ class NodeReplicas:
         Raises:
             CommitTimeout: A node has not posted in time, or the copying was stopped.
         """
-        firsts, before = ring.nodes.firsts, ring.posted
+        firsts, before = ring.nodes.lowest_ranks, ring.posted
         subject = f"{_SUBJECT}/restored{ring.tier.index}/{number}"
         self._coordinator.post(subject, msgspec.json.encode(ring.held(ref)))
         before.append(subject)
@@ -377,7 +377,7 @@ def _exchange(
     Returns:
         All nodes, by their lowest rank.
     """
-    ranks = {rank for nodes in rings for rank in nodes.firsts}
+    ranks = {rank for nodes in rings for rank in nodes.lowest_ranks}
     if server is not None:
         peer = Peer(coordinator.rank, server.addresses, server.port, server.token.hex(), {})
         coordinator.post(_SUBJECT, msgspec.json.encode(Node(peer, failure_domain())))

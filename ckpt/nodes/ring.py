@@ -259,7 +259,7 @@ def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int, how: Copying) 
     """
     nodes = tier.nodes
     assert nodes is not None
-    lowest = nodes.firsts
+    lowest = nodes.lowest_ranks
     domains = [known[first].domain for first in lowest]
     chosen = buddies(domains, tier.tier.buddies)
     here = nodes.of[rank]

@@ -14,7 +14,7 @@ from typing import Final, Self
 import msgspec
 
 from ckpt.catalog.candidates import Candidate, Finish
-from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
+from ckpt.catalog.index import is_committed, own_objects, read_packed, step_refs
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
@@ -130,7 +130,7 @@ class NodeSurvey:
         empty dict if the tier cannot be listed.
         """
         try:
-            refs = [ref for ref in attempts(backend) if self._step in (None, ref.step)]
+            refs = [ref for ref in step_refs(backend) if self._step in (None, ref.step)]
             return {ref.folder: _step(backend, ref) for ref in refs[:_STEPS]}
         except CkptError as error:
             _log.warning("ckpt: the contents of %s cannot be listed: %s", backend.url, error)
@@ -218,7 +218,7 @@ class NodeSurvey:
 
     def _elsewhere(self, found: Candidate, stores: Sequence[StorageBackend]) -> bool:
         """Return True if a shared tier has the step as a checkpoint."""
-        for position in found.answering:
+        for position in found.reachable:
             if not _is_part(self._tiers[position]):
                 with suppress(StorageError):
                     if is_committed(stores[position], found.ref):
@@ -328,7 +328,7 @@ def _is_part(tier: OpenTier) -> bool:
 
 def _firsts(tier: OpenTier) -> tuple[int, ...]:
     """Return the lowest rank of each node of a local tier."""
-    return tier.nodes.firsts if tier.nodes else (0,)
+    return tier.nodes.lowest_ranks if tier.nodes else (0,)
 
 
 def _step(backend: StorageBackend, ref: StepRef) -> Step:

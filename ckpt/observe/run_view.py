@@ -176,7 +176,7 @@ class TierWatch:
     def _open(self, tier: Tier) -> None:
         try:
             self.backend = open_backend(self.url, tier.options)
-            self.url, self._inventory = self.backend.url, Inventory(self.backend, shown=True)
+            self.url, self._inventory = self.backend.url, Inventory(self.backend, for_display=True)
         except CkptError as error:
             self.error = str(error)
 

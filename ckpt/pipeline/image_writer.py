@@ -29,7 +29,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import Adopting, StorageBackend, Upload
+from ckpt.storage.api import AdoptsFiles, StorageBackend, Upload
 
 _COPY_BYTES: Final = 32 << 20
 """The most bytes of one copy from the state to a ring, and the size of a frame."""
@@ -161,7 +161,7 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
     return known_chunks or tuple(chunk for chunk in job.table if chunk is not None)
 
 
-def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
+def adopt_image(write: ImageWrite, backend: AdoptsFiles) -> tuple[Chunk, ...]:
     """Make the image an object of a store in memory, without copying it.
 
     If ``write.known_chunks`` is empty, first wait until the whole image has landed, and hash its

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Final
 
 from ckpt.catalog.index import is_committed
-from ckpt.catalog.tiered_reader import Found, TieredReader
+from ckpt.catalog.tiered_reader import SourceManifest, TieredReader
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.config import ranks_on_this_node
@@ -88,7 +88,11 @@ class _CacheGuard(StepGuard):
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         for place, tier in enumerate(self.tiers):
-            if place != self.position and not tier.in_memory and not self.origin.gone(place, ""):
+            if (
+                place != self.position
+                and not tier.in_memory
+                and not self.origin.failure_of(place, "")
+            ):
                 with suppress(IntegrityError, StorageError):
                     if is_committed(tier.backend, ref):
                         return True
@@ -139,7 +143,7 @@ class ReadThrough:
         self,
         tiers: Sequence[OpenTier],
         origin: TieredReader,
-        stored_step: Found,
+        stored_step: SourceManifest,
         context: CacheContext,
     ) -> None:
         self._tiers, self.origin, self._stored_step = tiers, origin, stored_step
@@ -208,7 +212,7 @@ class ReadThrough:
         missing = self._missing
         for position in self._caches:
             # Leave out a cache that does not answer, or that has the step in another encoding.
-            if not self.origin.gone(position, "") and self.origin.is_identical_on(position):
+            if not self.origin.failure_of(position, "") and self.origin.is_identical_on(position):
                 if position > self._caches[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
                 missing = self._fill(position, missing, chunks)
@@ -265,7 +269,7 @@ class ReadThrough:
         try:
             fetch = partial(self.origin.fetch, on_chunk=chunks.copy)
             (file_copy,) = copy_files(fetch, [file], self._folder(position))
-            self.origin.mended(position, file.key)
+            self.origin.note_repair(position, file.key)
             source = file_copy.position
             self.source_by_rank[file.rank], self.cached_bytes = (
                 source,
@@ -284,7 +288,7 @@ class ReadThrough:
                 seconds,
             )
         except (IntegrityError, StorageError) as error:
-            if file.rank not in self.origin.lost:
+            if file.rank not in self.origin.lost_ranks:
                 outcome = _REFUSAL
                 _log.warning(
                     "ckpt: %s does not take files of farther tiers, which are read there "
@@ -399,7 +403,7 @@ class ReadThrough:
             ]
             if (
                 not damaged_files
-                or self.origin.gone(position, "")
+                or self.origin.failure_of(position, "")
                 or not self.origin.is_identical_on(position)
                 or not self._may_change(position)
             ):
@@ -409,16 +413,16 @@ class ReadThrough:
                 if self._wins(subject):
                     self._mend(position, file, f"{subject}/end")
                 elif self._outcome(f"{subject}/end") == _SUCCESS:
-                    self.origin.mended(position, file.key)
+                    self.origin.note_repair(position, file.key)
 
     def _mend(self, position: int, file: StoredFile, subject: str) -> None:
         """Replace one damaged file in a cache, and post the outcome on ``subject``."""
         cache, outcome = self._tiers[position], _LOSS
         try:
             # The copy also reads the cache, and must not record its known damage as new repairs.
-            with self.origin.unnoted():
+            with self.origin.without_notes():
                 copy_files(self.origin.fetch, [file], self._folder(position))
-            self.origin.mended(position, file.key)
+            self.origin.note_repair(position, file.key)
             outcome = _SUCCESS
             _log.info("ckpt: %s was repaired on %s", file.key, cache.url)
         except (IntegrityError, StorageError) as error:
@@ -451,7 +455,7 @@ class ReadThrough:
             if not reasons:
                 cached_parts = [part for part in parts if self.origin.fault(position, part) is None]
                 look = partial(self._look, position, cached_parts)
-                commit_copy(self._folder(position), self._stored_step.packed, look=look)
+                commit_copy(self._folder(position), self._stored_step.data, look=look)
         except CkptError as error:
             reasons = [str(error)]
         for reason in reasons:

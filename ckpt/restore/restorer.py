@@ -31,7 +31,7 @@ from ckpt.adapters.match.selection import WHOLE_STATE, Selection
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.finalize import Finisher
-from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
+from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.checks import true_or_false
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.restore_rounds import DamageError, RestoreRounds
@@ -89,7 +89,7 @@ class _Fit:
     step that fits its state.
     """
 
-    stored_step: Found
+    stored_step: SourceManifest
     state_match: StateMatch
     plan: RestorePlan
     cache: ReadThrough
@@ -300,15 +300,15 @@ class Restorer:
             yield _Proposal(
                 candidate.ref.folder,
                 candidate.nearest,
-                candidate.answering,
+                candidate.reachable,
                 neighbours.peers(candidate.ref),
                 tuple(rejections),
-                tuple(finisher.finished),
+                tuple(finisher.finishes),
             )
             rejections.clear()
         if rejections:
             yield _Proposal(
-                "", 0, (), rejections=tuple(rejections), finished_commits=tuple(finisher.finished)
+                "", 0, (), rejections=tuple(rejections), finished_commits=tuple(finisher.finishes)
             )
 
     # -- every rank's part -------------------------------------------------------------------------
@@ -420,8 +420,8 @@ class Restorer:
         state: MutableMapping[str, Any],
         sources: Sources,
         origin: TieredReader,
-        stored_step: Found,
-    ) -> tuple[Found, StateMatch, RestorePlan]:
+        stored_step: SourceManifest,
+    ) -> tuple[SourceManifest, StateMatch, RestorePlan]:
         """Match the state with the manifest ``stored_step``, and plan the reads.
 
         Return the manifest with the needed fragments filled in, the matched state, and the plan.
@@ -430,14 +430,14 @@ class Restorer:
         state_match = match(
             state, stored_step.manifest, rank=rank, world_size=world, selection=self._selection
         )
-        stored_step = origin.filled(stored_step, state_match.leaves)
+        stored_step = origin.fill(stored_step, state_match.leaves)
         plan = plan_restore(stored_step.manifest, state_match.leaves)
         # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
         near = dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
         if near and any(near.get(read.rank) != 0 for read in plan.reads):
             # A copy of the data on a nearer node may be in the file of any rank. Only the fragments
             # name such copies.
-            stored_step = origin.filled(stored_step, None)
+            stored_step = origin.fill(stored_step, None)
             plan = nearest_copies(
                 plan_restore(stored_step.manifest, state_match.leaves), stored_step.manifest, near
             )

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import step_refs
 from ckpt.catalog.inventory import StoredStep
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import (
@@ -140,7 +140,7 @@ class Claim:
         put_owner(self._backend, self._me)
         # The date matters only for attempts of jobs that may be alive.
         date = self._backend.head(OWNER).modified if self._unseen else None
-        listing = attempts(self._backend)
+        listing = step_refs(self._backend)
         if self._takeover is None:
             self._takeover = Takeover(frozenset(listing), date)
         return listing
@@ -307,4 +307,4 @@ class PostedTakeover:
 
 def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
     """Return the attempts at steps on a store that one job has made, newest step first."""
-    return [ref for ref in attempts(backend) if ref.job == job]
+    return [ref for ref in step_refs(backend) if ref.job == job]

@@ -318,8 +318,8 @@ def judge(
         old = is_old(held, context.grace_seconds)
         if context.alive and own and held.ref.job == own and not old:
             return ("the running job's",)
-        young = not (old or (context.undated and held.touched is None))
-        in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)
+        young = not (old or (context.undated and held.last_change is None))
+        in_use = held.objects or not all(cut.abandoned for cut in held.unfinished_writes)
         return (YOUNG,) if young and in_use else ()
 
     return [Judged(held=held, kept=kept(held)) for held in found]
@@ -331,4 +331,4 @@ def is_old(held: StoredStep, grace_seconds: float) -> bool:
 
     A save that is under way puts files all the time.
     """
-    return held.touched is not None and time.time() - held.touched > grace_seconds
+    return held.last_change is not None and time.time() - held.last_change > grace_seconds

@@ -106,7 +106,7 @@ def judge_now(inventory: Inventory, rule: Retention, context: PruneContext) -> l
     their manifests: a removal of one of them may have begun since the inventory has read it.
     """
     while True:
-        judged = judge(inventory.look(begun=rule.keeps_all), rule, context)
+        judged = judge(inventory.look(without_manifest=rule.keeps_all), rule, context)
         is_pruned = any(not one.kept and one.held.state == "committed" for one in judged)
         newest = [one.held.ref for one in judged if not _BY_AGE.isdisjoint(one.kept)]
         if not is_pruned or inventory.confirm(newest):

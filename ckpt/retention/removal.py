@@ -37,7 +37,7 @@ from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics,
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim
 from ckpt.retention.policy import GRACE_SECONDS
-from ckpt.storage.api import KeepsUnfinished, Rooted, StorageBackend, Unfinished
+from ckpt.storage.api import HasRoot, KeepsUnfinishedWrites, StorageBackend, UnfinishedWrite
 
 _RETRY: Final = RetryPolicy()
 
@@ -125,7 +125,7 @@ def _remove_folder(backend: StorageBackend, held: StoredStep) -> None:
     There is no claim marker, so another process may put files and the manifest of the step now.
     These stay.
     """
-    discard(backend, held.unfinished)
+    discard(backend, held.unfinished_writes)
     # In a store with folders, this also removes an empty folder. No process puts this object.
     delete_files(backend, [held.ref.late_metrics(checksum(b""))])
 
@@ -141,15 +141,15 @@ def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[st
     return [key for key in keys if marked or is_late_metrics(key.rpartition("/")[2])]
 
 
-def _unfinished_in(backend: StorageBackend, held: StoredStep) -> Iterable[Unfinished]:
+def _unfinished_in(backend: StorageBackend, held: StoredStep) -> Iterable[UnfinishedWrite]:
     """Return the unfinished writes to discard with a step that is being removed.
 
     An inventory does not list the unfinished writes of a checkpoint. In a store with folders, they
     are listed here, since they would keep the folder from being removed. In other stores,
     ``discard_left`` discards them when a job takes the root.
     """
-    listed = held.state != "committed" or not isinstance(backend, Rooted)
-    return held.unfinished if listed else unfinished_of(backend, held.ref)
+    listed = held.state != "committed" or not isinstance(backend, HasRoot)
+    return held.unfinished_writes if listed else unfinished_of(backend, held.ref)
 
 
 def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
@@ -173,9 +173,9 @@ def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
     return put(backend, held.ref)
 
 
-def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
+def discard(backend: StorageBackend, found: Iterable[UnfinishedWrite]) -> None:
     """Discard the unfinished writes ``found``, which frees the space that they take."""
-    if isinstance(backend, KeepsUnfinished):
+    if isinstance(backend, KeepsUnfinishedWrites):
         for one in found:
             backend.discard(one)
 
@@ -192,9 +192,9 @@ def discard_left(backend: StorageBackend, claim: Claim, refs: Sequence[StepRef])
     Raises:
         RootInUse: Another job has taken the root over.
     """
-    if isinstance(backend, KeepsUnfinished):
-        prefixes = [f"{ref.folder}/" for ref in refs] if isinstance(backend, Rooted) else [""]
-        for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
+    if isinstance(backend, KeepsUnfinishedWrites):
+        prefixes = [f"{ref.folder}/" for ref in refs] if isinstance(backend, HasRoot) else [""]
+        for one in [one for prefix in prefixes for one in backend.unfinished_writes(prefix)]:
             folder, _, name = one.key.partition("/")
             if (
                 (ref := parse_folder(folder)) is None

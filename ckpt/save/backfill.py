@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import is_committed, step_refs
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError, IntegrityError
@@ -164,7 +164,9 @@ class Backfill:
         steps = [held for held in Inventory(self._near.tier.backend).look() if held.ref.job != own]
         for between in self._far[:index]:
             store = between.tier.backend
-            absent = {*attempts(store)} - {*attempts(target.backend)} - {held.ref for held in steps}
+            absent = (
+                {*step_refs(store)} - {*step_refs(target.backend)} - {held.ref for held in steps}
+            )
             absent = {ref for ref in absent if ref <= restored and target.takes(ref.step)}
             newest = sorted((ref for ref in absent if ref.job != own), reverse=True)
             steps += Inventory(store).look(among={*newest[: self._backlog]})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import step_refs
 from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import CkptError
 from ckpt.locks import Condition
@@ -87,7 +87,7 @@ class EarlierSteps:
                 return self._owed
             if self._restored is None:
                 return frozenset()
-        return frozenset(ref for ref in attempts(tier.backend) if self._may_be_owed(tier, ref))
+        return frozenset(ref for ref in step_refs(tier.backend) if self._may_be_owed(tier, ref))
 
     def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         """Return True if ``needed`` has ``ref``. The call neither waits nor lists the tier."""

@@ -36,7 +36,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
 from ckpt.save.save_job import SaveJob
-from ckpt.storage.api import Adopting, Rooted
+from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -196,7 +196,7 @@ class RankFiles:
         copier, source, encoder = self._copier, job.source, self._encoder
         if copier is None or source is None or not job.plan.size:
             return None
-        if isinstance(self._backend, Rooted) and self._backend.is_replaced():
+        if isinstance(self._backend, HasRoot) and self._backend.is_replaced():
             return None  # The root was replaced, so the write of this process is refused
         try:
             lengths = copier.copy(job.ref, source, written.add)
@@ -230,7 +230,7 @@ class RankFiles:
             on_bytes=written.add,
             known_chunks=job.known,
         )
-        if isinstance(self._backend, Adopting):
+        if isinstance(self._backend, AdoptsFiles):
             return adopt_image(write, self._backend), None
         if (encoder := self._encoder) is None:
             return write_image(write, self._backend), None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import is_committed, step_refs
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Abort, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
@@ -309,7 +309,7 @@ class TierWriter:
         Raises:
             StorageError: The store does not answer.
         """
-        refs = attempts(self._backend)
+        refs = step_refs(self._backend)
         return next((ref.step for ref in refs if is_committed(self._backend, ref)), -1)
 
     def detach(self) -> None:

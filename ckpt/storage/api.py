@@ -63,7 +63,7 @@ class ObjectInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfinished:
+class UnfinishedWrite:
     """A write that was begun and neither finished nor aborted.
 
     Its bytes take space in the store, but ``StorageBackend.list`` does not list them.
@@ -239,7 +239,7 @@ class StorageBackend(Protocol):
 
 
 @runtime_checkable
-class Adopting(Protocol):
+class AdoptsFiles(Protocol):
     """A store in this machine's memory that can make a file in memory an object without a copy."""
 
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
@@ -252,7 +252,7 @@ class Adopting(Protocol):
 
 
 @runtime_checkable
-class Fetching(Protocol):
+class FetchesObjects(Protocol):
     """A store that gives a small object as a whole by one request."""
 
     def fetch(self, key: str, *, limit: int) -> bytes:
@@ -268,7 +268,7 @@ class Fetching(Protocol):
 
 
 @runtime_checkable
-class Rooted(Protocol):
+class HasRoot(Protocol):
     """A store that is a folder.
 
     The URL does not identify the store: the same path can name different folders on two nodes, or
@@ -296,7 +296,7 @@ class Rooted(Protocol):
 
 
 @runtime_checkable
-class HoldsRoot(Rooted, Protocol):
+class HoldsRoot(HasRoot, Protocol):
     """A folder that another process can be told to use only as long as it is the same folder."""
 
     def mark(self) -> str:
@@ -356,12 +356,12 @@ class HasSpace(Protocol):
 
 
 @runtime_checkable
-class KeepsUnfinished(Protocol):
+class KeepsUnfinishedWrites(Protocol):
     """A store in which a killed process leaves unfinished writes: temporary files, or the parts of
     an upload.
     """
 
-    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+    def unfinished_writes(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished writes of all processes to keys that start with ``prefix``, in any
         order.
 
@@ -369,8 +369,8 @@ class KeepsUnfinished(Protocol):
         """
         ...
 
-    def discard(self, found: Unfinished) -> None:
-        """Remove the unfinished write ``found`` and free its space. Do nothing if it no longer
+    def discard(self, write: UnfinishedWrite) -> None:
+        """Remove the unfinished write ``write`` and free its space. Do nothing if it no longer
         exists.
 
         A process that is still working on that write gets an error.
@@ -441,33 +441,31 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
-def check_read(key: str, offset: int, done: int, asked: int) -> None:
-    """Raise ``StorageError`` if a read from ``offset`` has returned only ``done`` of the ``asked``
-    bytes.
+def check_read(key: str, offset: int, count: int, nbytes: int) -> None:
+    """Raise ``StorageError`` if a read from ``offset`` has returned only ``count`` of the
+    ``nbytes`` bytes.
     """
-    if done != asked:
+    if count != nbytes:
         raise StorageError(
-            key, f"ends at byte {offset + done}, bytes up to {offset + asked} were asked for"
+            key, f"ends at byte {offset + count}, bytes up to {offset + nbytes} were asked for"
         )
 
 
-def check_written(key: str, written: int, announced: int, size: int | None) -> int:
-    """Return the final size of an upload in bytes: ``size``, or ``announced`` if ``size`` is None.
+def check_written(key: str, total: int, limit: int, size: int | None) -> int:
+    """Return the final size of an upload in bytes: ``size``, or ``limit`` if ``size`` is None.
 
     Args:
         key: The key of the object, for the error.
-        written: The sum of the bytes of all parts.
-        announced: The size that was given to ``StorageBackend.upload``.
+        total: The sum of the bytes of all parts.
+        limit: The size that was given to ``StorageBackend.upload``.
         size: The size that was given to ``Upload.finish``.
 
     Raises:
-        StorageError: The final size is not ``written``, or is larger than ``announced``.
+        StorageError: The final size is not ``total``, or is larger than ``limit``.
     """
-    whole = announced if size is None else size
-    if written != whole or whole > announced:
-        raise StorageError(
-            key, f"{written} of {whole} bytes were written, {announced} were announced"
-        )
+    whole = limit if size is None else size
+    if total != whole or whole > limit:
+        raise StorageError(key, f"{total} of {whole} bytes were written, {limit} were announced")
     return whole
 
 
@@ -490,8 +488,8 @@ class PutUpload:
 
     def write(self, offset: int, data: memoryview) -> None:
         # With ``takes_parts``, the caller may change the memory as soon as this call returns.
-        taken = self._backend.capabilities.takes_parts
-        self._parts[offset] = memoryview(bytes(data)) if taken else data
+        takes_parts = self._backend.capabilities.takes_parts
+        self._parts[offset] = memoryview(bytes(data)) if takes_parts else data
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         parts = [self._parts[offset] for offset in sorted(self._parts)]
@@ -557,7 +555,7 @@ def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
         ManifestCorrupt: The object is larger than ``limit`` bytes. No memory is reserved for it.
         StorageError: The object cannot be read.
     """
-    if isinstance(backend, Fetching):
+    if isinstance(backend, FetchesObjects):
         return backend.fetch(key, limit=limit)
     size = backend.head(key).size
     check_limit(key, size, limit)

@@ -40,36 +40,36 @@ def without_query(url: str) -> str:
     return url.partition("?")[0] if is_object_store(url) else url
 
 
-def relation(one: str, two: str) -> Relation:
+def relation(url: str, base: str) -> Relation:
     """Return how the locations of two URLs relate, regardless of how the URLs are spelled.
 
     Returns:
-        "same" if both URLs name one location, "inside" if ``one`` is inside of ``two``, "around"
-        if ``two`` is inside of ``one``, else "apart".
+        "same" if both URLs name one location, "inside" if ``url`` is inside of ``base``, "around"
+        if ``base`` is inside of ``url``, else "apart".
     """
-    here, there = _canonical(one), _canonical(two)
-    if here == there:
+    place, base_place = _canonical(url), _canonical(base)
+    if place == base_place:
         return "same"
-    if here.startswith(there):
+    if place.startswith(base_place):
         return "inside"
-    return "around" if there.startswith(here) else "apart"
+    return "around" if base_place.startswith(place) else "apart"
 
 
-def resolved(url: str) -> str:
+def canonical(url: str) -> str:
     """Return a spelling of ``url`` that is the same for all URLs of one location. Symbolic links in
     the path of a folder are resolved, and the query of an object store's URL is left out.
     """
     return _canonical(without_query(url))
 
 
-def is_spelling_of(url: str, other: str, *, follows_links: bool = False) -> bool:
+def is_spelling_of(url: str, target: str, *, follows_links: bool = False) -> bool:
     """Return True if two URLs name one location.
 
-    Links in ``other`` are not followed, and those in ``url`` only with ``follows_links``. So the
-    call does not wait if the file system of ``other`` does not answer.
+    Links in ``target`` are not followed, and those in ``url`` only with ``follows_links``. So the
+    call does not wait if the file system of ``target`` does not answer.
     """
     absolute = os.path.realpath if follows_links else os.path.abspath
-    return _canonical(url, absolute) == _canonical(other, os.path.abspath)
+    return _canonical(url, absolute) == _canonical(target, os.path.abspath)
 
 
 def _canonical(url: str, absolute: Callable[[str], str] = os.path.realpath) -> str:

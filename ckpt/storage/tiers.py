@@ -23,7 +23,7 @@ from ckpt.config import (
 )
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
-from ckpt.storage.api import Adopting, StorageBackend
+from ckpt.storage.api import AdoptsFiles, StorageBackend
 from ckpt.storage.places import (
     is_folder,
     is_object_store,
@@ -71,7 +71,7 @@ class Nodes:
     encryption: Encryption | None = field(default=None, compare=False, repr=False)
 
     @property
-    def firsts(self) -> tuple[int, ...]:
+    def lowest_ranks(self) -> tuple[int, ...]:
         """The lowest rank of each node, indexed by node. This rank does the work that is done once
         for each node.
         """
@@ -79,7 +79,7 @@ class Nodes:
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the node of ``rank``, in ascending order, including ``rank``."""
-        return tuple(other for other, node in enumerate(self.of) if node == self.of[rank])
+        return tuple(mate for mate, node in enumerate(self.of) if node == self.of[rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class OpenTier:
     @property
     def in_memory(self) -> bool:
         """True if the tier keeps images in the memory in which they are staged."""
-        return isinstance(self.backend, Adopting)
+        return isinstance(self.backend, AdoptsFiles)
 
     @property
     def local(self) -> bool:
@@ -125,29 +125,29 @@ class OpenTier:
 
 
 def as_tiers(
-    given: Tiers,
+    tiers: Tiers,
 ) -> tuple[Tier, ...]:
-    """Return the tiers that ``given`` describes, nearest first.
+    """Return the tiers that ``tiers`` describes, nearest first.
 
     Raises:
         ConfigError: A value is not a folder, a URL or a ``Tier``.
     """
     items: list[object] = (
-        list(given)
-        if isinstance(given, Sequence) and not isinstance(given, str | bytes)
-        else [given]
+        list(tiers)
+        if isinstance(tiers, Sequence) and not isinstance(tiers, str | bytes)
+        else [tiers]
     )
     return tuple(_as_tier(item) for item in items)
 
 
-def _as_tier(given: object) -> Tier:
-    if isinstance(given, str | os.PathLike):
-        return Tier(os.fspath(given))
-    if isinstance(given, Tier):
-        return given
+def _as_tier(item: object) -> Tier:
+    if isinstance(item, str | os.PathLike):
+        return Tier(os.fspath(item))
+    if isinstance(item, Tier):
+        return item
     # The error names only the type of the value, since a dict may hold secrets.
     raise ConfigError(
-        f"a {type(given).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, "
+        f"a {type(item).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, "
         "or a list of these"
     )
 
@@ -176,9 +176,9 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
                 "which `ckpt ls --root memory`, the log and a restore report print"
             )
         return tier_at(root, tiers)
-    named = [tier for tier in tiers if tier.url != MEMORY and scheme_of(tier.url) != "memory"]
-    if named:
-        return next((tier for tier in named if scheme_of(tier.url) != "shm"), named[0])
+    candidates = [tier for tier in tiers if tier.url != MEMORY and scheme_of(tier.url) != "memory"]
+    if candidates:
+        return next((tier for tier in candidates if scheme_of(tier.url) != "shm"), candidates[0])
     raise ConfigError(
         "where are the checkpoints? Give the folder or URL as an argument or by --root, set "
         f'{ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
@@ -202,9 +202,13 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
     """
     if flags:
         return tuple(resolve_tier(flag, config) for flag in flags)
-    lasting = tuple(tier for tier in load_config(config).tiers if scheme_of(tier.url) != "memory")
-    named = root_of_environment() and not config
-    return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
+    durable_tiers = tuple(
+        tier for tier in load_config(config).tiers if scheme_of(tier.url) != "memory"
+    )
+    has_root = root_of_environment() and not config
+    return (
+        durable_tiers if len(durable_tiers) > 1 and not has_root else (resolve_tier(None, config),)
+    )
 
 
 def tier_at(url: str, tiers: Sequence[Tier]) -> Tier:
@@ -218,12 +222,12 @@ def tier_at(url: str, tiers: Sequence[Tier]) -> Tier:
     tiers = [tier for tier in tiers if MEMORY not in (url, tier.url)]
     with_query = (tier for tier in tiers if is_spelling_of(url, tier.url))
     bare = (tier for tier in tiers if is_spelling_of(url, without_query(tier.url)))
-    linked = (
+    via_link = (
         tier
         for tier in tiers
         if is_folder(tier.url) and is_spelling_of(url, tier.url, follows_links=True)
     )
-    return next(chain(with_query, bare, linked), None) or Tier(url)
+    return next(chain(with_query, bare, via_link), None) or Tier(url)
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
@@ -239,17 +243,17 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
         raise ConfigError("a manager needs at least one tier: a folder or a URL")
     if [tier.url for tier in tiers].count(MEMORY) > 1:
         raise ConfigError('the tier "memory" is named twice: this machine has one')
-    opened: list[OpenTier] = []
-    with closed_on_error(opened):
+    hierarchy: list[OpenTier] = []
+    with closed_on_error(hierarchy):
         for index, (tier, url) in enumerate(zip(tiers, urls_of(tiers), strict=True)):
-            opened.append(OpenTier(index, tier, open_backend(url, tier.options)))
-            for other in opened[:-1]:
-                _check_apart(other, opened[-1])
-            if opened[-1].in_memory:
-                _check_memory(opened[-1], opened[:-1])
-            elif opened[-1].local and is_object_store(url):
-                raise ConfigError(f"{opened[-1].url} is seen by all nodes: leave local out")
-    return tuple(opened)
+            hierarchy.append(OpenTier(index, tier, open_backend(url, tier.options)))
+            for nearer_tier in hierarchy[:-1]:
+                _check_apart(nearer_tier, hierarchy[-1])
+            if hierarchy[-1].in_memory:
+                _check_memory(hierarchy[-1], hierarchy[:-1])
+            elif hierarchy[-1].local and is_object_store(url):
+                raise ConfigError(f"{hierarchy[-1].url} is seen by all nodes: leave local out")
+    return tuple(hierarchy)
 
 
 @contextmanager
@@ -271,9 +275,9 @@ def urls_of(tiers: Sequence[Tier]) -> list[str]:
     ]
 
 
-def _memory_of(farther: Sequence[Tier]) -> str:
-    """Return the URL of the store that the tier "memory" stands for. ``farther`` has the tiers
-    after this tier.
+def _memory_of(farther_tiers: Sequence[Tier]) -> str:
+    """Return the URL of the store that the tier "memory" stands for. ``farther_tiers`` has the
+    tiers after this tier.
 
     The name of the store is derived from the resolved path of the next tier if that is a folder,
     else from its URL and its server. A restarted job with the same next tier therefore finds the
@@ -282,16 +286,16 @@ def _memory_of(farther: Sequence[Tier]) -> str:
     Raises:
         ConfigError: There is no next tier.
     """
-    if not farther:
+    if not farther_tiers:
         raise ConfigError(
             'the tier "memory" belongs to the tier after it: name one, or give the memory a name '
             'of its own, "shm://NAME"'
         )
-    url = farther[0].url
+    url = farther_tiers[0].url
     if is_folder(url):
         place = os.path.realpath(local_path(url))
     else:
-        place = " on ".join(filter(None, (without_query(url), server_of(farther[0]))))
+        place = " on ".join(filter(None, (without_query(url), server_of(farther_tiers[0]))))
     return f"shm://{checksum(place.encode())[:16]}"
 
 
@@ -306,22 +310,25 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
         raise ConfigError(f"{memory.url} is each node's own: leave local out")
     if memory.tier.codec != NO_CODEC:
         raise ConfigError(f"{memory.url} keeps images where they are staged: leave codec out")
-    if any(not other.in_memory for other in nearer):
+    if any(not tier.in_memory for tier in nearer):
         raise ConfigError(f"{memory.url} is memory: put it before the tiers that are farther away")
 
 
-def _check_apart(one: OpenTier, two: OpenTier) -> None:
+def _check_apart(tier: OpenTier, other_tier: OpenTier) -> None:
     """Raise ``ConfigError`` if two tiers have the same URL, or one root is inside of the other.
     Otherwise each tier would treat the files of the other tier as its own.
     """
-    how, is_one_server = relation(one.url, two.url), server_of(one.tier) == server_of(two.tier)
-    if how == "same" and not is_one_server:
-        raise on_two_servers(two.url)
-    if how == "same":
-        spelled = f", once as {one.url}" if one.url != two.url else ""
-        raise ConfigError(f"the tier {two.url} is named twice{spelled}")
-    if how != "apart" and is_one_server:
-        inner, outer = (one, two) if how == "inside" else (two, one)
+    position, is_one_server = (
+        relation(tier.url, other_tier.url),
+        server_of(tier.tier) == server_of(other_tier.tier),
+    )
+    if position == "same" and not is_one_server:
+        raise on_two_servers(other_tier.url)
+    if position == "same":
+        note = f", once as {tier.url}" if tier.url != other_tier.url else ""
+        raise ConfigError(f"the tier {other_tier.url} is named twice{note}")
+    if position != "apart" and is_one_server:
+        inner, outer = (tier, other_tier) if position == "inside" else (other_tier, tier)
         raise ConfigError(
             f"the tier {inner.url} is inside of the tier {outer.url}: give each a root of its "
             "own, such as two folders side by side"
@@ -353,14 +360,14 @@ def server_of(tier: Tier) -> str:
         return ""
     settings = {**dict(parse_qsl(tier.url.partition("?")[2])), **tier.options}
     client = settings.get("client_kwargs")
-    given = settings.get("endpoint_url") or (
+    endpoint = settings.get("endpoint_url") or (
         client.get("endpoint_url") if isinstance(client, Mapping) else None
     )
-    given = given or next(filter(None, map(settings.get, _SERVER_OPTIONS)), None)
-    if not given:
+    endpoint = endpoint or next(filter(None, map(settings.get, _SERVER_OPTIONS)), None)
+    if not endpoint:
         names = _ENDPOINT_VARIABLES.get(scheme_of(tier.url), ())
-        given = next((os.environ[name] for name in names if os.environ.get(name)), "")  # noqa: TID251
-    text = str(given)
+        endpoint = next((os.environ[name] for name in names if os.environ.get(name)), "")  # noqa: TID251
+    text = str(endpoint)
     try:
         server = urlsplit(text)
         port = server.port or {"http": 80, "https": 443}.get(server.scheme, 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.catalog.index import attempts, own_objects
+from ckpt.catalog.index import own_objects, step_refs
 from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
@@ -39,7 +39,7 @@ class _CopyGuard(StepGuard):
     ref: StepRef
 
     def waiting(self) -> frozenset[StepRef]:
-        newer = frozenset(other for other in attempts(self.far) if other > self.ref)
+        newer = frozenset(other for other in step_refs(self.far) if other > self.ref)
         return newer | self.guard.waiting()
 
     def is_owed(self, ref: StepRef) -> bool:

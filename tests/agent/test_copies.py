@@ -38,7 +38,7 @@ from ckpt.agent.messages import (
     fields_of,
 )
 from ckpt.agent.reports import Order
-from ckpt.catalog.index import attempts, read_manifest, unfinished_of
+from ckpt.catalog.index import read_manifest, step_refs, unfinished_of
 from ckpt.config import AgentMode
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import AgentError, CkptError, LeftToAgent, OutOfSpace, RootLost
@@ -83,7 +83,7 @@ def files_of(root: Path) -> dict[str, bytes]:
 def manifest_of(root: Path) -> Manifest:
     """Return the newest manifest of a tier, without what differs in any two runs."""
     backend = open_backend(str(root))
-    found = read_manifest(backend, attempts(backend)[0])
+    found = read_manifest(backend, step_refs(backend)[0])
     parts = [msgspec.structs.replace(part, size=0, checksum="") for part in found.fragments]
     return msgspec.structs.replace(found, attempt="", created_at=0.0, fragments=tuple(parts))
 
@@ -115,7 +115,7 @@ def listed(tier: Tier) -> list[int]:
 def unfinished(tier: Tier) -> list[str]:
     """Return the uploads that a store charges for, and does not list."""
     store = open_backend(tier.url, tier.options)
-    return [one.name for ref in attempts(store) for one in unfinished_of(store, ref)]
+    return [one.name for ref in step_refs(store) for one in unfinished_of(store, ref)]
 
 
 def lent(place: AgentFolder) -> list[int]:

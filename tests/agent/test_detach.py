@@ -16,7 +16,7 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.registration import Registration
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import step_refs
 from ckpt.catalog.verify import verify_step
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import AccessDenied, CommitError, LeftToAgent, TransientStorageError
@@ -114,7 +114,7 @@ def test_it_does_not_wait_for_a_far_tier_that_hangs(
     assert whole(tmp_path / "far") == [1, 2, 3]
     with Workers("test", 2) as workers:
         far = open_backend(str(tmp_path / "far"))
-        for ref in attempts(far):
+        for ref in step_refs(far):
             assert verify_step(far, ref, workers=workers).intact
 
 

@@ -270,7 +270,7 @@ def test_what_the_job_was_writing_makes_room_for_the_copies(
     begun = near.upload(f"{newest.name}/rank-00000.safetensors", 100)
     begun.write(0, memoryview(bytes(100)))
     seen: list[int] = []
-    unfinished = partial(near.unfinished, "")  # type: ignore[attr-defined]
+    unfinished = partial(near.unfinished_writes, "")  # type: ignore[attr-defined]
     watch(monkeypatch, tmp_path / "near", lambda _: seen.append(len(list(unfinished()))))
     wide = {**full.tiers[1], "capacity": None}
     job = msgspec.structs.replace(full, tiers=(full.tiers[0], wide), ranks=int(lives))

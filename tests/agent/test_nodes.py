@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import step_refs
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders
 from tests.agent.two_nodes import Cluster, cluster, holds, listed
@@ -262,6 +262,6 @@ def test_the_next_job_is_not_held_up_and_finds_the_step_in_memory(cluster: Clust
         await_state(place, "done")
     assert whole(cluster.shared)[-1] == 5
     assert holds(cluster.shared, 5, numbers)
-    for ref in attempts(open_backend(str(cluster.shared))):
+    for ref in step_refs(open_backend(str(cluster.shared))):
         if ref.step in whole(cluster.shared):
             assert holds(cluster.shared, ref.step, numbers)

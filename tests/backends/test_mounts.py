@@ -183,7 +183,7 @@ def test_a_step_that_is_removed_while_a_process_reads_it_is_not_shown_any_more(
         assert len(list(root.rglob(".fuse_hidden*"))) == 1
         backend = open_posix(str(root), {})
         assert [info.key for info in backend.list("") if "fuse" in info.key] == []
-        assert [held.ref.step for held in Inventory(backend, shown=True).look()] == [3]
+        assert [held.ref.step for held in Inventory(backend, for_display=True).look()] == [3]
         reader.read()
     save(4, 5)
     assert len(list(root.iterdir())) == 1

@@ -23,7 +23,7 @@ from ckpt.errors import (
     RootLost,
     StorageError,
 )
-from ckpt.storage.api import KeepsUnfinished
+from ckpt.storage.api import KeepsUnfinishedWrites
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, page_aligned, payload, send, store
 from ckpt_backends import direct_io
@@ -529,7 +529,7 @@ def test_a_user_without_permission_is_denied(tmp_path):
             lambda: backend.put("y", [b""]), lambda: backend.upload("y", 5), lambda: backend.delete("step/x"),
             lambda: backend.head("step/x"), lambda: backend.read_into("step/x", 0, memoryview(bytearray(1))),
             lambda: list(backend.list("")), lambda: list(backend.list("step/")),
-            lambda: list(backend.list("names/")), lambda: list(backend.unfinished("names/")),
+            lambda: list(backend.list("names/")), lambda: list(backend.unfinished_writes("names/")),
         ]
         for verb in verbs:
             try:
@@ -631,28 +631,28 @@ def test_two_hundred_objects_leave_no_descriptor_open(backend):
 
 def test_writes_that_were_cut_off_are_told_and_can_be_discarded(backend, tmp_path):
     keeping = backend
-    assert isinstance(keeping, KeepsUnfinished)
+    assert isinstance(keeping, KeepsUnfinishedWrites)
     backend.put("step/other", [b"x"])
     upload = backend.upload("step/image", 20 << 20)
     upload.write(0, memoryview(bytes(8 << 20)))
     (tmp_path / "root/step/.theirs.tmp").write_bytes(b"theirs")
-    [found] = backend.unfinished("step/")
-    assert found == next(iter(backend.unfinished("")))
+    [found] = backend.unfinished_writes("step/")
+    assert found == next(iter(backend.unfinished_writes("")))
     assert found.key == "step/image"
     assert found.size >= 8 << 20
     assert not found.abandoned
     os.utime(tmp_path / "root" / found.name, (1, 1))
-    assert next(backend.unfinished("step/")).abandoned
+    assert next(backend.unfinished_writes("step/")).abandoned
     backend.discard(found)
     backend.discard(found)
-    assert list(backend.unfinished("")) == []
+    assert list(backend.unfinished_writes("")) == []
     assert sorted(os.listdir(tmp_path / "root/step")) == [".theirs.tmp", "other"]
     with pytest.raises(StorageError):
         upload.finish()
     backend.delete("step/other")
     (tmp_path / "root/step/.theirs.tmp").unlink()
     backend.upload("step/image", 1)
-    backend.discard(next(backend.unfinished("")))
+    backend.discard(next(backend.unfinished_writes("")))
     assert os.listdir(tmp_path / "root") == []
 
 

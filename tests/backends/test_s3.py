@@ -275,12 +275,12 @@ def test_an_abort_leaves_no_parts_to_pay_for(moto):
 def test_uploads_that_were_cut_off_are_told_and_can_be_discarded(moto):
     moto.upload("step-1/rank-0", 20 << 20).write(0, memoryview(payload(8 << 20)))
     other = moto.upload("step-2/rank-0", 20 << 20)
-    [found] = moto.unfinished("step-1/")
+    [found] = moto.unfinished_writes("step-1/")
     assert found.key == "step-1/rank-0"
-    assert len(list(moto.unfinished(""))) == 2
+    assert len(list(moto.unfinished_writes(""))) == 2
     moto.discard(found)
     moto.discard(found)
-    assert [left.key for left in moto.unfinished("")] == ["step-2/rank-0"]
+    assert [left.key for left in moto.unfinished_writes("")] == ["step-2/rank-0"]
     other.abort()
     assert uploads_of(moto) == []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ObjectNotFound, StorageError
-from ckpt.storage.api import Adopting
+from ckpt.storage.api import AdoptsFiles
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch
 from ckpt_backends import shm
@@ -42,7 +42,7 @@ class TestShm(BackendConformance):
         try:
             path.write_bytes(b"0123456789")
             adopting = backend
-            assert isinstance(adopting, Adopting)
+            assert isinstance(adopting, AdoptsFiles)
             assert adopting.adopt("step/x", str(path), 7).size == 7
             assert fetch(backend, "step/x") == b"0123456"
             assert path.stat().st_nlink == 2

@@ -48,7 +48,7 @@ def test_what_it_held_is_had_from_the_next_store(workers: Workers) -> None:
     near, _ = store("aaaaaa", "bbbbbb")
     far, written = store("aaaaaa")
     (found,) = candidates([unreadable(near), far], None, workers=workers)
-    assert (found.ref, found.nearest, found.answering) == (written["aaaaaa"].ref, 1, (1,))
+    assert (found.ref, found.nearest, found.reachable) == (written["aaaaaa"].ref, 1, (1,))
 
 
 def test_an_attempt_whose_date_cannot_be_read_is_tried_first(workers: Workers) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from ckpt.catalog.index import (
     Listing,
-    attempts,
     committed,
     find,
     is_committed,
     read_manifest,
+    step_refs,
 )
 from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.claim_marker import claim_committed_for_removal
@@ -50,7 +50,7 @@ def backend() -> StorageBackend:
 def test_a_step_is_listed_if_and_only_if_its_manifest_is_there(backend: StorageBackend) -> None:
     old = write_checkpoint(backend, 1, ARRAYS).ref
     half = write_checkpoint(backend, 2, ARRAYS, commit=False).ref
-    assert attempts(backend) == [half, old]
+    assert step_refs(backend) == [half, old]
     assert committed(backend) == [old]
     assert not is_committed(backend, half)
     assert find(backend, None) == [old]
@@ -84,7 +84,7 @@ def test_folders_that_are_not_ours_are_left_alone(backend: StorageBackend) -> No
     ):
         backend.put(f"{name}/manifest.json", [b"{}"])
     backend.put("step-000000009.abcxyz", [b"a file, not a folder"])
-    assert attempts(backend) == []
+    assert step_refs(backend) == []
 
 
 def test_of_two_attempts_the_younger_comes_first(backend: StorageBackend) -> None:
@@ -116,7 +116,7 @@ def test_a_manifest_in_a_bad_sector_hides_no_other_step(backend: StorageBackend)
         key="zzzzzz",
         fault=Raise(lambda key: StorageError(key, "Input/output error")),
     )
-    damaged, *others = Inventory(FaultyBackend(backend, [bad]), shown=True).look()
+    damaged, *others = Inventory(FaultyBackend(backend, [bad]), for_display=True).look()
     assert "Input/output error" in damaged.reason
     assert {held.state for held in others} == {"committed"}
     assert [ref.attempt for ref in find(FaultyBackend(backend, [bad]), 2)] == ["aaaaaa", "zzzzzz"]

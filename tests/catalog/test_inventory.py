@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import step_refs
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.late_metrics import put_late
 from ckpt.errors import StorageError
@@ -36,7 +36,7 @@ def test_committed_incomplete_and_damaged_steps_are_told_apart(
     written = write_checkpoint(backend, 1, ARRAYS, world_size=2)
     write_checkpoint(backend, 2, ARRAYS, world_size=2, commit=False)
     backend.put(write_checkpoint(backend, 3, ARRAYS).ref.manifest, [b"no manifest"])
-    damaged, incomplete, whole = Inventory(backend, shown=shown).look()
+    damaged, incomplete, whole = Inventory(backend, for_display=shown).look()
     assert [damaged.state, incomplete.state, whole.state] == ["damaged", "incomplete", "committed"]
     assert damaged.reason
     assert (incomplete.reason, incomplete.finished_ranks) == ("", 2)
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_listed_is_damaged_where_steps_are_only_shown(
         fault = Raise(lambda key: StorageError(key, "Input/output error"))
         return FaultyBackend(backend, [Rule(verb="list", key="step-000000002", fault=fault)])
 
-    damaged, whole = Inventory(failing(), shown=True).look()
+    damaged, whole = Inventory(failing(), for_display=True).look()
     assert (damaged.state, whole.state) == ("damaged", "committed")
     assert "Input/output error" in damaged.reason
     with pytest.raises(StorageError, match="Input/output error"):
@@ -133,7 +133,7 @@ def test_steps_that_were_seen_committed_cost_no_request(
     for step in (1, 2, 3):
         write_checkpoint(backend, step, ARRAYS)
     counted = FaultyBackend(backend)
-    inventory = Inventory(counted, shown=shown)
+    inventory = Inventory(counted, for_display=shown)
     inventory.look()
     before = len(counted.calls)
     assert len(inventory.look()) == 3
@@ -170,7 +170,7 @@ def test_only_the_newest_steps_are_read_if_no_others_are_wanted(backend: Storage
         write_checkpoint(backend, step, ARRAYS)
     write_checkpoint(backend, 9, ARRAYS, attempt="aaaaaa")
     counted = FaultyBackend(backend)
-    found = Inventory(counted, shown=True).look(newest=2)
+    found = Inventory(counted, for_display=True).look(newest=2)
     assert [held.ref.step for held in found] == [9, 9, 8]
     read = {call.key.partition("/")[0] for call in counted.calls if "/manifest" in call.key}
     assert read == {held.ref.folder for held in found}
@@ -182,7 +182,7 @@ def test_attempts_that_are_newer_than_the_newest_checkpoint_are_what_a_killed_jo
     for step, commit in ((1, False), (2, True), (3, False), (4, False)):
         write_checkpoint(backend, step, ARRAYS, commit=commit)
     counted = FaultyBackend(backend)
-    begun = Inventory(counted).newest_begun(attempts(backend))
+    begun = Inventory(counted).newest_begun(step_refs(backend))
     assert [(held.ref.step, held.state) for held in begun] == [(4, "incomplete"), (3, "incomplete")]
     assert not [call for call in counted.calls if "step-000000001" in call.key]
 

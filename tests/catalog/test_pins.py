@@ -14,7 +14,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, find
 from ckpt.catalog.inventory import Inventory
-from ckpt.catalog.pins import all_pins, is_pinned, note_of, put_pin, remove_pin, renewed
+from ckpt.catalog.pins import all_pins, is_pinned, note_of, put_pin, remove_pin, renew_pin
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, CkptError, ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.retention.claim import Claim
@@ -193,7 +193,7 @@ def test_a_step_that_is_not_there_cannot_be_pinned(tmp_path: Path) -> None:
 def test_a_renewed_pin_replaces_the_one_before(tmp_path: Path) -> None:
     backend = save(tmp_path, 1)
     first = put_pin(backend, find(backend, 1)[0], 60)
-    later = renewed(backend, first, 120)
+    later = renew_pin(backend, first, 120)
     assert all_pins(backend) == [later]
     assert later.until > first.until
 
@@ -204,7 +204,7 @@ def test_a_pin_is_renewed_after_a_removal_has_given_way(tmp_path: Path) -> None:
     first = put_pin(backend, held.ref, 60)
     assert not remove(backend, held)
     assert is_there(backend, held.ref.claim_marker)
-    later = renewed(backend, first, 120)
+    later = renew_pin(backend, first, 120)
     assert all_pins(backend) == [later]
     assert not remove(backend, held)
     assert steps(backend) == [1]

@@ -13,7 +13,7 @@ import torch
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog import index, pins, watching
-from ckpt.catalog.index import attempts, committed
+from ckpt.catalog.index import committed, step_refs
 from ckpt.catalog.pins import all_pins
 from ckpt.catalog.watching import Watcher, each_step
 from ckpt.errors import AccessDenied, ConfigError, ThreadLimit, TransientStorageError
@@ -151,9 +151,9 @@ def test_a_store_that_is_away_for_a_while_is_asked_again(
     def look(*_: object) -> list[StepRef]:
         if error := next(looks):
             raise error
-        return attempts(open_backend(str(tmp_path)))
+        return step_refs(open_backend(str(tmp_path)))
 
-    monkeypatch.setattr(watching, "attempts", look)
+    monkeypatch.setattr(watching, "step_refs", look)
     with caplog.at_level("WARNING", "ckpt"):
         assert next(iter(each_step(watcher, 0.01))).step == 1
     assert "new steps could not be listed" in caplog.text

@@ -383,7 +383,7 @@ def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
 
     def clear() -> None:
         with suppress(CkptError):
-            for held in Inventory(sim.tiers[index]).look(begun=True):
+            for held in Inventory(sim.tiers[index]).look(without_manifest=True):
                 if held.ref == attempt.ref and held.state == "incomplete":
                     remove(sim.tiers[index], held)
 

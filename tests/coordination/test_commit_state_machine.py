@@ -173,7 +173,7 @@ def test_verdicts_come_as_they_were_sent(verdict):
 @given(st.builds(Go, st.integers(0, 99), texts))
 def test_intents_and_turns_come_as_they_were_sent(go):
     assert decode_intent(encode(go)) == go
-    assert decode_turn(encode(TurnTaken(go.by))) == TurnTaken(go.by)
+    assert decode_turn(encode(TurnTaken(go.rank))) == TurnTaken(go.rank)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"type":"committed"}', b'{"type":"other"}'])

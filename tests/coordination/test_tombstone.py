@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import attempts, committed, find, is_committed, read_packed
+from ckpt.catalog.index import committed, find, is_committed, read_packed, step_refs
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
@@ -81,7 +81,7 @@ def test_a_job_that_stops_before_its_put_lists_no_step_that_another_job_removed(
     assert isinstance(pending.exception(30), CkptError)
     one.close()
     assert whole(far) == [12, 13]
-    shown = Inventory(open_backend(str(far)), shown=True).look()
+    shown = Inventory(open_backend(str(far)), for_display=True).look()
     assert [held.ref.step for held in shown] == [13, 12]
 
 
@@ -136,7 +136,7 @@ def test_a_removal_that_was_cut_off_leaves_the_tombstone_too(taken, far) -> None
 def test_a_copy_replaces_a_tombstone_when_all_files_are_there(taken, far, near) -> None:
     backend, claim = taken
     with Workers("test", 2) as workers:
-        ref = attempts(backend)[-1]
+        ref = step_refs(backend)[-1]
         source = open_backend(str(near))
         fetch_step([backend], StepFolder(source, ref, workers))
         remove(backend, Inventory(backend).look()[-1], claim)

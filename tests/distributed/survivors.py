@@ -53,13 +53,13 @@ def merged_again(root: Path, step: int, tmp_path: Path) -> tuple[bytes, bytes]:
     import shutil
 
     from ckpt.catalog.finalize import finalize
-    from ckpt.catalog.index import attempts
+    from ckpt.catalog.index import step_refs
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.registry import open_backend
 
     shutil.copytree(root, tmp_path / "copy")
     backend = open_backend(str(tmp_path / "copy"), {})
-    ref = next(ref for ref in attempts(backend) if ref.step == step)
+    ref = next(ref for ref in step_refs(backend) if ref.step == step)
     path = tmp_path / "copy" / ref.manifest
     before = path.read_bytes()
     path.unlink()

@@ -243,5 +243,5 @@ def test_a_listing_survives_one_hostile_manifest(root: Path) -> None:
     deep: Any = nested("list", 400)
     text = msgspec.json.encode({**body, "step": 2, "attempt": "abcdef", "metadata": deep})
     (other / "manifest.json").write_bytes(sealed(text))
-    found = Inventory(open_backend(str(root)), shown=True).look()
+    found = Inventory(open_backend(str(root)), for_display=True).look()
     assert [(held.ref.step, held.state) for held in found] == [(2, "damaged"), (1, "committed")]

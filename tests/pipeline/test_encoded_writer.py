@@ -101,7 +101,9 @@ def test_chunks_lie_one_after_another_and_decode_to_the_image(
     memory, workers, retry, wrap, known
 ) -> None:
     reported: list[int] = []
-    chunks, lengths = write(wrap(memory), workers, retry, known=known, on_bytes=reported.append)
+    chunks, lengths = write(
+        wrap(memory), workers, retry, known_chunks=known, on_bytes=reported.append
+    )
     assert chunks == TABLE
     assert sum(reported) == len(IMAGE)
     assert memory.head(KEY).size == sum(lengths) < len(IMAGE) * 0.9

@@ -102,7 +102,7 @@ def test_after_a_crash_nothing_works_any_more(memory, when, there):
     upload = faulty.upload("large", 5)
     with pytest.raises(SimulatedCrash):
         faulty.put("manifest", [b"x"])
-    assert faulty.crashed
+    assert faulty.has_crashed
     for verb in (
         lambda: faulty.head("x"),
         lambda: list(faulty.list("")),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.places import is_folder, is_missing, is_object_store, relation, resolved
+from ckpt.storage.places import canonical, is_folder, is_missing, is_object_store, relation
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_a_link_is_the_place_it_points_to(tmp_path: Path) -> None:
 def test_urls_of_one_location_are_resolved_to_one_spelling(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     os.symlink(tmp_path / "real", tmp_path / "link")
-    assert resolved(f"{tmp_path}/link/a") == resolved(f"file://{tmp_path}/real/a/")
-    assert resolved("gs://bucket/run") == resolved("GCS://bucket/run/?project=p")
-    assert resolved(f"{tmp_path}/link/a") != resolved(f"{tmp_path}/link/b")
+    assert canonical(f"{tmp_path}/link/a") == canonical(f"file://{tmp_path}/real/a/")
+    assert canonical("gs://bucket/run") == canonical("GCS://bucket/run/?project=p")
+    assert canonical(f"{tmp_path}/link/a") != canonical(f"{tmp_path}/link/b")
 
 
 def test_a_folder_that_exists_is_not_missing_whatever_its_spelling(tmp_path: Path) -> None:

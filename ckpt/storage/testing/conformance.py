@@ -107,9 +107,9 @@ class BackendConformance(UploadConformance):
 
     def test_put_if_absent_leaves_what_is_there_untouched(self, backend: StorageBackend) -> None:
         backend.put("taken", [b"first"])
-        with pytest.raises(ObjectExists) as caught:
+        with pytest.raises(ObjectExists) as error_info:
             backend.put("taken", [b"second"], if_absent=True)
-        assert caught.value.key == "taken"
+        assert error_info.value.key == "taken"
         assert fetch(backend, "taken") == b"first"
         assert [info.key for info in backend.list("")] == ["taken"]
 
@@ -125,9 +125,9 @@ class BackendConformance(UploadConformance):
                 return False
             return True
 
-        won = at_once(race, 8)
-        assert won.count(True) == 1
-        assert fetch(backends[0], "race/marker") == payload(2000, won.index(True))
+        wins = at_once(race, 8)
+        assert wins.count(True) == 1
+        assert fetch(backends[0], "race/marker") == payload(2000, wins.index(True))
         assert [info.key for info in backends[0].list("")] == ["race/marker"]
 
     # -- reading -----------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ class BackendConformance(UploadConformance):
         self, backend: StorageBackend, offset: int, nbytes: int
     ) -> None:
         backend.put("short", [payload(100)])
-        with pytest.raises(StorageError) as caught:
+        with pytest.raises(StorageError) as error_info:
             backend.read_into("short", offset, page_aligned(bytes(nbytes)))
-        assert caught.value.key == "short"
-        assert not isinstance(caught.value, ObjectNotFound)
+        assert error_info.value.key == "short"
+        assert not isinstance(error_info.value, ObjectNotFound)
 
     def test_a_read_writes_only_into_its_own_memory(self, backend: StorageBackend) -> None:
         backend.put("object", [payload(100)])
@@ -197,17 +197,17 @@ class BackendConformance(UploadConformance):
             backend.read_into("flip", 0, memoryview(out))
             return {bytes(out)}
 
-        seen = set[bytes]().union(*at_once(work, 10))
-        assert seen <= set(versions)
+        results = set[bytes]().union(*at_once(work, 10))
+        assert results <= set(versions)
 
     # -- missing objects ---------------------------------------------------------------------------
 
     def test_a_missing_object_is_said_to_be_missing(self, backend: StorageBackend) -> None:
         backend.put("there/is/this", [b"x"])
         for key in ("nothing", "there", "there/is", "there/is/this/not", "there/is/thi"):
-            with pytest.raises(ObjectNotFound) as caught:
+            with pytest.raises(ObjectNotFound) as error_info:
                 backend.head(key)
-            assert caught.value.key == key
+            assert error_info.value.key == key
             with pytest.raises(ObjectNotFound):
                 backend.read_into(key, 0, memoryview(bytearray(1)))
 
@@ -285,10 +285,10 @@ class BackendConformance(UploadConformance):
         ],
     )
     def test_list_finds_what_starts_with_the_prefix(
-        self, tree: StorageBackend, prefix: str, found: set[str]
+        self, tree: StorageBackend, prefix: str, matches: set[str]
     ) -> None:
         keys = [info.key for info in tree.list(prefix)]
-        assert sorted(keys) == sorted(found)
+        assert sorted(keys) == sorted(matches)
 
     def test_list_tells_when_an_object_was_put_if_it_tells_anything(
         self, tree: StorageBackend
@@ -316,19 +316,19 @@ class BackendConformance(UploadConformance):
         ],
     )
     def test_folders_names_the_next_level(
-        self, tree: StorageBackend, prefix: str, found: list[str]
+        self, tree: StorageBackend, prefix: str, names: list[str]
     ) -> None:
-        assert sorted(tree.folders(prefix)) == sorted(found)
+        assert sorted(tree.folders(prefix)) == sorted(names)
 
     def test_two_roots_on_one_store_do_not_see_each_other(self, roots: OpenRoot) -> None:
-        one, two, same = roots("run"), roots("run-2"), roots("run")
-        one.put("key", [b"one"])
-        two.put("key", [b"two!"])
-        assert fetch(same, "key") == b"one"
-        assert [(info.key, info.size) for info in one.list("")] == [("key", 3)]
-        assert [(info.key, info.size) for info in two.list("")] == [("key", 4)]
-        two.delete("key")
-        assert fetch(one, "key") == b"one"
+        run_1, run_2, run_1_again = roots("run"), roots("run-2"), roots("run")
+        run_1.put("key", [b"one"])
+        run_2.put("key", [b"two!"])
+        assert fetch(run_1_again, "key") == b"one"
+        assert [(info.key, info.size) for info in run_1.list("")] == [("key", 3)]
+        assert [(info.key, info.size) for info in run_2.list("")] == [("key", 4)]
+        run_2.delete("key")
+        assert fetch(run_1, "key") == b"one"
 
     # -- bad keys, errors and properties -----------------------------------------------------------
 
@@ -355,9 +355,9 @@ class BackendConformance(UploadConformance):
             list(backend.folders(prefix))
 
     def test_errors_are_ours_and_name_no_vendor(self, backend: StorageBackend) -> None:
-        with pytest.raises(CkptError) as caught:
+        with pytest.raises(CkptError) as error_info:
             backend.head("missing")
-        assert type(caught.value).__module__ == "ckpt.errors"
+        assert type(error_info.value).__module__ == "ckpt.errors"
 
     def test_the_url_is_for_people(self, backend: StorageBackend) -> None:
         assert backend.url
@@ -366,11 +366,11 @@ class BackendConformance(UploadConformance):
         assert "secret" not in backend.url.lower()
 
     def test_capabilities_make_sense(self, backend: StorageBackend) -> None:
-        found = backend.capabilities
-        assert found.part_bytes >= 1 << 20
-        assert found.part_bytes % found.alignment == 0
-        assert found.max_concurrency >= 1
-        assert backend.capabilities == found
+        capabilities = backend.capabilities
+        assert capabilities.part_bytes >= 1 << 20
+        assert capabilities.part_bytes % capabilities.alignment == 0
+        assert capabilities.max_concurrency >= 1
+        assert backend.capabilities == capabilities
 
     def test_backend_and_upload_have_the_shape_of_the_contract(
         self, backend: StorageBackend

@@ -104,11 +104,11 @@ class Rule:
     def matches(self, verb: str, key: str) -> bool:
         return verb == self.verb and re.search(self.key, key) is not None
 
-    def strikes(self, matched: int) -> bool:
-        """Return True if the fault happens at the matching call with the number ``matched``,
+    def strikes(self, number: int) -> bool:
+        """Return True if the fault happens at the matching call with the number ``number``,
         counted from 1.
         """
-        return self.nth is None or self.nth == matched
+        return self.nth is None or self.nth == number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,8 @@ class _Ledger:
     rules: Sequence[Rule]
     lock: threading.Lock = field(default_factory=threading.Lock)
     calls: list[Call] = field(default_factory=list[Call])
-    matched: dict[int, int] = field(default_factory=dict[int, int])
-    crashed: bool = False
+    match_counts: dict[int, int] = field(default_factory=dict[int, int])
+    has_crashed: bool = False
 
     def enter(self, call: Call) -> list[Fault]:
         """Record ``call`` and return the faults that happen at this call.
@@ -148,21 +148,21 @@ class _Ledger:
             SimulatedCrash: An earlier call has crashed.
         """
         with self.lock:
-            if self.crashed:
+            if self.has_crashed:
                 raise SimulatedCrash(f"{call.verb} {call.key} after the crash")
             self.calls.append(call)
             hit: list[Fault] = []
             for index, rule in enumerate(self.rules):
                 if rule.matches(call.verb, call.key):
-                    self.matched[index] = self.matched.get(index, 0) + 1
-                    if rule.strikes(self.matched[index]):
+                    self.match_counts[index] = self.match_counts.get(index, 0) + 1
+                    if rule.strikes(self.match_counts[index]):
                         hit.append(rule.fault)
             return hit
 
     def crash(self, call: Call) -> None:
         """Raise ``SimulatedCrash`` now and at every later call."""
         with self.lock:
-            self.crashed = True
+            self.has_crashed = True
         raise SimulatedCrash(f"{call.verb} {call.key}")
 
 
@@ -188,9 +188,9 @@ class FaultyBackend:
             return list(self._ledger.calls)
 
     @property
-    def crashed(self) -> bool:
+    def has_crashed(self) -> bool:
         """True after a ``Crash`` has happened."""
-        return self._ledger.crashed
+        return self._ledger.has_crashed
 
     @property
     def capabilities(self) -> Capabilities:

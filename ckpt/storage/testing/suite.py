@@ -79,14 +79,14 @@ class Suite:
     @pytest.fixture
     def roots(self, open_root: OpenRoot) -> Iterator[OpenRoot]:
         """Yield ``open_root``. Close all backends that it opened when the test ends."""
-        opened: list[StorageBackend] = []
+        backends: list[StorageBackend] = []
 
         def open_one(name: str) -> StorageBackend:
-            opened.append(open_root(name))
-            return opened[-1]
+            backends.append(open_root(name))
+            return backends[-1]
 
         yield open_one
-        for backend in opened:
+        for backend in backends:
             backend.close()
 
     @pytest.fixture
