@@ -13,21 +13,21 @@ from typing import Any, Final, TypeGuard
 
 from ckpt.errors import ConfigError
 
-_MOST: Final = 1e9
+_LARGEST: Final = 1e9
 """The greatest number that ``number`` accepts. Python waits for at most 9e9 seconds."""
 _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
-def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise for the first key of ``table`` that is not in ``known``.
+def known_only(prefix: str, table: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise for the first key of ``table`` that is not in ``names``.
 
     The error shows the key after ``prefix``. It suggests the most similar known key, or lists all
     known keys if none is similar.
     """
     for key in table:
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.5)
-            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        if key not in names:
+            near = get_close_matches(key, names, n=1, cutoff=0.5)
+            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
             raise ConfigError(f"{prefix}{key} is not a setting: {way}")
 
 
@@ -47,7 +47,7 @@ def json_only(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!s} cannot be kept in a manifest: write it as a string")
 
 
-def shown(value: object) -> str:
+def text_of(value: object) -> str:
     """Return the text that quotes a setting's value in an error.
 
     The text is the ``repr`` of a plain value. For any other value, such as a container, the text is
@@ -57,18 +57,19 @@ def shown(value: object) -> str:
     return repr(value) if plain else f"<{type(value).__name__}>"
 
 
-def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise unless the value is one of ``allowed``."""
-    if value not in allowed:
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless the value is one of ``choices``."""
+    if value not in choices:
         raise ConfigError(
-            f"{name}={shown(value)}: choose {' or '.join(repr(choice) for choice in allowed)}"
+            f"{name}={text_of(value)}: choose {' or '.join(repr(choice) for choice in choices)}"
         )
 
 
-def whole(name: str, value: object, least: int, most: int) -> None:
-    """Raise unless the value is an int from ``least`` to ``most``. True and False do not count."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name}={shown(value)}: give a whole number from {least} to {most}")
+def whole(name: str, value: object, least: int, largest: int) -> None:
+    """Raise unless the value is an int from ``least`` to ``largest``. True and False do not count.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
+        raise ConfigError(f"{name}={text_of(value)}: give a whole number from {least} to {largest}")
 
 
 def number(name: str, value: object, of: str, *, above_zero: bool = False) -> None:
@@ -76,15 +77,15 @@ def number(name: str, value: object, of: str, *, above_zero: bool = False) -> No
 
     ``of`` ends the error's text "give a number of ...": it names the unit, and an accepted value.
     """
-    if not is_number(value) or not 0 <= value <= _MOST or (above_zero and not value):
-        most = " (at most 1e9)" if is_number(value) and value > _MOST else ""
-        raise ConfigError(f"{name}={shown(value)}: give a number of {of}{most}")
+    if not is_number(value) or not 0 <= value <= _LARGEST or (above_zero and not value):
+        note = " (at most 1e9)" if is_number(value) and value > _LARGEST else ""
+        raise ConfigError(f"{name}={text_of(value)}: give a number of {of}{note}")
 
 
 def true_or_false(name: str, value: object) -> None:
     """Raise unless the value is True or False. 1 and 0 do not count."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={shown(value)}: give true or false")
+        raise ConfigError(f"{name}={text_of(value)}: give true or false")
 
 
 def as_bytes(name: str, value: int | str) -> int:
@@ -101,7 +102,7 @@ def as_bytes(name: str, value: int | str) -> int:
         size = round(min(float(number), 2.0**100) * (1024 if binary else 1000) ** power)
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1 << 60:
         raise ConfigError(
-            f"{name}={shown(value)}: give a size above 0, such as '200GB', '64GiB', or bytes"
+            f"{name}={text_of(value)}: give a size above 0, such as '200GB', '64GiB', or bytes"
         )
     return size
 

@@ -46,7 +46,7 @@ from ckpt.checks import (
     known_only,
     number,
     one_of,
-    shown,
+    text_of,
     true_or_false,
     whole,
 )
@@ -124,7 +124,8 @@ class Best:
                 return cls(metric, mode, count)
             case _:
                 raise ConfigError(
-                    f"keep_best={shown(value)}: name a metric and which values are the best, such "
+                    f"keep_best={text_of(value)}: name a metric and which values are the best, "
+                    "such "
                     'as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
                 )
 
@@ -208,7 +209,7 @@ class Tier:
             object.__setattr__(self, "url", os.fspath(self.url))
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"url={shown(self.url)}: a tier needs a folder or a URL, such as 'runs/gpt' or "
+                f"url={text_of(self.url)}: a tier needs a folder or a URL, such as 'runs/gpt' or "
                 "'s3://bucket/run42'"
             )
         if not isinstance(self.options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -272,7 +273,7 @@ class Tls:
         for name in self.__dataclass_fields__:
             value: object = getattr(self, name)
             if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-                raise ConfigError(f"{name}={shown(value)}: tls needs the path of a file")
+                raise ConfigError(f"{name}={text_of(value)}: tls needs the path of a file")
 
     @property
     def paths(self) -> dict[str, str]:
@@ -382,7 +383,7 @@ class SaveConfig:
             _check_cpus(self.cpus)
         if not isinstance(self.tls, Tls | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"tls={shown(self.tls)}: give ckpt.Tls(certificate=..., key=..., authority=...)"
+                f"tls={text_of(self.tls)}: give ckpt.Tls(certificate=..., key=..., authority=...)"
             )
 
     def memory_limit(self, nbytes: int) -> int | None:
@@ -399,8 +400,8 @@ class SaveConfig:
             return as_bytes("host_memory", self.host_memory)
         except ConfigError:
             raise ConfigError(
-                f"host_memory={shown(self.host_memory)}: give 'auto', a size such as '8GiB', or a "
-                "multiple of a rank's image such as '0.5x'"
+                f"host_memory={text_of(self.host_memory)}: give 'auto', a size such as '8GiB', or "
+                "a multiple of a rank's image such as '0.5x'"
             ) from None
 
     @property
@@ -413,7 +414,7 @@ class SaveConfig:
 
 def _check_cpus(cpus: object) -> None:
     if not isinstance(cpus, Collection) or isinstance(cpus, str | bytes):
-        raise ConfigError(f"cpus={shown(cpus)}: give a list of core numbers, such as [0, 1]")
+        raise ConfigError(f"cpus={text_of(cpus)}: give a list of core numbers, such as [0, 1]")
     if len(cpus) == 0:
         raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
     for cpu in cpus:
@@ -457,8 +458,8 @@ def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
         way = f"did you mean {near[0]}? " if near else ""
         way += f"there are {', '.join(Settings.__annotations__)}"
         if unknown[0] in Tier.__dataclass_fields__:
-            more = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
-            way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{more}))"
+            addition = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
+            way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{addition}))"
         raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
     return replace(config, **settings)
 
@@ -515,13 +516,13 @@ def ranks_on_this_node() -> int:
     """Return the number of ranks on this node, from the variables of the launcher (torchrun, Slurm,
     MPI, Horovod). Return 1 if no variable is set.
     """
-    found = _numbers(
+    numbers = _numbers(
         "LOCAL_WORLD_SIZE",
         "SLURM_NTASKS_PER_NODE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "HOROVOD_LOCAL_SIZE",
     )
-    return next(filter(None, found), 1)
+    return next(filter(None, numbers), 1)
 
 
 def rank_of_this_process() -> int:
@@ -536,8 +537,8 @@ def local_rank_of_this_process() -> int:
 
 def _numbers(*variables: str) -> Iterator[int]:
     """Return the values of those of ``variables`` that are set to a whole number, in order."""
-    found = (os.environ.get(variable, "") for variable in variables)
-    return (int(text) for text in found if text.isdecimal())
+    texts = (os.environ.get(variable, "") for variable in variables)
+    return (int(text) for text in texts if text.isdecimal())
 
 
 def job_address() -> tuple[str, int] | None:
@@ -627,7 +628,7 @@ def _seconds(variable: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ConfigError(f"{variable}={shown(text)}: give a number of seconds, such as 600")
+        raise ConfigError(f"{variable}={text_of(text)}: give a number of seconds, such as 600")
     return value
 
 
@@ -691,7 +692,7 @@ def _save(table: Mapping[str, Any]) -> SaveConfig:
 
 
 def _table(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = table.get(name, {})
-    if not isinstance(found, dict):
+    section = table.get(name, {})
+    if not isinstance(section, dict):
         raise ConfigError(f"{name} is a table: write [{name}]")
-    return found
+    return section

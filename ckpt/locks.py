@@ -19,18 +19,18 @@ class Condition:
     """
 
     def __init__(self) -> None:
-        self._held = threading.RLock()
-        self._condition = threading.Condition(self._held)
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self.wait, self.wait_for = self._condition.wait, self._condition.wait_for
         self.notify_all = self._condition.notify_all
 
     @property
     def __enter__(self) -> Any:
-        return self._held.__enter__
+        return self._lock.__enter__
 
     @property
     def __exit__(self) -> Any:
-        return self._held.__exit__
+        return self._lock.__exit__
 
 
 class Event:
@@ -40,21 +40,21 @@ class Event:
     """
 
     def __init__(self) -> None:
-        self._is_set, self._changed = False, Condition()
+        self._is_set, self._condition = False, Condition()
 
     def is_set(self) -> bool:
         return self._is_set
 
     def set(self) -> None:
         """Set the event, and wake all threads that wait for it."""
-        with self._changed:
+        with self._condition:
             self._is_set = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event is set, at most ``timeout`` seconds (None: without a limit).
 
         Return True if the event is set, and False if the time is over.
         """
-        with self._changed:
-            return self._changed.wait_for(self.is_set, timeout)
+        with self._condition:
+            return self._condition.wait_for(self.is_set, timeout)

@@ -46,7 +46,7 @@ from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_scr
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MissedSteps, Reports
-from ckpt.save.closing import Closing
+from ckpt.save.closing import Shutdown
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_job import SaveJobs
 from ckpt.save.saver import Saver
@@ -124,21 +124,21 @@ class CheckpointManager:
                 raise
         attend(self._coordinator.attempt, self, self._ledger)
         self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
-        walk, captured = self._last_walk, self._fence.captured
+        walk, captured_state = self._last_walk, self._fence.captured
         rank = self._coordinator.rank
-        self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured)
+        self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured_state)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
-        self._begun: StepRef | None = None  # The newest save that the saver has begun
-        self._restores, self._closed, self._ended, self._is_interrupted = 0, False, False, False
+        self._newest_ref: StepRef | None = None  # The newest save that the saver has begun
+        self._restores, self._closed, self._has_ended, self._is_interrupted = 0, False, False, False
         self._stop = StopListener(self._coordinator)
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
-        self._inside: dict[int, str] = {}
+        self._calls: dict[int, str] = {}
         self._fence.listen()  # A graph that captures a step before the first save may replay it
         # ``close`` ignores an exception that was already being handled at this point.
         self._earlier = sys.exception()
-        self._closing = Closing(self._listers)
+        self._shutdown = Shutdown(self._listers)
         close_at_exit(self)
         self._pid = os.getpid()
 
@@ -188,14 +188,16 @@ class CheckpointManager:
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
 
-    def _prepare(self, collected: WalkResult) -> None:
-        prepared = self._plans.prepare(collected)
-        growth = growth_of(collected, prepared.leaves)
-        nbytes = prepared.plan.size + growth
+    def _prepare(self, collection: WalkResult) -> None:
+        preparation = self._plans.prepare(collection)
+        growth = growth_of(collection, preparation.leaves)
+        nbytes = preparation.plan.size + growth
         self._saver.slots.plan(nbytes)
         overlap, check = self._config.overlap == "auto", self._config.check
-        warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=overlap, check=check)
-        self._saver.reserve(nbytes, None if growth else warm, devices=prepared.devices)
+        warm = partial(
+            preparation.warm, parts=tuple(collection.parts), overlap=overlap, check=check
+        )
+        self._saver.reserve(nbytes, None if growth else warm, devices=preparation.devices)
 
     def _prepare_quietly(self, state: Mapping[str, Any]) -> None:
         """Prepare for saves after a restore, if the state has an optimizer.
@@ -275,13 +277,13 @@ class CheckpointManager:
         self._check_open()
         if origin := self._origin.save(state):
             self.continue_from(origin, sweeps=False)  # A later restore has filled another state
-        before, step = self._last_step, step_of(state, step, last=self._last_step)
+        last_step, step = self._last_step, step_of(state, step, last=self._last_step)
         self._last_step = step
-        if before is not None and step < before and self._coordinator.rank == LEADER:
+        if last_step is not None and step < last_step and self._coordinator.rank == LEADER:
             _log.warning(
                 "ckpt: step %d is saved after step %d: a restore takes the highest number",
                 step,
-                before,
+                last_step,
             )
         if self._stop.stops_after(step):
             self._saver.steps.last_step = step
@@ -299,16 +301,20 @@ class CheckpointManager:
             reason = ""
             if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
-            found, patterns = as_metrics(metrics or {}), patterns_for(only, exclude)
-            notes = {METRICS: found} if found and self._coordinator.rank == LEADER else {}
+            checked_metrics, patterns = as_metrics(metrics or {}), patterns_for(only, exclude)
+            notes = (
+                {METRICS: checked_metrics}
+                if checked_metrics and self._coordinator.rank == LEADER
+                else {}
+            )
             return self._save(state, ref, trial, began, notes, patterns)
         except BaseException as error:
             # The other ranks must not wait for this one.
-            if self._coordinator.world_size > 1 and self._begun != ref:
+            if self._coordinator.world_size > 1 and self._newest_ref != ref:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             if not self._ledger.warns_of(error):
                 raise
-            return self._ledger.not_made(step, error, begun=self._begun == ref)
+            return self._ledger.not_made(step, error, begun=self._newest_ref == ref)
 
     def save(
         self,
@@ -351,12 +357,12 @@ class CheckpointManager:
             StorageError: A tier does not answer. The call may be repeated.
         """
         self._check_open()
-        step, found = step_of({}, step, last=None), as_metrics(metrics)
+        step, checked_metrics = step_of({}, step, last=None), as_metrics(metrics)
         for pending in self._ledger.pending:
             if pending.step == step:
                 pending.wait()
         durable = [tier.backend for tier in self._tiers if not tier.in_memory]
-        add_metrics(durable, step, found, own=self._coordinator.attempt)
+        add_metrics(durable, step, checked_metrics, own=self._coordinator.attempt)
 
     def fence(self) -> None:
         """Wait until the saves under way have copied their tensors. On return, any code may change
@@ -577,8 +583,8 @@ class CheckpointManager:
         if detach and not self._closed:
             check_detach(self._config.agent, self._agent)
         error = ending_error(but=self._earlier)
-        if self._ended and self._is_interrupted and error is None:
-            wait_and_log(self._closing.done, (), timeout)
+        if self._has_ended and self._is_interrupted and error is None:
+            wait_and_log(self._shutdown.done, (), timeout)
         self.close_after(error, timeout, detach=detach)
 
     def close_after(
@@ -593,12 +599,12 @@ class CheckpointManager:
         """
         check_alone(self, "close")
         thread = threading.get_ident()
-        if self._inside.get(thread) == "close":  # A signal handler has interrupted ``close``
+        if self._calls.get(thread) == "close":  # A signal handler has interrupted ``close``
             return
         try:
-            self._inside[thread] = "close"
+            self._calls[thread] = "close"
             # In a forked process, the memory, the threads and the root belong to the parent.
-            if self._ended or os.getpid() != self._pid:
+            if self._has_ended or os.getpid() != self._pid:
                 return
             self._closed = True
             self._saver.slots.stop()  # Stop first, so that no thread begins another slot
@@ -607,28 +613,30 @@ class CheckpointManager:
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
             detach = detach or bool(reason and self._agent)
             work = partial(self._detach if detach else self._finish, reason)
-            detach, done = self._closing.begin(work, detaches=detach), self._closing.done
-            in_time = wait_and_log(done, self._ledger.pending, timeout)
+            detach, future = self._shutdown.begin(work, detaches=detach), self._shutdown.done
+            in_time = wait_and_log(future, self._ledger.pending, timeout)
             self._is_interrupted = isinstance(error, KeyboardInterrupt) and not in_time
             if reason and not in_time:
                 self._ledger.give_up(reason, timeout)
                 if self._coordinator.world_size > 1:
-                    self._closing.leave(self._coordinator, reason)
+                    self._shutdown.leave(self._coordinator, reason)
                 self._fence.remove()
             self._stop.close(error)
-            if self._agent is not None and in_time and not (detach or done.exception()):
+            if self._agent is not None and in_time and not (detach or future.exception()):
                 self._agent.forget()
-            self._ended = True  # A second call does nothing, even if an error is raised below
+            self._has_ended = True  # A second call does nothing, even if an error is raised below
             if in_time:
-                self._closing.end()
-                done.result()
+                self._shutdown.end()
+                future.result()
             self._ledger.raise_unreported(kept=False)
-            left = in_time and detach  # The agent finishes what is left
-            lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
-            if (error := self._ledger.end_all(lacking)) is not None:
+            leaves_rest = in_time and detach  # The agent finishes what is left
+            missing_steps = (
+                None if leaves_rest else missing_at_the_end(self._ledger.pending, timeout)
+            )
+            if (error := self._ledger.end_all(missing_steps)) is not None:
                 raise error
         finally:  # The decorator ``one_at_a_time`` would add its frame to each traceback
-            self._inside.pop(thread, None)
+            self._calls.pop(thread, None)
 
     def _detach(self, reason: str) -> None:
         """Finish the work that only this process can do, and leave the other work to the agent.
@@ -675,10 +683,10 @@ class CheckpointManager:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close_after(error)
-        except CkptError as late:
+        except CkptError as close_error:
             if error is None:
                 raise
-            _log.error("ckpt: %s", late)  # The error of the ``with`` block is raised instead
+            _log.error("ckpt: %s", close_error)  # The error of the ``with`` block is raised instead
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -696,16 +704,17 @@ class CheckpointManager:
         tiers = self._saver.names_of(ref.step)
         if not tiers:  # This is the same on all ranks
             pending = SaveRecord(ref.step, 0, None, began=began)
-            pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), reported=True)
+            pending.finish(
+                SaveSkipped(ref.step, "no tier takes this step (every)"), is_reported=True
+            )
             return pending
-        collected = self._collect(state, patterns=patterns)
-        if (
-            collected.idle_patterns and self._coordinator.world_size == 1
-        ):  # Another rank may have the name
-            raise no_match_error(collected.idle_patterns)
-        prepared = self._plans.prepare(collected)
+        collection = self._collect(state, patterns=patterns)
+        # Another rank may have the name.
+        if collection.idle_patterns and self._coordinator.world_size == 1:
+            raise no_match_error(collection.idle_patterns)
+        preparation = self._plans.prepare(collection)
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
-        slot = self._saver.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)
+        slot = self._saver.acquire(preparation.plan.size, wait=wait, devices=preparation.devices)
         if slot is None:
             if self._coordinator.world_size > 1:
                 self._saver.give_up(ref, trial, SKIPPED)
@@ -713,29 +722,31 @@ class CheckpointManager:
         hand_over: HandOver | None = None
         try:
             overlap, check = self._config.overlap == "auto", self._config.check
-            snapshot = prepared.snapshot(
-                slot, collected.parts, ref.step, overlap=overlap, check=check
+            snapshot = preparation.snapshot(
+                slot, collection.parts, ref.step, overlap=overlap, check=check
             )
-            job = self._jobs.job(ref, trial, prepared, snapshot, collected, notes)
-            trained = self._saver.suspicions.trained(collected)
-            self._fence.guard(collected.optimizers)
+            job = self._jobs.job(ref, trial, preparation, snapshot, collection, notes)
+            trainable = self._saver.suspicions.trained(collection)
+            self._fence.guard(collection.optimizers)
             snapshot.copy_eager()
-            pending = SaveRecord(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
-            hand_over = self._saver.hand_over(job, snapshot, pending, slot, trained)
-            self._begun = ref
+            pending = SaveRecord(
+                ref.step, preparation.plan.size, snapshot, began=began, tiers=tiers
+            )
+            hand_over = self._saver.hand_over(job, snapshot, pending, slot, trainable)
+            self._newest_ref = ref
             self._ledger.begin(pending, owner=self)
             if not snapshot.landed:
                 self._fence.watch(snapshot)
             hand_over.begin()
         except BaseException as error:
             if hand_over is None or hand_over.call_off(error):
-                self._begun = None
+                self._newest_ref = None
                 self._ledger.cancel(ref.step)
                 self._saver.slots.release(slot)
             raise
         pending.call_seconds = pending.age
         if self._config.slots > 1:  # Make the next slot before a save asks for it
-            self._saver.reserve_quietly(prepared.plan.size, prepared.devices)
+            self._saver.reserve_quietly(preparation.plan.size, preparation.devices)
         return pending
 
     def _check_open(self) -> None:

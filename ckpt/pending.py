@@ -41,8 +41,8 @@ class PendingSave:
         durable_seconds: Seconds from the call until the save had ended on all its tiers; None
             before that, and if the save has failed or was skipped.
 
-    Thread safety: all methods may be called from any thread. ``_changed`` guards all changes,
-    except that ``call_seconds`` and ``_reported`` may be set without it. Single fields are read
+    Thread safety: all methods may be called from any thread. ``_change`` guards all changes,
+    except that ``call_seconds`` and ``_is_reported`` may be set without it. Single fields are read
     without it.
     """
 
@@ -68,23 +68,23 @@ class PendingSave:
         self.call_seconds = 0.0
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
-        self._held = snapshot.held_seconds if snapshot else []
+        self._held_seconds = snapshot.held_seconds if snapshot else []
         self._names = dict(tiers or {})
         self._began, self._total = began, nbytes * len(self._names)
-        self._written = 0
-        self._left = set(self._names)
+        self._written_bytes = 0
+        self._open_tiers = set(self._names)
         self._ends: dict[str, CkptError | None] = {}
-        self._refused: dict[str, CkptError] = {}
-        self._changed = Condition()
+        self._refusals: dict[str, CkptError] = {}
+        self._change = Condition()
         self._pid = os.getpid()
-        self._finished = False
+        self._is_finished = False
         self._error: CkptError | None = None
-        self._reported = False
+        self._is_reported = False
 
     @property
     def progress(self) -> float:
         """The part of this rank's bytes that has been written to the tiers, from 0 to 1."""
-        return min(1.0, self._written / self._total) if self._total else 1.0
+        return min(1.0, self._written_bytes / self._total) if self._total else 1.0
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class PendingSave:
         for which the optimizer's step has waited for the copies. Until the call returns, its time
         so far counts.
         """
-        return (self.call_seconds or self.age) + sum(self._held)
+        return (self.call_seconds or self.age) + sum(self._held_seconds)
 
     @property
     def age(self) -> float:
@@ -142,9 +142,9 @@ class PendingSave:
         """
         if tier is not None:
             return self._wait_for_tier(tier, timeout)
-        if not self._await(lambda: self._finished, timeout):
+        if not self._await(lambda: self._is_finished, timeout):
             raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
-        self._reported = True
+        self._is_reported = True
         return self._error
 
     def _wait_for_tier(self, tier: str, timeout: float | None) -> CkptError | None:
@@ -154,35 +154,35 @@ class PendingSave:
                 f"step {self.step} does not go to {tier!r}; it goes to "
                 f"{', '.join(self._names.values())}"
             )
-        if not self._await(lambda: url in self._ends or self._finished, timeout):
+        if not self._await(lambda: url in self._ends or self._is_finished, timeout):
             raise TimeoutError(
                 f"step {self.step} is not committed on {tier} after {timeout} s; it goes on"
             )
         return self._ends.get(url, self._error)
 
-    def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``over`` returns True. Return False if ``timeout`` seconds pass before."""
+    def _await(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until ``is_over`` returns True. Return False if ``timeout`` seconds pass before."""
         check_timeout(timeout, "; a tier is named by tier=...")
-        if os.getpid() != self._pid and not over():  # The copy in a fork is not notified
+        if os.getpid() != self._pid and not is_over():  # The copy in a fork is not notified
             raise ConfigError(
                 f"step {self.step} is saved by process {self._pid}: only that process can wait "
                 "for it"
             )
-        with self._changed:
-            return self._changed.wait_for(over, timeout)
+        with self._change:
+            return self._change.wait_for(is_over, timeout)
 
     def wait(self) -> None:
         """Wait until the save is over. Its error stays for a later call of the manager to raise."""
-        self._await(lambda: self._finished, None)
+        self._await(lambda: self._is_finished, None)
 
     def done(self) -> bool:
         """Return True if the save is over on all tiers, whether it has succeeded or failed."""
-        return self._finished
+        return self._is_finished
 
     @property
-    def unreported(self) -> CkptError | None:
+    def unreported_error(self) -> CkptError | None:
         """The error of a save that is over, if no call has raised the error; else None."""
-        return None if self._reported or not self.done() else self._error
+        return None if self._is_reported or not self.done() else self._error
 
     def __repr__(self) -> str:
         state = "committed" if self.done() else f"{self.progress:.0%}"
@@ -199,8 +199,8 @@ class SaveRecord(PendingSave):
 
     def add_written(self, nbytes: int) -> None:
         """Add ``nbytes`` to the bytes of this rank that were written. It may be negative."""
-        with self._changed:
-            self._written += nbytes
+        with self._change:
+            self._written_bytes += nbytes
 
     def end_on(
         self, tier: str, error: CkptError | None, *, required: bool = True
@@ -216,46 +216,46 @@ class SaveRecord(PendingSave):
             True if the save has yet to end on other tiers. Otherwise the first error that fails the
             save, or None. An error that only skips the save is returned if there is no other one.
         """
-        with self._changed:
+        with self._change:
             self._ends[tier] = error
-            self._left.discard(tier)
+            self._open_tiers.discard(tier)
             if error is not None and required:
-                self._refused[tier] = error
+                self._refusals[tier] = error
             # No later call raises an error that only skips the save, so it must hide no other.
-            first = min(self._refused.values(), key=_skips, default=None)
+            failure = min(self._refusals.values(), key=_skips, default=None)
             # If ``close`` has given the save up, its error stays.
-            if not self._finished:
-                self._error = first
-            self._changed.notify_all()
-            return True if self._left else first
+            if not self._is_finished:
+                self._error = failure
+            self._change.notify_all()
+            return True if self._open_tiers else failure
 
-    def finish(self, error: CkptError | None, *, reported: bool = False) -> None:
+    def finish(self, error: CkptError | None, *, is_reported: bool = False) -> None:
         """End the save.
 
         Args:
             error: The error that fails the save; None if it has succeeded.
-            reported: Whether ``error`` counts as raised, so that no later call raises it.
+            is_reported: Whether ``error`` counts as raised, so that no later call raises it.
         """
-        with self._changed:
-            self._reported = reported
+        with self._change:
+            self._is_reported = is_reported
             self._error = error
             if error is None:
                 self.durable_seconds = self.age
             self._snapshot = None if error is None else self._snapshot
-            self._finished = True
-            self._changed.notify_all()
+            self._is_finished = True
+            self._change.notify_all()
 
     @property
-    def kept(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether some tier has the step."""
         return None in self._ends.values()
 
-    def lacking(self) -> dict[str, CkptError | None]:
+    def missing_tiers(self) -> dict[str, CkptError | None]:
         """Return the tiers that lack the step: URL -> the error, or None if the save has not ended
         on the tier yet. Tiers are left out if their errors do not fail the save.
         """
-        with self._changed:
-            return {**self._refused, **dict.fromkeys(sorted(self._left))}
+        with self._change:
+            return {**self._refusals, **dict.fromkeys(sorted(self._open_tiers))}
 
 
 def _skips(error: CkptError) -> bool:
@@ -274,20 +274,20 @@ def check_timeout(timeout: float | None, hint: str = "") -> None:
         )
 
 
-def wait_and_log(done: Future[Any], saves: Sequence[SaveRecord], timeout: float | None) -> bool:
-    """Wait for ``done``, the work that ends ``saves``. If that takes more than two seconds, log
+def wait_and_log(future: Future[Any], saves: Sequence[SaveRecord], timeout: float | None) -> bool:
+    """Wait for ``future``, the work that ends ``saves``. If that takes more than two seconds, log
     once which tiers it waits for.
 
     Returns:
-        True if ``done`` has ended within ``timeout`` seconds.
+        True if ``future`` has ended within ``timeout`` seconds.
     """
-    first = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
-    if wait([done], first).done:
+    patience = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
+    if wait([future], patience).done:
         return True
     for tier, steps in _under_way(saves).items():
-        which = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, newest {max(steps)}"
-        _log.warning("ckpt: waiting for %s: %s", tier, which)
-    return bool(wait([done], None if timeout is None else timeout - first).done)
+        text = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, newest {max(steps)}"
+        _log.warning("ckpt: waiting for %s: %s", tier, text)
+    return bool(wait([future], None if timeout is None else timeout - patience).done)
 
 
 def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> StepsMissing | None:
@@ -297,35 +297,35 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
     end with the returned error. The errors of the other saves count as raised after this call.
     ``timeout`` is how many seconds the caller has waited for the saves.
     """
-    lost: list[tuple[SaveRecord, str, str]] = []
+    losses: list[tuple[SaveRecord, str, str]] = []
     for save in saves:
-        if not save.done() or save.unreported:
-            for tier, error in save.lacking().items():
-                why = (
+        if not save.done() or save.unreported_error:
+            for tier, error in save.missing_tiers().items():
+                reason = (
                     f"{error.what} ({error.detail})"
                     if isinstance(error, StorageError)
                     else str(error)
                 )
-                lost.append((save, tier, why if error else f"not finished within {timeout} s"))
-    if not lost:
+                losses.append((save, tier, reason if error else f"not finished within {timeout} s"))
+    if not losses:
         return None
     missing: dict[str, list[int]] = {}
-    for save, tier, _ in lost:
+    for save, tier, _ in losses:
         missing.setdefault(tier, []).append(save.step)
-    error = StepsMissing(missing, lost[0][2], nearer=all(save.kept for save, _, _ in lost))
-    for save in {save for save, _, _ in lost}:
+    error = StepsMissing(missing, losses[0][2], nearer=all(save.is_kept for save, _, _ in losses))
+    for save in {save for save, _, _ in losses}:
         if save.done():
             save.exception()  # Marks the error as raised
         else:
-            save.finish(error, reported=True)
+            save.finish(error, is_reported=True)
     return error
 
 
 def _under_way(saves: Sequence[SaveRecord]) -> dict[str, list[int]]:
     """Return the steps whose saves have not ended on a tier yet: URL of the tier -> steps."""
-    found: dict[str, list[int]] = {}
+    steps_by_tier: dict[str, list[int]] = {}
     for save in saves:
-        for tier, error in save.lacking().items():
+        for tier, error in save.missing_tiers().items():
             if error is None:
-                found.setdefault(tier, []).append(save.step)
-    return found
+                steps_by_tier.setdefault(tier, []).append(save.step)
+    return steps_by_tier

@@ -19,7 +19,7 @@ PROGRAM: Final = secrets.token_hex(4)
 ``os.execv``.
 """
 _PARENT: Final = 1
-_STARTED: Final = 19
+_START_FIELD: Final = 19
 """Positions in the list of `_stat`: of the parent's process id, and of the time of the start."""
 
 
@@ -28,23 +28,24 @@ class Process(msgspec.Struct, frozen=True):
 
     Attributes:
         pid: The process id.
-        started: The time of its start, in clock ticks since boot; 0 if the process did not exist.
+        start_time: The time of its start, in clock ticks since boot; 0 if the process did not
+            exist.
     """
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    started: int
+    start_time: int
 
     @classmethod
     def of(cls, pid: int) -> Self:
         """Return the process that has the process id ``pid`` now."""
         fields = _stat(pid)
-        return cls(pid, int(fields[_STARTED]) if fields else 0)
+        return cls(pid, int(fields[_START_FIELD]) if fields else 0)
 
     @property
     def lives(self) -> bool:
         """True if the process runs; False if it has ended, even if it is still a zombie."""
         fields = _stat(self.pid)
-        return bool(fields) and int(fields[_STARTED]) == self.started
+        return bool(fields) and int(fields[_START_FIELD]) == self.start_time
 
     @property
     def parent(self) -> int:

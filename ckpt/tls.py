@@ -36,16 +36,16 @@ class _Contexts:
                 with open(path, "rb") as file:
                     file.read(1)
             except (OSError, ValueError) as error:  # ValueError: a null byte
-                why = getattr(error, "strerror", "") or error
-                raise ConfigError(f"tls: the {name} {path} cannot be read: {why}") from None
-        found = cls(
+                reason = getattr(error, "strerror", "") or error
+                raise ConfigError(f"tls: the {name} {path} cannot be read: {reason}") from None
+        contexts = cls(
             _context(ssl.PROTOCOL_TLS_SERVER, tls.paths),
             _context(ssl.PROTOCOL_TLS_CLIENT, tls.paths),
         )
         # No client resumes a session, so the server sends no session tickets.
-        found.server.num_tickets = 0
-        found.check(tls)
-        return found
+        contexts.server.num_tickets = 0
+        contexts.check(tls)
+        return contexts
 
     def check(self, tls: Tls) -> None:
         """Raise ``ConfigError`` if nodes with these files would refuse each other."""
@@ -77,9 +77,9 @@ class Encryption:
 
     def __init__(self, tls: Tls) -> None:
         self._tls, self._lock = tls, threading.Lock()
-        self._used = self._unfit = _state(tls)
+        self._used_state = self._unfit = _state(tls)
         self._contexts = _Contexts.of(tls)
-        self._noted: dict[str, set[str]] = {}
+        self._notes_by_peer: dict[str, set[str]] = {}
         self._notes = 0
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
@@ -105,28 +105,30 @@ class Encryption:
         except OSError as error:
             raise ConnectionError(reason_of(error)) from error
 
-    def is_new(self, peer: str, reason: str, *, most: int | None = None) -> bool:
+    def is_new(self, peer: str, reason: str, *, limit: int | None = None) -> bool:
         """Return True if the caller should log that ``peer`` is not connected for this ``reason``.
 
         The pair of ``peer`` and ``reason`` then counts as logged. Return False if the pair was
-        logged since the last call of ``connected`` for that peer, or if ``most`` pairs were logged
-        since this object was made.
+        logged since the last call of ``note_connection`` for that peer, or if ``limit`` pairs were
+        logged since this object was made.
         """
         with self._lock:
-            if reason in self._noted.get(peer, ()) or (most is not None and self._notes >= most):
+            if reason in self._notes_by_peer.get(peer, ()) or (
+                limit is not None and self._notes >= limit
+            ):
                 return False
-            self._noted.setdefault(peer, set()).add(reason)
+            self._notes_by_peer.setdefault(peer, set()).add(reason)
             self._notes += 1
             return True
 
-    def connected(self, peer: str) -> None:
+    def note_connection(self, peer: str) -> None:
         """Note that a connection with ``peer`` succeeded, so that its next failure is logged."""
         with self._lock:
-            self._noted.pop(peer, None)
+            self._notes_by_peer.pop(peer, None)
 
     def _current(self) -> _Contexts:
         with self._lock:
-            if (state := _state(self._tls)) != self._used:
+            if (state := _state(self._tls)) != self._used_state:
                 try:
                     self._contexts = _Contexts.of(self._tls)
                 except (ConfigError, OSError) as error:
@@ -137,7 +139,7 @@ class Encryption:
                         _log.warning(text, error)
                     self._unfit = state
                 else:
-                    self._used = state
+                    self._used_state = state
                     _log.info("ckpt: the files of tls have changed and were read again")
             return self._contexts
 
@@ -199,14 +201,14 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            why = f"does not belong to the certificate {certificate}"
+            reason = f"does not belong to the certificate {certificate}"
         elif (error.reason or "").endswith(("_TOO_SMALL", "_TOO_WEAK")):
             raise ConfigError(
                 f"tls: the certificate {certificate} cannot be used: {_text(error)}"
             ) from None
         else:
-            why = "holds no private key in PEM form without a passphrase"
-        raise ConfigError(f"tls: the key {key} {why}") from None
+            reason = "holds no private key in PEM form without a passphrase"
+        raise ConfigError(f"tls: the key {key} {reason}") from None
     return context
 
 
@@ -224,9 +226,9 @@ def _state(tls: Tls) -> tuple[tuple[int, int, int], ...]:
 
     The result differs once a file was replaced or written to.
     """
-    found: list[tuple[int, int, int]] = []
+    files: list[tuple[int, int, int]] = []
     for path in tls.paths.values():
         with suppress(OSError, ValueError):  # ValueError: a null byte
             status = os.stat(path)
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(found)
+            files.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(files)

@@ -566,7 +566,7 @@ def test_a_job_is_told_at_the_restore_that_the_root_belongs_to_a_living_one(
         manager.save({"x": 1}, 1)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         process = Process.of(other.pid)
-        fields = {"pid": process.pid, "started": process.started}
+        fields = {"pid": process.pid, "started": process.start_time}
         claim(
             open_backend(root),
             msgspec.structs.replace(Owner.of_this_process("otherzzzzzzz"), **fields),

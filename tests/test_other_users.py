@@ -201,7 +201,7 @@ def test_a_slot_that_another_user_pretends_to_have_is_not_counted() -> None:
     """The name of a slot gives a process. The file's owner shows which user it belongs to."""
 
     def pretend() -> str:
-        path = f"/dev/shm/ckpt-slot-{os.getppid()}-{Process.of(os.getppid()).started}-9-{namespace()}.abc"  # noqa: E501
+        path = f"/dev/shm/ckpt-slot-{os.getppid()}-{Process.of(os.getppid()).start_time}-9-{namespace()}.abc"  # noqa: E501
         Path(path).write_bytes(b"x" * 4096)
         return path
 

@@ -14,7 +14,7 @@ def test_a_process_lives_until_it_has_ended() -> None:
         process = Process.of(child.pid)
         assert process.lives
         assert process.parent == os.getpid()
-        assert process.started >= Process.of(os.getpid()).started
+        assert process.start_time >= Process.of(os.getpid()).start_time
         child.communicate(b"\n")
         assert not process.lives
         assert process.parent == -1
@@ -30,7 +30,7 @@ def test_a_process_that_waits_for_its_parent_has_ended() -> None:
 def test_another_process_with_the_same_number_is_not_the_same() -> None:
     me = Process.of(os.getpid())
     assert me.lives
-    assert not Process(me.pid, me.started - 1).lives
+    assert not Process(me.pid, me.start_time - 1).lives
 
 
 def test_a_number_without_a_process_has_no_start() -> None:

@@ -76,7 +76,7 @@ def open_azure(url: str, options: Mapping[str, object]) -> AzureBackend:
         MissingExtra: adlfs is not installed.
         ConfigError: The URL names no container, or adlfs refuses the options.
     """
-    shown, secrets = _shown(url), secrets_of(options)
+    clean_url, secrets = _clean_url(url), secrets_of(options)
     try:
         from adlfs import AzureBlobFileSystem
 
@@ -84,16 +84,16 @@ def open_azure(url: str, options: Mapping[str, object]) -> AzureBackend:
         settings = {**kind._get_kwargs_from_urls(url), **options}
         container, _, prefix = str(kind._strip_protocol(url)).strip("/").partition("/")
         if not container:
-            raise ConfigError(f"{shown!r} names no container: write abfs://container/prefix")
+            raise ConfigError(f"{clean_url!r} names no container: write abfs://container/prefix")
         fs = kind(**settings, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        raise missing_extra(shown, error) from error
+        raise missing_extra(clean_url, error) from error
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
-    return AzureBackend(fs, container, prefix, shown, secrets=secrets)
+        raise ConfigError(f"{clean_url!r} cannot be opened: {clean(str(error), secrets)}") from None
+    return AzureBackend(fs, container, prefix, clean_url, secrets=secrets)
 
 
-def _shown(url: str) -> str:
+def _clean_url(url: str) -> str:
     """Return ``url`` for display. A name before the ``@`` is a container, and no user with a
     password.
     """
@@ -184,14 +184,14 @@ class AzureBackend(StorageBackendOnFsspec):
         return self._with_blob(key, receive)
 
     def head(self, key: str) -> ObjectInfo:
-        found = self.call(key, "get_blob_properties")
-        if _FOLDER in (found.metadata or {}):
+        properties = self.call(key, "get_blob_properties")
+        if _FOLDER in (properties.metadata or {}):
             raise ObjectNotFound(key, "not a file")
-        date = found.last_modified.timestamp()
-        return ObjectInfo(key=key, size=int(found.size), modified=date)
+        date = properties.last_modified.timestamp()
+        return ObjectInfo(key=key, size=int(properties.size), modified=date)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for blob in self._listed(check_prefix(prefix), "list_blobs", include=["metadata"]):
+        for blob in self._blobs(check_prefix(prefix), "list_blobs", include=["metadata"]):
             if _FOLDER not in (blob.metadata or {}):
                 yield ObjectInfo(
                     key=str(blob.name).removeprefix(self._prefix),
@@ -202,15 +202,15 @@ class AzureBackend(StorageBackendOnFsspec):
     def folders(self, prefix: str) -> Iterator[str]:
         start = check_prefix(prefix).removesuffix("/")
         start = f"{start}/" if start else ""
-        for found in self._listed(start, "walk_blobs", delimiter="/"):
-            if str(found.name).endswith("/"):
-                yield str(found.name).removeprefix(self._prefix + start).rstrip("/")
+        for blob in self._blobs(start, "walk_blobs", delimiter="/"):
+            if str(blob.name).endswith("/"):
+                yield str(blob.name).removeprefix(self._prefix + start).rstrip("/")
 
     def delete(self, key: str) -> None:
         with suppress(ObjectNotFound):
             self.call(key, "delete_blob")
 
-    def call(self, key: str, method: str, *arguments: object, **named: object) -> Any:
+    def call(self, key: str, method: str, *arguments: object, **options: object) -> Any:
         """Make one request about the object ``key`` and return the answer. Errors are raised as
         storage errors.
 
@@ -221,7 +221,7 @@ class AzureBackend(StorageBackendOnFsspec):
             **named: More arguments of the method.
         """
         return self._with_blob(
-            key, lambda blob: getattr(blob, method)(*arguments, **named, **_LIMITS)
+            key, lambda blob: getattr(blob, method)(*arguments, **options, **_LIMITS)
         )
 
     def _with_blob(self, key: str, work: Callable[[Any], Awaitable[T]]) -> T:
@@ -234,7 +234,7 @@ class AzureBackend(StorageBackendOnFsspec):
 
         return self._ask(key, ask)
 
-    def _listed(self, prefix: str, method: str, **named: object) -> Iterator[Any]:
+    def _blobs(self, prefix: str, method: str, **options: object) -> Iterator[Any]:
         """Yield the entries of a listing of the keys below the root that start with ``prefix``. A
         page is asked for when the entries of the page before it have been taken.
         """
@@ -244,7 +244,7 @@ class AzureBackend(StorageBackendOnFsspec):
         async def ask() -> tuple[Sequence[Any], str | None]:
             async with self._fs.service_client.get_container_client(self._container) as container:
                 listing = getattr(container, method)(
-                    name_starts_with=start, results_per_page=_PAGE_KEYS, **named, **_LIMITS
+                    name_starts_with=start, results_per_page=_PAGE_KEYS, **options, **_LIMITS
                 )
                 pages = listing.by_page(continuation_token=token)
                 entries = [entry async for entry in await anext(pages)]
@@ -290,7 +290,7 @@ class _BlockUpload:
         self._backend, self._key, self._size = backend, key, size
         self.part_bytes = part_bytes
         self._token = entropy.token_hex(8)  # Blocks of another upload have other names
-        self._done: dict[int, int] = {}
+        self._block_sizes: dict[int, int] = {}
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset + data.nbytes > self._size:
@@ -304,10 +304,10 @@ class _BlockUpload:
             io.BytesIO(data.cast("B")),
             length=data.nbytes,
         )
-        self._done[offset] = data.nbytes
+        self._block_sizes[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        size = check_written(self._key, sum(self._done.values()), self._size, size)
+        size = check_written(self._key, sum(self._block_sizes.values()), self._size, size)
         try:
             self.commit(metadata={_TOKEN: self._token})
         except StorageError:
@@ -321,7 +321,7 @@ class _BlockUpload:
         from azure.core import MatchConditions
 
         condition = {"match_condition": MatchConditions.IfMissing} if if_absent else {}
-        blocks = [self._name(offset) for offset in sorted(self._done)]
+        blocks = [self._name(offset) for offset in sorted(self._block_sizes)]
         self._backend.call(self._key, "commit_block_list", blocks, metadata=metadata, **condition)
 
     def abort(self) -> None:

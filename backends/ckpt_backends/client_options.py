@@ -88,11 +88,11 @@ def parse_bucket_url(
     Raises:
         ConfigError: ``url`` names no bucket.
     """
-    split, shown = urlsplit(url, allow_fragments=False), clean(url.partition("?")[0])
+    split, clean_url = urlsplit(url, allow_fragments=False), clean(url.partition("?")[0])
     bucket = split.netloc.rpartition("@")[2]
     if not bucket:
-        raise ConfigError(f"{shown!r} names no bucket: write {scheme}://bucket/prefix")
-    place = BucketPrefix(bucket, split.path.strip("/"), shown.rstrip("/"))
+        raise ConfigError(f"{clean_url!r} names no bucket: write {scheme}://bucket/prefix")
+    place = BucketPrefix(bucket, split.path.strip("/"), clean_url.rstrip("/"))
     return place, {**dict(parse_qsl(split.query)), **options}
 
 
@@ -108,8 +108,8 @@ def missing_extra(url: str, error: ImportError) -> ConfigError:
     # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
     if not package:
         words = [word.strip("\"'.,`") for word in str(error).split()]
-        lowered = [word.lower() for word in words]
-        package = words[lowered.index("install") + 1] if "install" in lowered[:-1] else ""
+        lower_words = [word.lower() for word in words]
+        package = words[lower_words.index("install") + 1] if "install" in lower_words[:-1] else ""
     if not package:
         return ConfigError(f"{url!r} needs a package that is not installed: {error}")
     return MissingExtra(url, package, _EXTRAS.get(package) or _EXTRAS.get(scheme))
@@ -119,14 +119,14 @@ def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
     """Return the values of options that may be secrets, so that they can be removed from
     messages.
     """
-    found: list[str] = []
+    secrets: list[str] = []
     for name, value in options.items():
         if isinstance(value, Mapping):
-            found += secrets_of({str(key): item for key, item in value.items()})
+            secrets += secrets_of({str(key): item for key, item in value.items()})
         elif (
             isinstance(value, str)
             and len(value) >= 4
             and any(word in name.lower() for word in _SECRET_NAMES)
         ):
-            found.append(value)
-    return tuple(found)
+            secrets.append(value)
+    return tuple(secrets)

@@ -87,18 +87,18 @@ def write_all(fd: int, parts: Iterable[Buffer]) -> int:
     """Write all of ``parts`` at the current position of ``fd``, and return the number of bytes."""
     total = 0
     for part in parts:
-        left = memoryview(part).cast("B")
-        total += left.nbytes
-        while left.nbytes:
-            left = left[os.write(fd, left) :]
+        rest = memoryview(part).cast("B")
+        total += rest.nbytes
+        while rest.nbytes:
+            rest = rest[os.write(fd, rest) :]
     return total
 
 
 def pwrite_all(fd: int, offset: int, data: memoryview) -> None:
     """Write all of ``data`` at ``offset``, with several system calls if needed."""
     while data.nbytes:
-        done = os.pwrite(fd, data, offset)
-        offset, data = offset + done, data[done:]
+        count = os.pwrite(fd, data, offset)
+        offset, data = offset + count, data[count:]
 
 
 class DirectWriter:
@@ -117,7 +117,7 @@ class DirectWriter:
     def __init__(self, path: str, fd: int, size: int, *, direct: bool = True) -> None:
         self.fd, self._size = fd, size
         self._direct = open_direct(path, os.O_WRONLY) if direct and size >= ALIGNMENT else None
-        self._refused = self._direct is None
+        self._is_refused = self._direct is None
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``. The call may be repeated after an error."""
@@ -126,9 +126,9 @@ class DirectWriter:
             # Only the end of the file may be padded. Data of odd length before the end is not
             # aligned, so all of it goes through the page cache.
             whole = data.nbytes
-        done = self._write_direct(offset, data[:whole]) if whole else 0
-        offset, data = offset + done, data[done:]
-        if 0 < data.nbytes < ALIGNMENT and done == whole and self._write_padded(offset, data):
+        count = self._write_direct(offset, data[:whole]) if whole else 0
+        offset, data = offset + count, data[count:]
+        if 0 < data.nbytes < ALIGNMENT and count == whole and self._write_padded(offset, data):
             return
         pwrite_all(self.fd, offset, data)
 
@@ -145,7 +145,7 @@ class DirectWriter:
         Raises:
             OSError: The file system reports the failure of an earlier write, as NFS may do.
         """
-        direct, self._direct, self._refused = self._direct, None, True
+        direct, self._direct, self._is_refused = self._direct, None, True
         fd, self.fd = self.fd, -1
         try:
             if direct is not None:
@@ -158,17 +158,21 @@ class DirectWriter:
         """Write ``data`` with ``O_DIRECT`` as far as that is possible, and return the number of
         bytes written. The caller writes the other bytes through the page cache.
         """
-        done = 0
-        while done < data.nbytes and not self._refused and is_aligned(offset + done, data[done:]):
+        count = 0
+        while (
+            count < data.nbytes
+            and not self._is_refused
+            and is_aligned(offset + count, data[count:])
+        ):
             assert self._direct is not None
             try:
-                done += os.pwrite(self._direct, data[done:], offset + done)
+                count += os.pwrite(self._direct, data[count:], offset + count)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
                 # Leave the descriptor open, since another thread may be writing to it.
-                self._refused = True
-        return done
+                self._is_refused = True
+        return count
 
     def _write_padded(self, offset: int, tail: memoryview) -> bool:
         """Write the last bytes of the file, padded to a whole block, with ``O_DIRECT``. ``sync``
@@ -177,7 +181,7 @@ class DirectWriter:
         Return False if the file system refuses that. The caller then writes ``tail`` through the
         page cache.
         """
-        if self._refused:
+        if self._is_refused:
             return False
         # A mapping begins at the boundary of a page. It is not closed here, since the traceback of
         # an error may still refer to it.
@@ -265,16 +269,16 @@ def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool 
     Return the number of bytes read, which is less than the total size of ``outs`` if the file ends
     before.
     """
-    asked = sum(out.nbytes for out in outs)
+    nbytes = sum(out.nbytes for out in outs)
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if is_cached(fd, offset, asked):
+        if is_cached(fd, offset, nbytes):
             return _read_buffered(fd, offset, outs)
-        done = _read_direct(fd, offset, outs) if direct and asked >= _DIRECT_BYTES else 0
-        more = _read_buffered(fd, offset + done, _after(outs, done))
-        if more >= _DROP_CACHE_BYTES:
-            os.posix_fadvise(fd, offset + done, more, os.POSIX_FADV_DONTNEED)
-        return done + more
+        count = _read_direct(fd, offset, outs) if direct and nbytes >= _DIRECT_BYTES else 0
+        buffered_count = _read_buffered(fd, offset + count, _without_first(outs, count))
+        if buffered_count >= _DROP_CACHE_BYTES:
+            os.posix_fadvise(fd, offset + count, buffered_count, os.POSIX_FADV_DONTNEED)
+        return count + buffered_count
     finally:
         os.close(fd)
 
@@ -286,9 +290,9 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     Return False if ``nbytes`` is 0, or if the system call ``cachestat`` fails. A kernel older than
     6.5 does not have this system call.
     """
-    asked = (ctypes.c_uint64 * 2)(offset, nbytes)
+    span = (ctypes.c_uint64 * 2)(offset, nbytes)
     counts = (ctypes.c_uint64 * 5)()
-    if not nbytes or _LIBC.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, asked, counts, 0):
+    if not nbytes or _LIBC.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, span, counts, 0):
         return False
     pages = (offset + nbytes - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
     return counts[0] >= pages
@@ -323,22 +327,22 @@ class _Buffer(threading.local):
 _buffer: Final = _Buffer()
 
 
-def _after(outs: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return ``outs`` without their first ``done`` bytes."""
-    left: list[memoryview] = []
+def _without_first(outs: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return ``outs`` without their first ``count`` bytes."""
+    rest: list[memoryview] = []
     for out in outs:
-        if done < out.nbytes:
-            left.append(out[done:])
-        done = max(0, done - out.nbytes)
-    return left
+        if count < out.nbytes:
+            rest.append(out[count:])
+        count = max(0, count - out.nbytes)
+    return rest
 
 
 def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     """Read as ``read_at`` does, but only through the page cache."""
-    left, done = _after(outs, 0), 0
-    while left and (count := os.preadv(fd, left[:_MOST_PARTS], offset + done)):
-        left, done = _after(left, count), done + count
-    return done
+    rest, total = _without_first(outs, 0), 0
+    while rest and (count := os.preadv(fd, rest[:_MOST_PARTS], offset + total)):
+        rest, total = _without_first(rest, count), total + count
+    return total
 
 
 def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
@@ -359,10 +363,10 @@ def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     end = offset
     for straight, group in groupby(zip(outs, starts, strict=False), fits):
         parts = [out for out, _ in group]
-        for some in [[part] for part in parts] if straight else [parts]:
-            count = (_read_straight if straight else _read_through)(fd, end, some, block)
+        for targets in [[part] for part in parts] if straight else [parts]:
+            count = (_read_straight if straight else _read_through)(fd, end, targets, block)
             end += count
-            if count < sum(out.nbytes for out in some):
+            if count < sum(out.nbytes for out in targets):
                 return end - offset
     return end - offset
 
@@ -379,27 +383,30 @@ def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int)
     body = (out.nbytes - head) // block * block
     tail = out.nbytes - head - body
     ends = memoryview(mmap.mmap(-1, 2 * block, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    first, last = ends[: block if head else 0], ends[block : 2 * block if tail else block]
-    count = _pread_direct(fd, [first, out[head:][:body], last], offset - lead)
-    out[:head] = first[lead:]
-    out[head + body :] = last[:tail]
+    head_block, tail_block = (
+        ends[: block if head else 0],
+        ends[block : 2 * block if tail else block],
+    )
+    count = _pread_direct(fd, [head_block, out[head:][:body], tail_block], offset - lead)
+    out[:head] = head_block[lead:]
+    out[head + body :] = tail_block[:tail]
     return min(max(count - lead, 0), out.nbytes)
 
 
 def _read_through(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
     """Fill ``outs`` through the buffer of the thread. Return the number of bytes filled."""
     buffer = _buffer.get()
-    left, done, asked = list(outs), 0, sum(out.nbytes for out in outs)
-    while done < asked:
-        lead = (offset + done) % block
-        room = min(buffer.nbytes, -(-(lead + asked - done) // block) * block)
-        count = _pread_direct(fd, [buffer[:room]], offset + done - lead)
-        useful = min(max(count - lead, 0), asked - done)
-        left = _pour(buffer[lead : lead + useful], left)
-        done += useful
+    rest, total, nbytes = list(outs), 0, sum(out.nbytes for out in outs)
+    while total < nbytes:
+        lead = (offset + total) % block
+        room = min(buffer.nbytes, -(-(lead + nbytes - total) // block) * block)
+        count = _pread_direct(fd, [buffer[:room]], offset + total - lead)
+        useful = min(max(count - lead, 0), nbytes - total)
+        rest = _pour(buffer[lead : lead + useful], rest)
+        total += useful
         if count < room:
             break
-    return done
+    return total
 
 
 def _pour(source: memoryview, outs: list[memoryview]) -> list[memoryview]:

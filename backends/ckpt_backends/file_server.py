@@ -151,7 +151,7 @@ class _Connections:
         self._idle: list[Connection] = []
 
     @contextmanager
-    def one(self, key: str) -> Generator[Connection]:
+    def borrow(self, key: str) -> Generator[Connection]:
         """Yield a connection that no other thread uses.
 
         If the block raises another error than ``ObjectNotFound`` or ``ObjectExists``, the state of
@@ -170,7 +170,7 @@ class _Connections:
                 self._put_back(connection)
                 raise
             except BaseException:
-                _shut(connection)
+                _close_quietly(connection)
                 self.close()
                 raise
             self._put_back(connection)
@@ -182,7 +182,7 @@ class _Connections:
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
-            _shut(connection)
+            _close_quietly(connection)
 
     def _take(self) -> Connection | None:
         with self._lock:
@@ -193,7 +193,7 @@ class _Connections:
             self._idle.append(connection)
 
 
-def _shut(connection: Connection) -> None:
+def _close_quietly(connection: Connection) -> None:
     with suppress(Exception):  # A failed close needs no further action
         connection.close()
 
@@ -213,25 +213,27 @@ def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBacke
     """
     from fsspec import get_filesystem_class
 
-    scheme, shown = url.partition("://")[0].lower(), clean(url)
+    scheme, clean_url = url.partition("://")[0].lower(), clean(url)
     try:
         kind: Any = get_filesystem_class(scheme)
         dialect = cast(type[Connection], pkgutil.resolve_name(FILE_SERVERS[scheme]))
         settings = {**dialect.DEFAULTS, **kind._get_kwargs_from_urls(url), **options}
         root = str(kind._strip_protocol(url))
     except ImportError as error:
-        raise missing_extra(shown, error) from error
+        raise missing_extra(clean_url, error) from error
     except ValueError as error:
-        raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error))}") from None
+        raise ConfigError(f"{clean_url!r} cannot be opened: {clean(str(error))}") from None
     secrets = secrets_of(settings)
-    known = dict(list(signature(kind.__init__).parameters.items())[1:])  # Without ``self``
-    if (unknown := settings.keys() - known.keys()) and not dialect.PASSES_OPTIONS:
-        raise ConfigError(f"{shown!r} does not take the option {min(unknown)!r}")
-    needed = {
-        each.name for each in known.values() if each.default is each.empty and not _is_rest(each)
+    parameters = dict(list(signature(kind.__init__).parameters.items())[1:])  # Without ``self``
+    if (unknown := settings.keys() - parameters.keys()) and not dialect.PASSES_OPTIONS:
+        raise ConfigError(f"{clean_url!r} does not take the option {min(unknown)!r}")
+    required = {
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty and not _is_rest(parameter)
     }
-    if missing := needed - settings.keys():
-        raise ConfigError(f"{shown!r} needs the option {min(missing)!r}")
+    if missing := required - settings.keys():
+        raise ConfigError(f"{clean_url!r} needs the option {min(missing)!r}")
 
     def connect() -> Connection:
         try:
@@ -239,9 +241,9 @@ def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBacke
         except (TypeError, ValueError) as error:  # An option that the client does not take
             if isinstance(error.__cause__, OSError):
                 raise  # The client of SMB says so that the server does not answer
-            raise ConfigError(f"{shown!r}: {clean(str(error), secrets)}") from None
+            raise ConfigError(f"{clean_url!r}: {clean(str(error), secrets)}") from None
 
-    return FileServerBackend(connect, f"/{root.strip('/')}", shown, secrets=secrets)
+    return FileServerBackend(connect, f"/{root.strip('/')}", clean_url, secrets=secrets)
 
 
 def _is_rest(parameter: Parameter) -> bool:
@@ -294,8 +296,8 @@ class FileServerBackend:
             return
         path = self._path(key)
         with self._connection(key) as connection:
-            done = connection.read(path, offset, out.cast("B"))
-        check_read(key, offset, done, out.nbytes)
+            count = connection.read(path, offset, out.cast("B"))
+        check_read(key, offset, count, out.nbytes)
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -342,10 +344,10 @@ class FileServerBackend:
         path = f"{self._root}/{folder}".rstrip("/") or "/"
         try:
             with self._connection(prefix) as connection:
-                listed = connection.entries(path)
+                entries = connection.entries(path)
         except ObjectNotFound:
             return []
-        return [entry for entry in listed if not is_hidden(entry.name)]
+        return [entry for entry in entries if not is_hidden(entry.name)]
 
     def _remove_empty(self, connection: Connection, folder: str) -> None:
         """Remove ``folder`` and its parents inside of the root, up to the first one in use."""
@@ -362,11 +364,11 @@ class FileServerBackend:
     @contextmanager
     def _connection(self, key: str) -> Generator[Connection]:
         """Yield a connection. Errors are raised as storage errors about ``key``."""
-        told = partial(foreign, key, secrets=self._secrets)
+        translate = partial(foreign, key, secrets=self._secrets)
         try:
             # The inner translation tells the connections what happened, and the outer one is for
             # the attempt to connect.
-            with told(), self._connections.one(key) as connection, told():
+            with translate(), self._connections.borrow(key) as connection, translate():
                 yield connection
         except StorageError as error:
             if error.key == key:
@@ -411,17 +413,17 @@ def _remove_abandoned(connection: Connection, folder: str) -> None:
                 connection.remove(f"{folder}/{entry.name}")
 
 
-def _is_full(connection: Connection, unfinished: str) -> bool:
+def _is_full(connection: Connection, temporary: str) -> bool:
     """Return True if the server answers and takes an empty file, but does not take a small file
-    either, after it did not take all bytes of ``unfinished``.
+    either, after it did not take all bytes of ``temporary``.
 
     Some servers and protocols have no code for a full disk: they say "failure", or only close the
     connection of the transfer.
     """
-    probe = temporary_beside(unfinished)
+    probe = temporary_beside(temporary)
     try:
-        with suppress(ObjectNotFound), foreign(unfinished):
-            connection.stat(unfinished)
+        with suppress(ObjectNotFound), foreign(temporary):
+            connection.stat(temporary)
         with foreign(probe):
             connection.write(probe, [])  # Fails too if the disk fails for another reason
     except StorageError:

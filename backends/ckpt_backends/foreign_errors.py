@@ -151,7 +151,7 @@ _BY_NTSTATUS: Final[Mapping[int, type[StorageError]]] = {
     0xC0000101: StorageError,  # DIRECTORY_NOT_EMPTY
 }
 _FULL: Final = ("no space", "disk full", "disk is full", "quota", "insufficient storage")
-_DENIED: Final = ("denied", "permission", "privilege", "not allowed")
+_DENIAL_WORDS: Final = ("denied", "permission", "privilege", "not allowed")
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")
 
@@ -267,7 +267,7 @@ def _by_reply(reply: str) -> type[StorageError]:
     code, text = reply[:3], reply.lower()
     if code in ("452", "552") or any(word in text for word in _FULL):
         return OutOfSpace
-    if code in ("530", "532", "553") or any(word in text for word in _DENIED):
+    if code in ("530", "532", "553") or any(word in text for word in _DENIAL_WORDS):
         return AccessDenied
     if code == "550":
         return ObjectNotFound

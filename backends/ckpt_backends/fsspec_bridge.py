@@ -51,7 +51,7 @@ _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 _RENAMES: Final = frozenset({"file", "local"})  # ``mv`` of these file systems is one rename
 _LOCAL: Final = frozenset({"memory", "file", "local"})
 _TURN_SECONDS: Final = 60.0
-_MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
+_DATE_FIELDS: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
 
 
 def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
@@ -74,8 +74,8 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
         return open_posix("file://" + url.removeprefix("local://"), options)
     from fsspec.core import url_to_fs
 
-    shown = clean(url)
-    options = check_tested(shown, options)
+    clean_url = clean(url)
+    options = check_tested(clean_url, options)
     target = url.removeprefix("dir::")
     if (scheme := scheme_of(target)) in FILE_SERVERS:
         settings = {name: value for name, value in options.items() if name not in ("dir", scheme)}
@@ -85,17 +85,17 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
     try:
         fs, root = url_to_fs(url, skip_instance_cache=True, **options)
     except ImportError as error:
-        raise missing_extra(shown, error) from error
+        raise missing_extra(clean_url, error) from error
     except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
+        raise ConfigError(f"{clean_url!r} cannot be opened: {clean(str(error), secrets)}") from None
     chained_options = options.get("dir")
     if not root and isinstance(chained_options, Mapping) and "path" in chained_options:
         raise ConfigError(
-            f"{shown!r}: before release 2025.12, fsspec opens the folder of the option 'path' "
+            f"{clean_url!r}: before release 2025.12, fsspec opens the folder of the option 'path' "
             "instead of that of the URL: leave the option out, or install a later release"
         )
     _forget_listings(fs)
-    return StorageBackendOnFsspec(fs, str(root), shown, secrets=secrets)
+    return StorageBackendOnFsspec(fs, str(root), clean_url, secrets=secrets)
 
 
 def _forget_listings(fs: Any) -> None:
@@ -104,8 +104,8 @@ def _forget_listings(fs: Any) -> None:
     The option ``use_listings_cache`` cannot be given to each file system: some pass all options on
     to their client, which refuses it.
     """
-    for one in _chain_of(fs):
-        listings: Any = getattr(one, "dircache", None)
+    for layer in _chain_of(fs):
+        listings: Any = getattr(layer, "dircache", None)
         if hasattr(listings, "use_listings_cache"):
             listings.use_listings_cache = False
 
@@ -140,13 +140,13 @@ class StorageBackendOnFsspec:
         capabilities: Capabilities | None = None,
     ) -> None:
         self._fs, self._root, self.url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
-        *before, target = _chain_of(fs)
+        *wrappers, target = _chain_of(fs)
         names = _protocols(target)
         local = bool(names & _LOCAL)
         self._turn = threading.RLock() if not (local or _is_async(target)) else None
         self._object_store = bool(names & OBJECT_STORES)
         # A cache may drop the mode of a put (``findings/simplecache-create.sh``).
-        passes_on = all(TRANSPARENT in _protocols(one) for one in before)
+        passes_on = all(TRANSPARENT in _protocols(layer) for layer in wrappers)
         self._creates = passes_on and bool(names & _CREATES)
         self._renames = bool(names & _RENAMES)
         self.capabilities = capabilities or Capabilities(
@@ -181,8 +181,8 @@ class StorageBackendOnFsspec:
             self.head(key)
             return
         with self.errors(key):
-            done = self._receive(key, offset, out.cast("B"))
-        check_read(key, offset, done, out.nbytes)
+            count = self._receive(key, offset, out.cast("B"))
+        check_read(key, offset, count, out.nbytes)
 
     def _receive(self, key: str, offset: int, out: memoryview) -> int:
         """Fill ``out`` with the bytes of the object from ``offset`` on.
@@ -190,26 +190,26 @@ class StorageBackendOnFsspec:
         Return the number of bytes, which is less than the length of ``out`` if the object ends
         before.
         """
-        found = self._fs.cat_file(self.path_of(key), start=offset, end=offset + out.nbytes)
-        out[: len(found)] = found[: out.nbytes]
-        return len(found)
+        data = self._fs.cat_file(self.path_of(key), start=offset, end=offset + out.nbytes)
+        out[: len(data)] = data[: out.nbytes]
+        return len(data)
 
     def head(self, key: str) -> ObjectInfo:
         path = self.path_of(key)
         with self.errors(key):
             self._fs.invalidate_cache()
-            found = self._fs.info(path)
-        if found["type"] != "file":
+            info = self._fs.info(path)
+        if info["type"] != "file":
             raise ObjectNotFound(key, "not a file")
-        return ObjectInfo(key=key, size=int(found["size"]), modified=modified_of(found))
+        return ObjectInfo(key=key, size=int(info["size"]), modified=modified_of(info))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = posixpath.dirname(check_prefix(prefix))
-        found: Mapping[str, Any] = {}
+        infos: Mapping[str, Any] = {}
         with suppress(ObjectNotFound), self.errors(prefix):
             self._fs.invalidate_cache()
-            found = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
-        for path, info in found.items():
+            infos = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
+        for path, info in infos.items():
             key = self._key(path)
             if (
                 key.startswith(prefix)
@@ -221,11 +221,11 @@ class StorageBackendOnFsspec:
 
     def folders(self, prefix: str) -> Iterator[str]:
         folder = check_prefix(prefix).removesuffix("/")
-        found: Sequence[Mapping[str, Any]] = ()
+        infos: Sequence[Mapping[str, Any]] = ()
         with suppress(ObjectNotFound), self.errors(prefix):
             self._fs.invalidate_cache()
-            found = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True)
-        for info in found:
+            infos = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True)
+        for info in infos:
             key = self._key(info["name"].rstrip("/"))
             if info["type"] == "directory" and key and key != folder:
                 yield posixpath.basename(key)
@@ -247,8 +247,8 @@ class StorageBackendOnFsspec:
         outside of the root.
         """
         root, path = self._root.lstrip("/"), path.lstrip("/")
-        inside = not root or path.startswith(root + "/")
-        return path[len(root) :].lstrip("/") if inside else ""
+        is_inside = not root or path.startswith(root + "/")
+        return path[len(root) :].lstrip("/") if is_inside else ""
 
     def open_for_writing(self, path: str) -> Any:
         """Open a file for writing at ``path`` and return it. The file sends its bytes in parts."""
@@ -326,10 +326,10 @@ class _StreamUpload:
         self.part_bytes = backend.capabilities.part_bytes
         self._parts: dict[int, memoryview] = {}
         self._file: Any = None
-        self._sent = 0
+        self._offset = 0
 
     def write(self, offset: int, data: memoryview) -> None:
-        if offset < self._sent:
+        if offset < self._offset:
             return  # The file has already taken this part
         self._parts[offset] = data.cast("B")
         self._send()
@@ -338,7 +338,7 @@ class _StreamUpload:
         try:
             with self._backend.errors(self._key):
                 self._send()
-                self._size = check_written(self._key, self._sent, self._size, size)
+                self._size = check_written(self._key, self._offset, self._size, size)
                 file, self._file = self._file, None
                 try:
                     file.close()
@@ -352,7 +352,7 @@ class _StreamUpload:
         return ObjectInfo(key=self._key, size=self._size)
 
     def abort(self) -> None:
-        file, self._file, self._sent = self._file, None, 0
+        file, self._file, self._offset = self._file, None, 0
         if file is not None:
             _throw_away(file)
 
@@ -361,12 +361,12 @@ class _StreamUpload:
         with self._backend.errors(self._key):
             try:
                 if self._file is None:
-                    self._sent = 0
+                    self._offset = 0
                     path = self._backend.path_of(self._key)
                     self._file = self._backend.open_for_writing(path)
-                while (part := self._parts.get(self._sent)) is not None and part.nbytes:
+                while (part := self._parts.get(self._offset)) is not None and part.nbytes:
                     self._file.write(part)
-                    self._sent += part.nbytes
+                    self._offset += part.nbytes
             except BaseException:
                 self.abort()
                 raise
@@ -405,11 +405,11 @@ def modified_of(info: Mapping[str, Any]) -> float | None:
     ``info`` is an entry of a listing of fsspec, where file systems use different names and types
     for this time.
     """
-    found = next((info[name] for name in _MODIFIED if info.get(name) is not None), None)
+    value = next((info[name] for name in _DATE_FIELDS if info.get(name) is not None), None)
     with suppress(ValueError):
-        found = datetime.fromisoformat(found) if isinstance(found, str) else found
-    if isinstance(found, datetime):
-        return found.timestamp()
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        return float(found)
+        value = datetime.fromisoformat(value) if isinstance(value, str) else value
+    if isinstance(value, datetime):
+        return value.timestamp()
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
     return None

@@ -25,7 +25,7 @@ class FtpConnection:
         self._ftp.voidcmd("TYPE I")  # Otherwise servers refuse to tell sizes
 
     def write(self, path: str, parts: Sequence[memoryview]) -> None:
-        cut: OSError | None = None
+        failure: OSError | None = None
         with self._ftp.transfercmd(f"STOR {path}") as sender:
             try:
                 for part in parts:
@@ -34,20 +34,20 @@ class FtpConnection:
             except TimeoutError:
                 raise
             except OSError as error:
-                cut = error  # The server has closed the transfer, and the reply says why
+                failure = error  # The server has closed the transfer, and the reply says why
         self._ftp.voidresp()
-        if cut is not None:
-            raise cut
+        if failure is not None:
+            raise failure
 
     def replace(self, source: str, target: str) -> None:
         self._ftp.rename(source, target)
 
     def read(self, path: str, offset: int, out: memoryview) -> int:
-        done = 0
+        total = 0
         with self._ftp.transfercmd(f"RETR {path}", rest=offset) as receiver:
-            while done < out.nbytes and (count := receiver.recv_into(out[done:])):
-                done += count
-            whole = done < out.nbytes
+            while total < out.nbytes and (count := receiver.recv_into(out[total:])):
+                total += count
+            whole = total < out.nbytes
             if whole:
                 _end_encryption(receiver)
         try:
@@ -56,20 +56,20 @@ class FtpConnection:
             # The server says that the transfer was cut, since the rest of the file is not read.
             if whole:
                 raise
-        return done
+        return total
 
     def stat(self, path: str) -> Entry:
         size = self._ftp.size(path)
         if size is None:
             raise ObjectNotFound(path)
-        modified: float | None = None
+        date: float | None = None
         with suppress(error_perm):  # Servers need not have this command
-            modified = _moment(self._ftp.sendcmd(f"MDTM {path}").partition(" ")[2])
-        return Entry(posixpath.basename(path), size, modified)
+            date = _moment(self._ftp.sendcmd(f"MDTM {path}").partition(" ")[2])
+        return Entry(posixpath.basename(path), size, date)
 
     def entries(self, path: str) -> list[Entry]:
         try:
-            listed = list(self._ftp.mlsd(path))
+            items = list(self._ftp.mlsd(path))
         except error_perm as error:
             if str(error).startswith("501"):
                 raise ObjectNotFound(path, str(error)) from None
@@ -78,7 +78,7 @@ class FtpConnection:
             self._ftp.voidcmd("TYPE I")  # The listing was sent as text
         return [
             Entry(name, size, _moment(facts.get("modify")))
-            for name, facts in listed
+            for name, facts in items
             if (kind := facts["type"].lower()) in ("dir", "file")
             for size in [int(facts["size"]) if kind == "file" else None]
         ]
@@ -88,9 +88,9 @@ class FtpConnection:
             self._ftp.mkd(path)
         except error_perm:
             # The reply is the same for a folder that exists and for a missing parent.
-            here = self._ftp.pwd()
+            folder = self._ftp.pwd()
             self._ftp.cwd(path)
-            self._ftp.cwd(here)
+            self._ftp.cwd(folder)
 
     def remove(self, path: str) -> None:
         self._ftp.size(path)  # Raises if the path is that of a folder

@@ -68,17 +68,17 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
             options.
     """
     place, settings = parse_bucket_url(url, options, scheme="gs")
-    shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
+    clean_url, secrets = clean(url.partition("?")[0]), secrets_of(settings)
     try:
         fs = _file_system(settings)
     except ImportError as error:
-        raise missing_extra(shown, error) from error
+        raise missing_extra(clean_url, error) from error
     except ConfigError as error:
-        raise ConfigError(f"{shown!r} cannot be opened: {error}") from None
+        raise ConfigError(f"{clean_url!r} cannot be opened: {error}") from None
     except Exception as error:  # noqa: BLE001
         # google-auth may raise anything for a missing or broken credential.
         raise ConfigError(
-            f"{shown!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
+            f"{clean_url!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
         ) from None
     return GCSBackend(fs, place, secrets=secrets)
 
@@ -106,9 +106,9 @@ def _file_system(settings: dict[str, Any]) -> Any:
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
     # By default gcsfs tries six times, which takes half a minute. The pipeline retries too.
-    once: Any = GCSFileSystem._request
-    retrying: Any = retry_request
-    fs._request = partial(retrying(retries=_TRIES)(once.__wrapped__), fs)
+    request: Any = GCSFileSystem._request
+    retry: Any = retry_request
+    fs._request = partial(retry(retries=_TRIES)(request.__wrapped__), fs)
     return fs
 
 
@@ -125,8 +125,8 @@ def _find_credentials() -> str | None:
     from google.auth import _cloud_sdk, environment_vars
 
     sdk: Any = _cloud_sdk
-    named = os.environ.get(environment_vars.CREDENTIALS)  # noqa: TID251 - google's own switch
-    if named or os.path.isfile(sdk.get_application_default_credentials_path()):
+    path = os.environ.get(environment_vars.CREDENTIALS)  # noqa: TID251 - google's own switch
+    if path or os.path.isfile(sdk.get_application_default_credentials_path()):
         return "google_default"
     if os.path.exists(os.path.expanduser("~/.gcs_tokens")):
         return None  # An older gcsfs stored credentials there, and gcsfs still reads them
@@ -234,12 +234,12 @@ class GCSBackend(StorageBackendOnFsspec):
         """
         from fsspec.asyn import sync
 
-        once = type(self._fs)._request.__wrapped__
+        send = type(self._fs)._request.__wrapped__
         with self.errors(key):
-            found: Any = sync(
-                self._fs.loop, once, self._fs, method, url, headers=headers, data=data
+            response: Any = sync(
+                self._fs.loop, send, self._fs, method, url, headers=headers, data=data
             )
-        return found[0], found[1]
+        return response[0], response[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(check_prefix(prefix)):

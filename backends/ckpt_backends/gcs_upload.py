@@ -66,8 +66,8 @@ class ResumableUpload:
         self._backend, self._key, self._size, self._location = backend, key, size, location
         self._token = token
         self._early: dict[int, memoryview] = {}
-        self._sent = 0
-        self._lost = self._over = False
+        self._offset = 0
+        self._is_lost = self._is_over = False
 
     @property
     def part_bytes(self) -> int:
@@ -80,30 +80,31 @@ class ResumableUpload:
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
         self._check()
-        if offset + data.nbytes > self._sent:  # Otherwise the server already has this part
+        if offset + data.nbytes > self._offset:  # Otherwise the server already has this part
             # Keep a part that is early, and a part of odd length. The latter is the last one, and
             # must be sent with the size of the whole object, which only ``finish`` knows.
-            if offset > self._sent or data.nbytes % STEP_BYTES:
+            if offset > self._offset or data.nbytes % STEP_BYTES:
                 self._early[offset] = memoryview(bytes(data))
             else:
                 self._send(offset, data)
-        while (waiting := self._next()).nbytes and not waiting.nbytes % STEP_BYTES:
-            self._send(self._sent, waiting)
+        while (part := self._next()).nbytes and not part.nbytes % STEP_BYTES:
+            self._send(self._offset, part)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         self._check()
         rest = self._next()
-        waiting = sum(
-            min(part.nbytes, at + part.nbytes - self._sent) for at, part in self._early.items()
+        pending = sum(
+            min(part.nbytes, offset + part.nbytes - self._offset)
+            for offset, part in self._early.items()
         )
-        size = check_written(self._key, self._sent + waiting, self._size, size)
-        span = f"bytes {self._sent}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
+        size = check_written(self._key, self._offset + pending, self._size, size)
+        span = f"bytes {self._offset}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
         try:
             self._ask(span, rest)
         except TransientStorageError:
             # If only the reply was lost, the server has ended the session, and the object has the
             # token of this upload. Otherwise the caller may call ``finish`` again.
-            if not self._lost or self._backend.token_of(self._key) != self._token:
+            if not self._is_lost or self._backend.token_of(self._key) != self._token:
                 raise
         with suppress(ObjectNotFound):
             if self._backend.head(self._key).size == size:
@@ -116,38 +117,38 @@ class ResumableUpload:
             self._backend.request(self._key, "DELETE", self._location)
 
     def _next(self) -> memoryview:
-        """Return the bytes from ``_sent`` to the end of the kept part that contains them; empty if
-        no kept part does. Let the parts go that the server has.
+        """Return the bytes from ``_offset`` to the end of the kept part that contains them; empty
+        if no kept part does. Let the parts go that the server has.
         """
-        for at, part in sorted(self._early.items()):
-            if at + part.nbytes <= self._sent:
-                del self._early[at]
-            elif at <= self._sent:
-                return part[self._sent - at :]
+        for offset, part in sorted(self._early.items()):
+            if offset + part.nbytes <= self._offset:
+                del self._early[offset]
+            elif offset <= self._offset:
+                return part[self._offset - offset :]
         return memoryview(b"")
 
     def _send(self, offset: int, data: memoryview) -> None:
         """Send ``data``, whose first byte is the byte ``offset`` of the object, in as many
         requests as the server needs.
         """
-        while self._sent < offset + data.nbytes:
-            before, rest = self._sent, data[self._sent - offset :]
-            self._ask(f"bytes {self._sent}-{self._sent + rest.nbytes - 1}/*", rest)
-            if self._sent <= before:
+        while self._offset < offset + data.nbytes:
+            previous, rest = self._offset, data[self._offset - offset :]
+            self._ask(f"bytes {self._offset}-{self._offset + rest.nbytes - 1}/*", rest)
+            if self._offset <= previous:
                 raise TransientStorageError(
-                    self._key, f"the server takes no more than {before} bytes"
+                    self._key, f"the server takes no more than {previous} bytes"
                 )
 
     def _check(self) -> None:
         """Raise ``TransientStorageError`` if the server no longer knows the upload."""
-        if self._lost:
+        if self._is_lost:
             raise TransientStorageError(
                 self._key, "the server has forgotten this upload: it must be sent again"
             )
 
     def _ask(self, span: str, data: memoryview) -> None:
         """Send one request with ``span`` as its Content-Range. If the upload is not complete after
-        it, store in ``_sent`` the number of bytes that the server reports to have.
+        it, store in ``_offset`` the number of bytes that the server reports to have.
 
         Raises:
             TransientStorageError: The server no longer knows the upload.
@@ -163,18 +164,18 @@ class ResumableUpload:
                 data=data if data.nbytes else None,
             )
         except StorageError as error:
-            self._lost = isinstance(error, ObjectNotFound) or bool(
+            self._is_lost = isinstance(error, ObjectNotFound) or bool(
                 re.search(r"\b410\b", error.detail)
             )
             self._check()
             raise
         if status not in (200, 201):
-            self._sent = _persisted(answer)
+            self._offset = _stored_bytes(answer)
 
 
-def _persisted(headers: Mapping[str, Any]) -> int:
+def _stored_bytes(headers: Mapping[str, Any]) -> int:
     """Return the number of bytes that the server has, from the headers of its answer. The header
     'Range: bytes=0-42' means 43 bytes. Without this header, the server has no bytes.
     """
-    found = str(headers.get("Range", ""))
-    return int(found.rpartition("-")[2]) + 1 if "-" in found else 0
+    text = str(headers.get("Range", ""))
+    return int(text.rpartition("-")[2]) + 1 if "-" in text else 0

@@ -22,7 +22,7 @@ from ckpt_backends.mounts import kind_of
 
 _log = logging.getLogger("ckpt")
 _COUNT: Final = 4
-_MOST: Final = 2000  # Lustre stripes a file over at most this many targets
+_MOST_TARGETS: Final = 2000  # Lustre stripes a file over at most this many targets
 _SECONDS: Final = 10.0
 
 
@@ -41,7 +41,7 @@ class Striping:
         self._root, self._count = root, count
         self._lock = threading.Lock()  # Guards the two fields below
         self._lfs: str | None = None
-        self._looked = False
+        self._has_looked = False
 
     def apply(self, folder: str) -> None:
         """Set the layout of ``folder``, which is new and empty. Do nothing if the root is not on a
@@ -52,9 +52,9 @@ class Striping:
         are valid, too.
         """
         with self._lock:  # Other threads wait here until it is known whether to set layouts
-            if not self._looked:
+            if not self._has_looked:
                 self._lfs = self._find()
-                self._looked = True
+                self._has_looked = True
             lfs = self._lfs
         if lfs is None:
             return
@@ -71,10 +71,10 @@ class Striping:
         if self._count == 0 or kind_of(self._root) != "lustre" or not (lfs := shutil.which("lfs")):
             return None
         if self._count is None:
-            there = self._root
-            while not os.path.isdir(there):
-                there = os.path.dirname(there)
-            if _run([lfs, "getstripe", "-d", "-c", there])[0].strip() != "1":
+            folder = self._root
+            while not os.path.isdir(folder):
+                folder = os.path.dirname(folder)
+            if _run([lfs, "getstripe", "-d", "-c", folder])[0].strip() != "1":
                 return None  # The folder has a striping. A composite one prints no single number
         return lfs
 
@@ -85,11 +85,11 @@ def stripe_count(value: object) -> int:
     Raises:
         ConfigError: The value is not a number from -1 to 2000.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _MOST_TARGETS:
         text = value if isinstance(value, int) else f"<{type(value).__name__}>"
         raise ConfigError(
-            f"stripe_count={text}: give a number of Lustre storage targets from 1 to {_MOST}, -1 "
-            "for all, or 0 to leave folders as they are"
+            f"stripe_count={text}: give a number of Lustre storage targets from 1 to "
+            f"{_MOST_TARGETS}, -1 for all, or 0 to leave folders as they are"
         )
     return value
 
@@ -97,7 +97,7 @@ def stripe_count(value: object) -> int:
 def _run(command: list[str]) -> tuple[str, str | None]:
     """Run ``command``. Return its standard output, and the reason of a failure or None."""
     try:
-        done = subprocess.run(  # noqa: S603 - lfs, and names that are ours
+        process = subprocess.run(  # noqa: S603 - lfs, and names that are ours
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -109,6 +109,8 @@ def _run(command: list[str]) -> tuple[str, str | None]:
     except (OSError, subprocess.SubprocessError) as error:
         return "", str(error)
     return (
-        done.stdout,
-        None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}",
+        process.stdout,
+        None
+        if process.returncode == 0
+        else process.stderr.strip() or f"exit code {process.returncode}",
     )

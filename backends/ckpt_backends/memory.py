@@ -69,7 +69,7 @@ def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
         store,
         f"memory://{name}/{prefix}".rstrip("/"),
         prefix,
-        shared=bool(options.get("shared", False)),
+        is_shared=bool(options.get("shared", False)),
     )
 
 
@@ -88,11 +88,11 @@ class MemoryBackend:
     Thread safety: several threads may call all methods at the same time.
     """
 
-    def __init__(self, store: _Store, url: str, prefix: str, *, shared: bool) -> None:
+    def __init__(self, store: _Store, url: str, prefix: str, *, is_shared: bool) -> None:
         self._store, self.url = store, url
         self._prefix = f"{prefix}/" if prefix else ""
         self.capabilities = Capabilities(
-            put_if_absent=True, shared=shared, part_bytes=_PART_BYTES, takes_parts=True
+            put_if_absent=True, shared=is_shared, part_bytes=_PART_BYTES, takes_parts=True
         )
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
@@ -102,9 +102,9 @@ class MemoryBackend:
         return _MemoryUpload(self, check_key(key), size)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        found = self._find(key)
-        check_read(key, offset, min(len(found) - offset, out.nbytes), out.nbytes)
-        out.cast("B")[:] = memoryview(found)[offset : offset + out.nbytes]
+        value = self._find(key)
+        check_read(key, offset, min(len(value) - offset, out.nbytes), out.nbytes)
+        out.cast("B")[:] = memoryview(value)[offset : offset + out.nbytes]
 
     def head(self, key: str) -> ObjectInfo:
         return ObjectInfo(key=key, size=len(self._find(key)))
@@ -112,19 +112,19 @@ class MemoryBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         start = self._prefix + check_prefix(prefix)
         with self._store.lock:
-            found = [
+            entries = [
                 (key, len(value))
                 for key, value in self._store.objects.items()
                 if key.startswith(start)
             ]
-        for key, size in found:
+        for key, size in entries:
             yield ObjectInfo(key=key.removeprefix(self._prefix), size=size)
 
     def folders(self, prefix: str) -> Iterator[str]:
         start = check_prefix(prefix).removesuffix("/")
         start = f"{start}/" if start else ""
-        below = (info.key.removeprefix(start) for info in self.list(start))
-        yield from sorted({rest.partition("/")[0] for rest in below if "/" in rest})
+        names = (info.key.removeprefix(start) for info in self.list(start))
+        yield from sorted({rest.partition("/")[0] for rest in names if "/" in rest})
 
     def delete(self, key: str) -> None:
         with self._store.lock:
@@ -148,10 +148,10 @@ class MemoryBackend:
 
     def _find(self, key: str) -> bytes | bytearray:
         with self._store.lock:
-            found = self._store.objects.get(self._prefix + check_key(key))
-        if found is None:
+            value = self._store.objects.get(self._prefix + check_key(key))
+        if value is None:
             raise ObjectNotFound(key)
-        return found
+        return value
 
 
 class _MemoryUpload:
@@ -164,7 +164,7 @@ class _MemoryUpload:
     def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:
         self._backend, self._key, self._value = backend, key, bytearray(size)
         self.part_bytes = _PART_BYTES
-        self._written: dict[int, int] = {}
+        self._part_sizes: dict[int, int] = {}
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < 0 or offset + data.nbytes > len(self._value):
@@ -173,10 +173,10 @@ class _MemoryUpload:
                 f"bytes {offset} to {offset + data.nbytes} of an upload of {len(self._value)}",
             )
         memoryview(self._value)[offset : offset + data.nbytes] = data.cast("B")
-        self._written[offset] = data.nbytes
+        self._part_sizes[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        size = check_written(self._key, sum(self._written.values()), len(self._value), size)
+        size = check_written(self._key, sum(self._part_sizes.values()), len(self._value), size)
         del self._value[size:]
         return self._backend.place(self._key, self._value)
 

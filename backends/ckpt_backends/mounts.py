@@ -82,16 +82,16 @@ def _mount_of(path: str, mounts: str, column: int) -> tuple[str, str, str]:
 
     ``column`` is the position of the point.
     """
-    found = "", "", ""
+    mount = "", "", ""
     with suppress(OSError), open(mounts, encoding="utf-8", errors="surrogateescape") as table:
         for line in table:
-            before, point, after = map(_unescaped, line.split()[column - 1 : column + 2])
-            inside = path == point or path.startswith(point.rstrip("/") + "/")
+            word_before, point, word_after = map(_unescape, line.split()[column - 1 : column + 2])
+            is_inside = path == point or path.startswith(point.rstrip("/") + "/")
             # Of two mounts on one point, the later one hides the earlier one.
-            if inside and len(point) >= len(found[0]):
-                found = point, before, after
-    return found
+            if is_inside and len(point) >= len(mount[0]):
+                mount = point, word_before, word_after
+    return mount
 
 
-def _unescaped(word: str) -> str:
-    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), word)
+def _unescape(word: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), word)

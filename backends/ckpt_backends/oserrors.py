@@ -60,7 +60,7 @@ def storage_error(
 
 
 @contextmanager
-def mapped(key: str, *, missing: type[StorageError] = ObjectNotFound) -> Generator[None]:
+def storage_errors(key: str, *, missing: type[StorageError] = ObjectNotFound) -> Generator[None]:
     """Return a context manager that turns an ``OSError`` into the storage error about ``key`` that
     ``storage_error`` returns.
     """

@@ -22,23 +22,25 @@ def place_of(path: str) -> str:
     the number lasts, since the folder may be renamed.
     """
     path = os.path.realpath(path)
-    found = os.stat(path)
-    device = "" if on_network(path) else str(found.st_dev)
+    status = os.stat(path)
+    device = "" if on_network(path) else str(status.st_dev)
     if keeps_inode_numbers(path) and kind_of(path) not in _OWN_NUMBERS:
-        return f"{device}:{found.st_ino}::"
+        return f"{device}:{status.st_ino}::"
     inner = path_in_mount(path)
-    named = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
-    return f"{device}::{found.st_dev if named else ''}:{named}"
+    digest = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
+    return f"{device}::{status.st_dev if digest else ''}:{digest}"
 
 
-def are_apart(one: str, two: str) -> bool:
+def are_apart(place: str, other_place: str) -> bool:
     """Return True if two texts of `place_of`, which processes of one machine got at the same time,
     certainly describe two folders.
     """
-    here, there = one.split(":"), two.split(":")
-    if len(here) != len(there) or "/" in two:  # The URL of a store, or a text of another release
+    parts, other_parts = place.split(":"), other_place.split(":")
+    if (
+        len(parts) != len(other_parts) or "/" in other_place
+    ):  # The URL of a store, or a text of another release
         return False
-    (device, number, mount, path), (device_2, number_2, mount_2, path_2) = here, there
+    (device, number, mount, path), (device_2, number_2, mount_2, path_2) = parts, other_parts
     return (
         _differ(device, device_2)
         or _differ(number, number_2)
@@ -46,5 +48,5 @@ def are_apart(one: str, two: str) -> bool:
     )
 
 
-def _differ(one: str, two: str) -> bool:
-    return "" not in (one, two) and one != two
+def _differ(text_a: str, text_b: str) -> bool:
+    return "" not in (text_a, text_b) and text_a != text_b

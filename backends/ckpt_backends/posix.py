@@ -47,7 +47,7 @@ from ckpt_backends.direct_io import (
 )
 from ckpt_backends.lustre import Striping, stripe_count
 from ckpt_backends.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
-from ckpt_backends.oserrors import mapped
+from ckpt_backends.oserrors import storage_errors
 from ckpt_backends.places import are_apart, place_of
 from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporary_beside
 
@@ -87,7 +87,7 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
         raise ConfigError(f"{root} is not a folder: name a folder, or a path that is free")
     return PosixBackend(
         root,
-        shared=bool(flags["shared"]) if "shared" in flags else on_network(root),
+        is_shared=bool(flags["shared"]) if "shared" in flags else on_network(root),
         put_if_absent=bool(flags.get("put_if_absent", True)),
         direct=bool(flags.get("direct", True)),
         reserves=bool(flags.get("reserve", kind_of(root) != "btrfs")),
@@ -109,7 +109,7 @@ class PosixBackend:
         self,
         root: str,
         *,
-        shared: bool,
+        is_shared: bool,
         put_if_absent: bool = True,
         direct: bool = True,
         reserves: bool = True,
@@ -120,14 +120,14 @@ class PosixBackend:
         self._striping = striping or Striping(root, 0)
         self.capabilities = Capabilities(
             put_if_absent=put_if_absent,
-            shared=shared,
+            shared=is_shared,
             part_bytes=_PART_BYTES,
             alignment=ALIGNMENT,
             max_concurrency=8,
             takes_parts=True,
         )
         self._root_synced = False
-        self._first: str | None = None
+        self._root_mark: str | None = None
         self._remember_root()
 
     def identity(self) -> str:
@@ -135,13 +135,15 @@ class PosixBackend:
 
         The resolved path replaces an inode number that may change.
         """
-        with mapped("", missing=StorageError):
+        with storage_errors("", missing=StorageError):
             self._make_folders(self._root)
-            found = os.stat(self._root)
-        return f"{found.st_dev}:{found.st_ino if keeps_inode_numbers(self._root) else self._top()}"
+            status = os.stat(self._root)
+        return (
+            f"{status.st_dev}:{status.st_ino if keeps_inode_numbers(self._root) else self._top()}"
+        )
 
     def place(self) -> str:
-        with mapped("", missing=StorageError):
+        with storage_errors("", missing=StorageError):
             self._make_folders(self._root)
             return place_of(self._root)
 
@@ -151,20 +153,20 @@ class PosixBackend:
     def mark(self) -> str:
         self.identity()
         self._remember_root()
-        return self._first or ""
+        return self._root_mark or ""
 
     def hold(self, mark: str) -> None:
-        self._first = mark or self._seen() or _NOWHERE
+        self._root_mark = mark or self._present_mark() or _NOWHERE
 
     def is_replaced(self) -> bool:
-        return self._first is not None and self._first != self._seen()
+        return self._root_mark is not None and self._root_mark != self._present_mark()
 
     def _remember_root(self) -> None:
         """Remember the identity of the root if it exists and none is remembered yet."""
-        if self._first is None:
-            self._first = self._seen()
+        if self._root_mark is None:
+            self._root_mark = self._present_mark()
 
-    def _seen(self) -> str | None:
+    def _present_mark(self) -> str | None:
         """Return the identity of the folder that is now at the path of the root, or None if there
         is none.
 
@@ -173,11 +175,11 @@ class PosixBackend:
         device changes when the file system is mounted again.
         """
         with suppress(OSError):
-            found = os.stat(self._root)
+            status = os.stat(self._root)
             if on_network(self._root):
                 return kind_of(self._root)
-            number = found.st_ino if keeps_inode_numbers(self._root) else ""
-            return f"{found.st_dev}:{number}"
+            number = status.st_ino if keeps_inode_numbers(self._root) else ""
+            return f"{status.st_dev}:{number}"
         return None
 
     def free_bytes(self) -> int:
@@ -188,9 +190,9 @@ class PosixBackend:
         place = self._top()
         while not os.path.isdir(place) and place != "/":
             place = os.path.dirname(place)
-        with mapped("", missing=StorageError):
-            found = os.statvfs(place)
-        return found.f_bavail * found.f_frsize
+        with storage_errors("", missing=StorageError):
+            status = os.statvfs(place)
+        return status.f_bavail * status.f_frsize
 
     @contextmanager
     def full_disk_told(self, nbytes: int) -> Generator[None]:
@@ -208,7 +210,7 @@ class PosixBackend:
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         target = self._writable(check_key(key))
-        with mapped(key, missing=StorageError):
+        with storage_errors(key, missing=StorageError):
             # This check only avoids a useless write. The rename below decides which writer wins.
             if if_absent and os.path.lexists(target):
                 raise ObjectExists(key)
@@ -231,7 +233,7 @@ class PosixBackend:
 
     def upload(self, key: str, size: int) -> Upload:
         target = self._writable(check_key(key))
-        with mapped(key, missing=StorageError):
+        with storage_errors(key, missing=StorageError):
             temporary = temporary_beside(target)
             fd = self._create(temporary)
             try:
@@ -251,9 +253,9 @@ class PosixBackend:
         path = self._readable(check_key(key))
         self._file(key, path)  # Refuse a named pipe, since opening it would wait for a writer
         parts = [out.cast("B") for out in outs]
-        with mapped(key):
-            done = read_at(path, offset, parts, direct=self._direct)
-        check_read(key, offset, done, sum(part.nbytes for part in parts))
+        with storage_errors(key):
+            count = read_at(path, offset, parts, direct=self._direct)
+        check_read(key, offset, count, sum(part.nbytes for part in parts))
 
     def head(self, key: str) -> ObjectInfo:
         status = self._file(key, self._readable(check_key(key)))
@@ -271,7 +273,10 @@ class PosixBackend:
 
     def delete(self, key: str) -> None:
         path = self._writable(check_key(key))
-        with mapped(key), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        with (
+            storage_errors(key),
+            suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+        ):
             os.unlink(path)
             _sync_folder(os.path.dirname(path))
         _remove_abandoned(os.path.dirname(path))
@@ -285,20 +290,20 @@ class PosixBackend:
                 yield from self.unfinished_writes(f"{key}/")
             elif (
                 kind == "file"
-                and (ours := TEMPORARY.fullmatch(entry.name))
-                and (found := _status(entry, key))  # None if the write has ended meanwhile
+                and (match := TEMPORARY.fullmatch(entry.name))
+                and (status := _status(entry, key))  # None if the write has ended meanwhile
             ):
                 yield UnfinishedWrite(
-                    key=f"{folder}/{ours[1]}" if folder else ours[1],
+                    key=f"{folder}/{match[1]}" if folder else match[1],
                     name=key,
-                    size=found.st_blocks * 512,
-                    modified=found.st_mtime,
-                    abandoned=is_abandoned(found.st_mtime),
+                    size=status.st_blocks * 512,
+                    modified=status.st_mtime,
+                    abandoned=is_abandoned(status.st_mtime),
                 )
 
-    def discard(self, found: UnfinishedWrite) -> None:
-        path = self._writable(found.name)
-        with mapped(found.key), suppress(FileNotFoundError, NotADirectoryError):
+    def discard(self, status: UnfinishedWrite) -> None:
+        path = self._writable(status.name)
+        with storage_errors(status.key), suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
         self._remove_empty(os.path.dirname(path))
 
@@ -307,11 +312,11 @@ class PosixBackend:
 
     def _file(self, key: str, path: str) -> os.stat_result:
         """Return the status of the file at ``path``. Raise ``ObjectNotFound`` if it is no file."""
-        with mapped(key):
-            found = os.stat(path, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):
+        with storage_errors(key):
+            status = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
             raise ObjectNotFound(key, "not a file")
-        return found
+        return status
 
     def _readable(self, key: str) -> str:
         """Return the path to read ``key`` from, with symbolic links resolved.
@@ -321,9 +326,9 @@ class PosixBackend:
             LinkRefused: The object itself is a link that leads out of the root.
         """
         path = os.path.join(self._root, key)
-        self._inside(key, os.path.realpath(os.path.dirname(path)))
+        self._check_inside(key, os.path.realpath(os.path.dirname(path)))
         try:
-            return self._inside(key, os.path.realpath(path))
+            return self._check_inside(key, os.path.realpath(path))
         except AccessDenied:
             raise LinkRefused(key) from None
 
@@ -337,13 +342,13 @@ class PosixBackend:
             AccessDenied: The folder of the object is outside of the root, through a link.
         """
         folder, name = os.path.split(os.path.join(self._root, key))
-        return os.path.join(self._inside(key, os.path.realpath(folder)), name)
+        return os.path.join(self._check_inside(key, os.path.realpath(folder)), name)
 
     def _top(self) -> str:
         """Return the resolved path of the root, with which all resolved paths of objects begin."""
         return os.path.realpath(self._root)
 
-    def _inside(self, key: str, path: str) -> str:
+    def _check_inside(self, key: str, path: str) -> str:
         """Return ``path`` if it is in the root. Otherwise raise ``AccessDenied`` about ``key``."""
         root = self._top()
         if path != root and not path.startswith(root.rstrip("/") + "/"):
@@ -380,13 +385,13 @@ class PosixBackend:
         """
         # Read this before the test of the folders, since another thread may create the root after
         # the test.
-        first = self._first
+        mark = self._root_mark
         missing: list[str] = []
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
         # Paths of objects are resolved (``_writable``), and the root itself may be a link.
-        if missing and first is not None and {self._root, self._top()} & {*missing}:
+        if missing and mark is not None and {self._root, self._top()} & {*missing}:
             raise RootLost("")  # Do not create the root again on the disk below its mount point
         for path in reversed(missing):
             with suppress(FileExistsError):
@@ -420,11 +425,11 @@ class PosixBackend:
             FileExistsError: ``if_absent`` is True and ``target`` exists.
         """
         (rename_if_absent if if_absent else os.rename)(temporary, target)
-        above = self._top().rstrip("/") + "/"
+        root = self._top().rstrip("/") + "/"
         folder = os.path.dirname(target)
         _sync_folder(folder)
         # Another writer may have created these folders without having forced them yet.
-        while folder.startswith(above):
+        while folder.startswith(root):
             folder = os.path.dirname(folder)
             _sync_folder(folder)
 
@@ -442,8 +447,8 @@ class PosixBackend:
         """
         # A folder is not empty, or is already gone, or the store is closed.
         with suppress(OSError, StorageError):
-            above = self._top().rstrip("/") + "/"
-            while folder.startswith(above):
+            root = self._top().rstrip("/") + "/"
+            while folder.startswith(root):
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
 
@@ -458,15 +463,15 @@ class PosixBackend:
                 kind == "file"
                 and key.startswith(prefix)
                 and not is_hidden(entry.name)
-                and (found := _status(entry, key))  # None if the file was deleted meanwhile
+                and (status := _status(entry, key))  # None if the file was deleted meanwhile
             ):
-                yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
+                yield ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime)
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
         """Return the entries of a folder of the store; none if the folder does not exist."""
         path = self._readable(folder)
         with (
-            mapped(folder),
+            storage_errors(folder),
             suppress(FileNotFoundError, NotADirectoryError),
             os.scandir(path) as entries,
         ):
@@ -478,7 +483,7 @@ def _type(entry: os.DirEntry[str], key: str) -> Literal["folder", "file", ""]:
     """Return the type of an entry of a folder; empty for a link and all other types. Errors name
     ``key``.
     """
-    with mapped(key):
+    with storage_errors(key):
         if entry.is_dir(follow_symlinks=False):
             return "folder"
         return "file" if entry.is_file(follow_symlinks=False) else ""
@@ -486,7 +491,7 @@ def _type(entry: os.DirEntry[str], key: str) -> Literal["folder", "file", ""]:
 
 def _status(entry: os.DirEntry[str], key: str) -> os.stat_result | None:
     """Return the status of an entry of a folder; None if the entry is gone. Errors name ``key``."""
-    with mapped(key), suppress(FileNotFoundError):
+    with storage_errors(key), suppress(FileNotFoundError):
         return entry.stat(follow_symlinks=False)
     return None
 
@@ -510,8 +515,8 @@ class _PosixUpload:
         self._backend, self._key, self._size = backend, key, size
         self._paths, self._writer = paths, writer
         self.part_bytes = _PART_BYTES
-        self._written: dict[int, int] = {}
-        self._failed: StorageError | None = None
+        self._part_sizes: dict[int, int] = {}
+        self._failure: StorageError | None = None
 
     def write(self, offset: int, data: memoryview) -> None:
         data = data.cast("B")
@@ -519,9 +524,12 @@ class _PosixUpload:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {self._size}"
             )
-        with mapped(self._key, missing=StorageError), self._backend.full_disk_told(self._size):
+        with (
+            storage_errors(self._key, missing=StorageError),
+            self._backend.full_disk_told(self._size),
+        ):
             self._writer.write(offset, data)
-        self._written[offset] = data.nbytes
+        self._part_sizes[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         """Make the file durable and visible.
@@ -530,11 +538,11 @@ class _PosixUpload:
         failed fsync. After a ``StorageError``, each further call of ``finish`` raises an equal
         error.
         """
-        if self._failed is not None:
-            raise type(self._failed)(self._key, self._failed.detail)
+        if self._failure is not None:
+            raise type(self._failure)(self._key, self._failure.detail)
         try:
-            size = check_written(self._key, sum(self._written.values()), self._size, size)
-            with mapped(self._key, missing=StorageError):
+            size = check_written(self._key, sum(self._part_sizes.values()), self._size, size)
+            with storage_errors(self._key, missing=StorageError):
                 with self._backend.full_disk_told(size):
                     self._writer.sync(size)
                     self._writer.close()
@@ -542,7 +550,7 @@ class _PosixUpload:
         except BaseException as error:
             if isinstance(error, StorageError):
                 # Keep a new error, since the traceback of this one would keep many objects alive.
-                self._failed = type(error)(self._key, error.detail)
+                self._failure = type(error)(self._key, error.detail)
             self.abort()
             raise
         return ObjectInfo(key=self._key, size=size)
@@ -579,9 +587,9 @@ def _remove_abandoned(folder: str) -> None:
     for ``_ABANDONED_SECONDS``.
     """
     with suppress(OSError), os.scandir(folder) as entries:
-        left = list(entries)
-        if all(TEMPORARY.fullmatch(entry.name) for entry in left):
-            for entry in left:
+        files = list(entries)
+        if all(TEMPORARY.fullmatch(entry.name) for entry in files):
+            for entry in files:
                 if is_abandoned(entry.stat(follow_symlinks=False).st_mtime):
                     os.unlink(entry.path)
 

@@ -102,19 +102,19 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
         ConfigError: The URL names no bucket, or an option is unknown or has a wrong value.
     """
     place, settings = parse_bucket_url(url, options, scheme="s3")
-    shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
+    clean_url, secrets = clean(url.partition("?")[0]), secrets_of(settings)
     put_if_absent = _is_true(settings.pop("put_if_absent", True))
     client = str(settings.pop("client", "botocore"))
     if client not in ("botocore", "obstore"):
-        raise ConfigError(f"{shown!r}: the option client takes 'botocore' or 'obstore'")
-    orphan_hours = _hours(settings.pop("abort_uploads_after_hours", _ORPHAN_HOURS), shown)
+        raise ConfigError(f"{clean_url!r}: the option client takes 'botocore' or 'obstore'")
+    orphan_hours = _hours(settings.pop("abort_uploads_after_hours", _ORPHAN_HOURS), clean_url)
     try:
         fs, bulk = _clients(settings)
         writer = ObstoreWriter(place.bucket, bulk.settings) if client == "obstore" else None
     except ImportError as error:
-        raise missing_extra(shown, error) from error
+        raise missing_extra(clean_url, error) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
+        raise ConfigError(f"{clean_url!r} cannot be opened: {clean(str(error), secrets)}") from None
     return S3Backend(
         S3Clients(fs, bulk, writer),
         place,
@@ -124,14 +124,15 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     )
 
 
-def _hours(given: object, shown: str) -> float:
+def _hours(value: object, clean_url: str) -> float:
     try:
-        hours = float(str(given))
+        hours = float(str(value))
     except ValueError:
         hours = -1.0
     if not 0 <= hours < math.inf:
         raise ConfigError(
-            f"{shown!r}: abort_uploads_after_hours={given!r}: give a number of hours, such as 24"
+            f"{clean_url!r}: abort_uploads_after_hours={value!r}: give a number of hours, such as "
+            "24"
         )
     return hours
 
@@ -171,11 +172,11 @@ def _endpoint(settings: Mapping[str, Any]) -> str:
     Configuration files of AWS are not read.
     """
     client = settings.get("client_kwargs")
-    given = settings.get("endpoint_url") or (
+    endpoint = settings.get("endpoint_url") or (
         client.get("endpoint_url") if isinstance(client, Mapping) else None
     )
-    named = (os.environ.get(name) for name in _ENDPOINT_VARIABLES)  # noqa: TID251
-    return str(given or next(filter(None, named), ""))
+    variables = (os.environ.get(name) for name in _ENDPOINT_VARIABLES)  # noqa: TID251
+    return str(endpoint or next(filter(None, variables), ""))
 
 
 def _is_amazon(endpoint: str) -> bool:
@@ -183,8 +184,8 @@ def _is_amazon(endpoint: str) -> bool:
     return not endpoint or host.endswith(".amazonaws.com")
 
 
-def _is_true(given: object) -> bool:
-    return str(given).lower() not in ("false", "0", "no", "off")
+def _is_true(value: object) -> bool:
+    return str(value).lower() not in ("false", "0", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +250,9 @@ class S3Backend(StorageBackendOnFsspec):
         )
         self._bucket, self._prefix = place.bucket, f"{place.prefix}/" if place.prefix else ""
         self._bulk, self._writer = clients.bulk, clients.writer
-        self._hushed: object = None
-        after = timedelta(hours=orphan_hours)
-        self._orphans = Orphans(self._about_bucket, self._prefix, after)
+        self._quiet_client: object = None
+        age = timedelta(hours=orphan_hours)
+        self._orphans = Orphans(self._about_bucket, self._prefix, age)
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         value = b"".join(parts)
@@ -275,8 +276,8 @@ class S3Backend(StorageBackendOnFsspec):
         if self._writer is not None:
             path = self._prefix + check_key(key)
             return ObstoreUpload(self, self._writer, key, path, size, part_bytes=part_bytes)
-        begun = self.call(key, "create_multipart_upload", **self._bulk.algorithm)
-        return _S3Upload(self, key, size, upload_id=begun["UploadId"], part_bytes=part_bytes)
+        reply = self.call(key, "create_multipart_upload", **self._bulk.algorithm)
+        return _S3Upload(self, key, size, upload_id=reply["UploadId"], part_bytes=part_bytes)
 
     def _receive(self, key: str, offset: int, out: memoryview) -> int:
         name = self._prefix + check_key(key)
@@ -294,19 +295,19 @@ class S3Backend(StorageBackendOnFsspec):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(check_prefix(prefix)):
-            for found in page.get("Contents", ()):
-                key = str(found["Key"]).removeprefix(self._prefix)
+            for entry in page.get("Contents", ()):
+                key = str(entry["Key"]).removeprefix(self._prefix)
                 if key and not key.endswith("/"):  # Consoles make such objects for empty folders
                     yield ObjectInfo(
-                        key=key, size=int(found["Size"]), modified=found["LastModified"].timestamp()
+                        key=key, size=int(entry["Size"]), modified=entry["LastModified"].timestamp()
                     )
 
     def folders(self, prefix: str) -> Iterator[str]:
         start = check_prefix(prefix).removesuffix("/")
         start = f"{start}/" if start else ""
         for page in self._pages(start, Delimiter="/"):
-            for found in page.get("CommonPrefixes", ()):
-                yield str(found["Prefix"]).removeprefix(self._prefix + start).rstrip("/")
+            for entry in page.get("CommonPrefixes", ()):
+                yield str(entry["Prefix"]).removeprefix(self._prefix + start).rstrip("/")
 
     def delete(self, key: str) -> None:
         with suppress(ObjectNotFound):
@@ -340,35 +341,35 @@ class S3Backend(StorageBackendOnFsspec):
         aiohttp would wait without a time limit for the server's answer to the header.
         """
         client = self._fs.connect()
-        if client is not self._hushed:
+        if client is not self._quiet_client:
             client.meta.events.register_last("before-call.s3", expect_nothing)
-            self._hushed = client
+            self._quiet_client = client
 
     def etag_of(self, key: str) -> str | None:
         """Return the size and the ETag of the object, separated by a blank; None if there is no
         object, or if the request fails.
         """
         with suppress(StorageError):
-            found = self.call(key, "head_object")
-            return f"{found['ContentLength']} {found['ETag']}"
+            reply = self.call(key, "head_object")
+            return f"{reply['ContentLength']} {reply['ETag']}"
         return None
 
     def abort_uploads(self, key: str) -> None:
         """Abort all unfinished uploads of exactly this key. Never raise."""
         with suppress(StorageError):
-            for found in self._orphans.uploads(key):
-                if found.key == key:
-                    self._orphans.abort(found)
+            for upload in self._orphans.uploads(key):
+                if upload.key == key:
+                    self._orphans.abort(upload)
 
     def unfinished_writes(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished uploads to keys that start with ``prefix``. Yield none if the option
         ``abort_uploads_after_hours`` is 0.
         """
-        if self._orphans.after:
+        if self._orphans.age:
             yield from self._orphans.uploads(check_prefix(prefix))
 
-    def discard(self, found: UnfinishedWrite) -> None:
-        self._orphans.abort(found)
+    def discard(self, write: UnfinishedWrite) -> None:
+        self._orphans.abort(write)
 
     def _about_bucket(self, method: str, **arguments: object) -> Any:
         """Make one request about the bucket. Errors are raised as storage errors."""
@@ -382,12 +383,12 @@ class S3Backend(StorageBackendOnFsspec):
         with self.errors(key):
             return self._bulk.send_part(self._bucket, self._prefix + key, upload_id, number, data)
 
-    def _put_if_none(self, key: str, value: bytes, *, again: bool = True) -> None:
+    def _put_if_none(self, key: str, value: bytes, *, repeats: bool = True) -> None:
         """Put an object with the condition that the key has none.
 
         After a lost reply, the client may repeat a put that succeeded, and the condition then
         fails. So each put stores a random token in the metadata of the object. If the object has
-        the token of this call, the put has succeeded. With ``again``, the put is repeated once if
+        the token of this call, the put has succeeded. With ``repeats``, the put is repeated once if
         the server reports a conflict with a concurrent request.
         """
         token = entropy.token_hex(16)
@@ -399,9 +400,9 @@ class S3Backend(StorageBackendOnFsspec):
         except TransientStorageError as error:
             if self._token_of(key) == token:
                 return
-            if not (again and "ConditionalRequestConflict" in error.detail):
+            if not (repeats and "ConditionalRequestConflict" in error.detail):
                 raise
-            self._put_if_none(key, value, again=False)
+            self._put_if_none(key, value, repeats=False)
 
     def _put_and_compare(self, key: str, value: bytes) -> None:
         """Put an object, read it back, and raise ``ObjectExists`` if it has another value.
@@ -411,9 +412,9 @@ class S3Backend(StorageBackendOnFsspec):
         error, unless it has read its own value before.
         """
         self.call(key, "put_object", Body=value)
-        found = bytearray(self.head(key).size)
-        self.read_into(key, 0, memoryview(found))
-        if bytes(found) != value:
+        data = bytearray(self.head(key).size)
+        self.read_into(key, 0, memoryview(data))
+        if bytes(data) != value:
             raise ObjectExists(key, "written by another at the same time")
 
     def _token_of(self, key: str) -> str:
@@ -458,7 +459,7 @@ class _S3Upload:
     ) -> None:
         self._backend, self._key, self._size = backend, key, size
         self._id, self.part_bytes = upload_id, part_bytes
-        self._done: dict[int, tuple[dict[str, Any], int]] = {}
+        self._parts: dict[int, tuple[dict[str, Any], int]] = {}
 
     def write(self, offset: int, data: memoryview) -> None:
         number, odd = divmod(offset, self.part_bytes)
@@ -467,21 +468,21 @@ class _S3Upload:
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
         try:
-            sent = self._backend.send_part(self._key, self._id, number + 1, data)
+            part = self._backend.send_part(self._key, self._id, number + 1, data)
         except ObjectNotFound as error:
-            raise self._forgotten(error) from error
-        self._done[number + 1] = (sent, data.nbytes)
+            raise self._lost_upload_error(error) from error
+        self._parts[number + 1] = (part, data.nbytes)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        written = sum(each for _, each in self._done.values())
-        size = check_written(self._key, written, self._size, size)
-        parts = [part for _, (part, _) in sorted(self._done.items())]
+        total = sum(nbytes for _, nbytes in self._parts.values())
+        size = check_written(self._key, total, self._size, size)
+        parts = [part for _, (part, _) in sorted(self._parts.items())]
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except StorageError as error:
             if not self._complete_anyway(size):
                 if isinstance(error, ObjectNotFound):
-                    raise self._forgotten(error) from error
+                    raise self._lost_upload_error(error) from error
                 raise
         return ObjectInfo(key=self._key, size=size)
 
@@ -489,7 +490,7 @@ class _S3Upload:
         with suppress(StorageError):
             self._call("abort_multipart_upload")
 
-    def _forgotten(self, error: ObjectNotFound) -> TransientStorageError:
+    def _lost_upload_error(self, error: ObjectNotFound) -> TransientStorageError:
         """Return the error for an upload that the server does not know, because the server was
         restarted or the upload was aborted.
 

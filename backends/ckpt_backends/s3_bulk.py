@@ -55,7 +55,7 @@ class S3Bulk:
         self._config, self._arguments, self._profile = dict(config), dict(client), profile
         self._payer = dict(payer)
         self._checksums = checksums
-        self._made: Any = None
+        self._made_client: Any = None
         self._lock = threading.Lock()
 
     @property
@@ -133,33 +133,33 @@ class S3Bulk:
         anonymous = self._config.get("signature_version") is not None
         style = self._config.get("s3", {}).get("addressing_style", "auto")
         amazon = ".amazonaws.com" in client.meta.endpoint_url
-        named: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "region": client.meta.region_name,
             "unsigned_payload": self._config.get("s3", {}).get("payload_signing_enabled") is False,
             "virtual_hosted_style_request": style == "virtual" or (style == "auto" and amazon),
             "request_payer": bool(self._payer),
         }
         if not amazon:
-            named["endpoint"] = client.meta.endpoint_url
+            settings["endpoint"] = client.meta.endpoint_url
         if self._checksums:
-            named["checksum_algorithm"] = "CRC64NVME"
+            settings["checksum_algorithm"] = "CRC64NVME"
         return {
-            **named,
+            **settings,
             "credentials": None if anonymous else client._request_signer._credentials,
         }
 
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
         with self._lock:
-            made, self._made = self._made, None
-        if made is not None:
-            made.close()
+            client, self._made_client = self._made_client, None
+        if client is not None:
+            client.close()
 
     def _client(self) -> Any:
         with self._lock:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
+            if self._made_client is None:
+                self._made_client = self._make()
+            return self._made_client
 
     def _make(self) -> Any:
         from botocore.config import Config
@@ -182,13 +182,15 @@ def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums
         config: The arguments of botocore's ``Config``.
         checksums: See `S3Bulk`.
     """
-    named = {
+    names = {
         "key": "aws_access_key_id",
         "secret": "aws_secret_access_key",
         "token": "aws_session_token",
     }
     client: dict[str, Any] = {
-        theirs: settings[ours] for ours, theirs in named.items() if settings.get(ours) is not None
+        argument: settings[option]
+        for option, argument in names.items()
+        if settings.get(option) is not None
     }
     client |= {
         name: settings[name]
@@ -213,14 +215,14 @@ def _fill(reply: Mapping[str, Any], out: memoryview) -> int:
     """
     # The response of http.client can receive into ``out``. That of urllib3 would copy.
     stream = reply["Body"]._raw_stream
-    response, done = stream._fp, 0
-    while done < out.nbytes and (count := response.readinto(out[done : done + _RECEIVE_BYTES])):
-        done += count
-    if done < min(out.nbytes, int(reply["ContentLength"])):
-        raise ConnectionError(f"the answer broke off after {done} bytes")
+    response, total = stream._fp, 0
+    while total < out.nbytes and (count := response.readinto(out[total : total + _RECEIVE_BYTES])):
+        total += count
+    if total < min(out.nbytes, int(reply["ContentLength"])):
+        raise ConnectionError(f"the answer broke off after {total} bytes")
     if response.isclosed():  # The whole answer was read, so the connection is reusable
         stream.release_conn()
-    return done
+    return total
 
 
 class Body:
@@ -230,7 +232,7 @@ class Body:
     """
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data.cast("B"), 0
+        self._data, self._offset = data.cast("B"), 0
 
     def __len__(self) -> int:
         return self._data.nbytes
@@ -241,17 +243,21 @@ class Body:
 
         A caller that asks for 16 KiB at a time gets larger slices, which are sent faster.
         """
-        end = self._data.nbytes if size is None or size < 0 else self._at + max(size, _SLICE_BYTES)
-        part = self._data[self._at : end]
-        self._at += part.nbytes
+        end = (
+            self._data.nbytes
+            if size is None or size < 0
+            else self._offset + max(size, _SLICE_BYTES)
+        )
+        part = self._data[self._offset : end]
+        self._offset += part.nbytes
         return part
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._data.nbytes)[whence]
-        return self._at
+        self._offset = offset + (0, self._offset, self._data.nbytes)[whence]
+        return self._offset
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
 
 def session_of(arguments: Mapping[str, Any]) -> Any:

@@ -22,7 +22,7 @@ _REQUEST_SECONDS: Final = 120
 _PATIENCE_SECONDS: Final = 120
 _TRIES: Final = 8
 _CREDENTIALS_SECONDS: Final = 300
-_DENIED: Final = re.compile(
+_DENIAL: Final = re.compile(
     r"\b40[13] |AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
 
@@ -83,14 +83,14 @@ class ObstoreWriter:
         credentials = settings.pop("credentials")
 
         def provide() -> dict[str, Any]:
-            now = credentials.get_frozen_credentials()
-            until = datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_SECONDS)
-            named = {
-                "access_key_id": now.access_key,
-                "secret_access_key": now.secret_key,
-                "token": now.token,
+            keys = credentials.get_frozen_credentials()
+            expiry = datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_SECONDS)
+            values = {
+                "access_key_id": keys.access_key,
+                "secret_access_key": keys.secret_key,
+                "token": keys.token,
             }
-            return {**named, "expires_at": until}
+            return {**values, "expires_at": expiry}
 
         store: Any = S3Store  # The type annotations of obstore demand literals in these dicts
         return store(
@@ -138,26 +138,26 @@ class ObstoreUpload:
         part_bytes: int,
     ) -> None:
         self._bucket, self._key, self._size, self.part_bytes = bucket, key, size, part_bytes
-        self._before = bucket.etag_of(key)
+        self._old_etag = bucket.etag_of(key)
         with bucket.errors(key):
             self._file: Any = writer.open(path, part_bytes)
         self._early: dict[int, bytes] = {}
-        self._sent = 0
+        self._offset = 0
 
     def write(self, offset: int, data: memoryview) -> None:
         self._open_file()
-        if offset < self._sent:
+        if offset < self._offset:
             return  # obstore has already taken this part
-        if offset > self._sent:
+        if offset > self._offset:
             self._early[offset] = bytes(data)
             return
         self._send(data.cast("B"))
-        while (part := self._early.pop(self._sent, None)) is not None:
+        while (part := self._early.pop(self._offset, None)) is not None:
             self._send(memoryview(part))
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         self._open_file()
-        self._size = check_written(self._key, self._sent, self._size, size)
+        self._size = check_written(self._key, self._offset, self._size, size)
         try:
             with self._bucket.errors(self._key), _as_known_error():
                 self._open_file().close()
@@ -182,7 +182,7 @@ class ObstoreUpload:
         except StorageError:
             self.abort()
             raise
-        self._sent += part.nbytes
+        self._offset += part.nbytes
 
     def _open_file(self) -> Any:
         """Return the file. Raise ``TransientStorageError`` if an error has ended the upload."""
@@ -198,8 +198,8 @@ class ObstoreUpload:
         of the upload. No other process writes to this key.
         """
         with suppress(StorageError):
-            now = self._bucket.etag_of(self._key)
-            return now is not None and now != self._before and now.startswith(f"{self._size} ")
+            etag = self._bucket.etag_of(self._key)
+            return etag is not None and etag != self._old_etag and etag.startswith(f"{self._size} ")
         return False
 
 
@@ -214,4 +214,4 @@ def _as_known_error() -> Generator[None]:
         yield
     except OSError as error:
         text = str(error)
-        raise (PermissionError(text) if _DENIED.search(text) else ConnectionError(text)) from None
+        raise (PermissionError(text) if _DENIAL.search(text) else ConnectionError(text)) from None

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ckpt.errors import ConfigError
 
-_OURS: Final = {"region", "checksums"}
+_OWN_OPTIONS: Final = {"region", "checksums"}
 _OF_THE_SESSION: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
 _NOT_TO_BE_SET: Final = {"self", "kwargs", "session", "asynchronous", "loop", "args"}
 
@@ -27,15 +27,15 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     from s3fs import S3FileSystem
 
-    known = {
+    settings = {
         *inspect.signature(S3FileSystem.__init__).parameters,
-        *_OURS,
+        *_OWN_OPTIONS,
         *_OF_THE_SESSION,
     } - _NOT_TO_BE_SET
     for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+        if name not in settings:
+            near = get_close_matches(name, settings, n=1, cutoff=0.5)
+            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(settings))}"
             raise ConfigError(f"options.{name} is not a setting: {way}")
     for name in ("endpoint_url", "region", "profile"):
         if options.get(name) is not None and not isinstance(options[name], str):

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ckpt.errors import ObjectNotFound, StorageError
 from ckpt.storage.api import UnfinishedWrite
 
-_OURS: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)?")
+_OWN_KEY: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)?")
 _LEADS: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
 
 
@@ -32,13 +32,13 @@ class Orphans:
         call: Makes a request about the bucket. It takes the name of the method of botocore's S3
             client and the arguments of the method, and raises ``StorageError``.
         prefix: The prefix of the root with a slash at its end; '' for the whole bucket.
-        after: The age from which an upload counts as abandoned. If it is zero, ``abort_once``
+        age: The age from which an upload counts as abandoned. If it is zero, ``abort_once``
             aborts nothing.
     """
 
-    def __init__(self, call: Callable[..., Any], prefix: str, after: timedelta) -> None:
-        self._call, self._prefix, self.after = call, prefix, after
-        self._done = not after
+    def __init__(self, call: Callable[..., Any], prefix: str, age: timedelta) -> None:
+        self._call, self._prefix, self.age = call, prefix, age
+        self._is_done = not age
         self._lock = threading.Lock()
 
     def abort_once(self, key: str) -> None:
@@ -46,35 +46,37 @@ class Orphans:
         most once in the life of this object. Never raise.
         """
         with self._lock:
-            if self._done or not _LEADS.fullmatch(key):
+            if self._is_done or not _LEADS.fullmatch(key):
                 return
-            self._done = True
+            self._is_done = True
         with suppress(StorageError):
-            for found in self.uploads(""):
-                if found.abandoned and _OURS.fullmatch(found.key):
+            for upload in self.uploads(""):
+                if upload.abandoned and _OWN_KEY.fullmatch(upload.key):
                     with suppress(StorageError):
-                        self.abort(found)
+                        self.abort(upload)
 
-    def abort(self, found: UnfinishedWrite) -> None:
+    def abort(self, upload: UnfinishedWrite) -> None:
         """Abort one upload. Do nothing if the store no longer knows it."""
         with suppress(ObjectNotFound):
-            self._call("abort_multipart_upload", Key=self._prefix + found.key, UploadId=found.name)
+            self._call(
+                "abort_multipart_upload", Key=self._prefix + upload.key, UploadId=upload.name
+            )
 
     def uploads(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished uploads of all processes to keys that start with ``prefix``."""
-        now, marker = datetime.now(UTC), dict[str, str]()
+        current_time, marker = datetime.now(UTC), dict[str, str]()
         while True:
             try:
                 page = self._call("list_multipart_uploads", Prefix=self._prefix + prefix, **marker)
             except ObjectNotFound:  # rclone answers NoSuchUpload if there is none
                 return
-            for found in page.get("Uploads", ()):
+            for upload in page.get("Uploads", ()):
                 yield UnfinishedWrite(
-                    key=str(found["Key"]).removeprefix(self._prefix),
-                    name=str(found["UploadId"]),
+                    key=str(upload["Key"]).removeprefix(self._prefix),
+                    name=str(upload["UploadId"]),
                     size=0,
-                    modified=found["Initiated"].timestamp(),
-                    abandoned=now - found["Initiated"] > self.after,
+                    modified=upload["Initiated"].timestamp(),
+                    abandoned=current_time - upload["Initiated"] > self.age,
                 )
             if not page.get("IsTruncated") or "NextKeyMarker" not in page:
                 return

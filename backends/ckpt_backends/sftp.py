@@ -70,17 +70,17 @@ class SftpConnection:
             (offset + start, min(_REQUEST_BYTES, out.nbytes - start))
             for start in range(0, out.nbytes, _REQUEST_BYTES)
         ]
-        done = 0
+        count = 0
         try:
             with self._sftp.open(path, "rb") as file:
                 for data in file.readv(ranges):
-                    out[done : done + len(data)] = data
-                    done += len(data)
+                    out[count : count + len(data)] = data
+                    count += len(data)
         except OSError as error:
             if error.errno is None:
                 self.stat(path)  # Raises if the path is that of a folder
             raise
-        return done
+        return count
 
     def stat(self, path: str) -> Entry:
         status = self._sftp.stat(path)

@@ -26,7 +26,7 @@ from typing import BinaryIO, Final
 
 from ckpt.errors import AccessDenied, ConfigError, LinkRefused, ObjectNotFound, StorageError
 from ckpt.storage.api import ObjectInfo, check_key
-from ckpt_backends.oserrors import mapped
+from ckpt_backends.oserrors import storage_errors
 from ckpt_backends.posix import PosixBackend
 from ckpt_backends.temporary import temporary_beside
 
@@ -66,11 +66,11 @@ def stores() -> list[str]:
     prefix = _folder("")
     try:
         with os.scandir(_SHM) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
+            status = sorted(entries, key=lambda entry: entry.name)
     except OSError:
         return []
     urls: list[str] = []
-    for entry in found:
+    for entry in status:
         url = f"shm://{entry.name.removeprefix(prefix)}"
         if not (
             entry.name.startswith(prefix)
@@ -91,9 +91,11 @@ def _folder(name: str) -> str:
     return f"ckpt-memory-{os.getuid()}-{name}"
 
 
-def _is_own(found: os.stat_result) -> bool:
-    """Return True if ``found`` is the status of a folder that only this user may use."""
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+def _is_own(status: os.stat_result) -> bool:
+    """Return True if ``status`` is the status of a folder that only this user may use."""
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    )
 
 
 class ShmBackend(PosixBackend):
@@ -107,20 +109,20 @@ class ShmBackend(PosixBackend):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{_SHM}/{_folder(name)}", shared=False, direct=False)
+        super().__init__(f"{_SHM}/{_folder(name)}", is_shared=False, direct=False)
         self._name = name
         self.url = f"shm://{name}"
         self.capabilities = replace(self.capabilities, alignment=1)
         self._lock = threading.Lock()
-        self._held: list[int] = []
+        self._descriptors: list[int] = []
         """The descriptors of the folder and of earlier folders of this name that were removed. The
         last one is in use.
 
         Another thread may still use a path through an earlier descriptor, so all of them stay open
         until ``close``.
         """
-        self._let_go = weakref.finalize(self, _let_go, self._root, self._held, os.getpid())
-        self._warned = False
+        self._let_go = weakref.finalize(self, _let_go, self._root, self._descriptors, os.getpid())
+        self._has_warned = False
         with suppress(StorageError):  # If the folder cannot be used, later calls report it
             self._top()
 
@@ -131,15 +133,15 @@ class ShmBackend(PosixBackend):
         folder between the starts of two ranks of this job. The second rank then creates another
         folder, which has another inode number.
         """
-        with mapped("", missing=StorageError):
-            found = os.stat(self._top())
-        return f"{found.st_dev}:{_folder(self._name)}"
+        with storage_errors("", missing=StorageError):
+            status = os.stat(self._top())
+        return f"{status.st_dev}:{_folder(self._name)}"
 
     def place(self) -> str:
         """Return the place with the name of the folder instead of the inode number, as
         ``identity`` does.
         """
-        with mapped("", missing=StorageError):
+        with storage_errors("", missing=StorageError):
             device = os.stat(self._top()).st_dev
         return f"{device}::{device}:{_folder(self._name)}"
 
@@ -147,7 +149,7 @@ class ShmBackend(PosixBackend):
         """Return the free bytes of the file system, or the available memory of the machine if that
         is less.
         """
-        with mapped("", missing=StorageError), open("/proc/meminfo") as file:
+        with storage_errors("", missing=StorageError), open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)
         kib = lines.get("MemAvailable", "").split()
         return min(super().free_bytes(), int(kib[0]) << 10) if kib else super().free_bytes()
@@ -160,7 +162,7 @@ class ShmBackend(PosixBackend):
         """Return the file of an object, open for reading. The caller closes it."""
         path = self._readable(check_key(key))
         self._file(key, path)  # Otherwise ``open`` refuses a folder and leaves its descriptor open
-        with mapped(key):
+        with storage_errors(key):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
 
     def _top(self) -> str:
@@ -174,21 +176,23 @@ class ShmBackend(PosixBackend):
             AccessDenied: The folder does not belong to this user alone.
             StorageError: The store is closed, or the folder cannot be created.
         """
-        with self._lock, mapped("", missing=StorageError):
+        with self._lock, storage_errors("", missing=StorageError):
             if not self._let_go.alive:
                 raise StorageError("", "the store is closed")
             try:
-                if not self._held or os.fstat(self._held[-1]).st_nlink == 0:  # Removed
-                    self._held.append(_hold(self._root))
-                if not _is_own(os.fstat(self._held[-1])):
+                if (
+                    not self._descriptors or os.fstat(self._descriptors[-1]).st_nlink == 0
+                ):  # Removed
+                    self._descriptors.append(_hold(self._root))
+                if not _is_own(os.fstat(self._descriptors[-1])):
                     raise AccessDenied("", f"{self._root} is {_NOT_OWN}")
             except AccessDenied as error:
-                if not self._warned:
+                if not self._has_warned:
                     _log.warning("ckpt: %s is left out: %s", self.url, error.detail)
-                self._warned = True
+                self._has_warned = True
                 raise
-            self._warned = False
-            return f"/proc/self/fd/{self._held[-1]}"
+            self._has_warned = False
+            return f"/proc/self/fd/{self._descriptors[-1]}"
 
     def is_replaced(self) -> bool:
         """Return False. Another folder of this name is no sign of a lost store, since a job that
@@ -205,7 +209,7 @@ class ShmBackend(PosixBackend):
         except AccessDenied as error:
             # A folder that is not this user's own holds no object of this user.
             raise ObjectNotFound(key, error.detail) from None
-        return self._below(key)
+        return self._path_below(key)
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
         with suppress(ObjectNotFound):
@@ -213,9 +217,9 @@ class ShmBackend(PosixBackend):
         return []
 
     def _writable(self, key: str) -> str:
-        return self._below(key)
+        return self._path_below(key)
 
-    def _below(self, key: str) -> str:
+    def _path_below(self, key: str) -> str:
         """Return the path of ``key``, after a check of each existing folder and file on this path.
 
         Raises:
@@ -225,11 +229,11 @@ class ShmBackend(PosixBackend):
         path = self._top()
         for part in filter(None, key.split("/")):
             path = f"{path}/{part}"
-            with mapped(key), suppress(FileNotFoundError, NotADirectoryError):
-                found = os.lstat(path)
-                if stat.S_ISLNK(found.st_mode):
+            with storage_errors(key), suppress(FileNotFoundError, NotADirectoryError):
+                status = os.lstat(path)
+                if stat.S_ISLNK(status.st_mode):
                     raise LinkRefused(key)
-                if found.st_uid != os.getuid():
+                if status.st_uid != os.getuid():
                     raise AccessDenied(key, "it is another user's")
         return path
 
@@ -246,26 +250,26 @@ class ShmBackend(PosixBackend):
             StorageError: The file is not in ``/dev/shm``, is gone, or is another user's.
         """
         target = self._writable(check_key(key))
-        with mapped(key, missing=StorageError):
+        with storage_errors(key, missing=StorageError):
             temporary = temporary_beside(target)
             # ``_create`` also creates the folders. While the temporary file is in its folder, the
             # folder is not empty, so no other process removes it.
             os.close(self._create(temporary))
-            beside = f"{temporary.removesuffix('.tmp')}.link.tmp"
+            link = f"{temporary.removesuffix('.tmp')}.link.tmp"
             try:
-                os.link(path, beside, follow_symlinks=False)
-                descriptor = os.open(beside, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                os.link(path, link, follow_symlinks=False)
+                descriptor = os.open(link, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     if os.fstat(descriptor).st_uid != os.getuid():
                         raise AccessDenied(key, f"{path} is another user's")
                     os.ftruncate(descriptor, size)
                 finally:
                     os.close(descriptor)
-                self.publish(beside, target, if_absent=False)
+                self.publish(link, target, if_absent=False)
             finally:
                 # If ``target`` already was a name of this file, the rename did nothing, and the
-                # name ``beside`` still exists.
-                self.remove_temporary(beside)
+                # name ``link`` still exists.
+                self.remove_temporary(link)
                 self.remove_temporary(temporary)
         return ObjectInfo(key=key, size=size)
 

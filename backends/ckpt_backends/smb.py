@@ -14,10 +14,10 @@ from ckpt.errors import ObjectNotFound, TransientStorageError
 from ckpt_backends.file_server import WAIT_SECONDS, Entry
 
 _ACCESS_DENIED: Final = 0xC0000022
-_SHARED: Final = "rwd"  # By default, the client opens a file for itself alone
+_SHARE_ALL: Final = "rwd"  # By default, the client opens a file for itself alone
 
 
-class _PatienceLimited(dict[str, Any]):
+class _ConnectionCache(dict[str, Any]):
     """The connections of the client, which wait at most ``seconds`` for an answer.
 
     By default the client waits 10 minutes, then asks whether the server is alive, and waits once
@@ -45,9 +45,9 @@ class SmbConnection:
 
     def __init__(self, fs: Any) -> None:
         self._host = fs.host
-        self._cache = _PatienceLimited(fs.timeout)
+        self._cache = _ConnectionCache(fs.timeout)
         # The client connects again by itself if the server has closed the connection.
-        self._at: dict[str, Any] = {
+        self._session: dict[str, Any] = {
             "port": fs._port,
             "connection_cache": self._cache,
             "username": fs.username,
@@ -55,7 +55,7 @@ class SmbConnection:
             "encrypt": fs.encrypt,
             "connection_timeout": fs.timeout,
         }
-        smbclient.register_session(fs.host, **self._at)
+        smbclient.register_session(fs.host, **self._session)
 
     def write(self, path: str, parts: Sequence[memoryview]) -> None:
         with self._open(path, "wb", "r") as file:
@@ -66,7 +66,7 @@ class SmbConnection:
 
     def replace(self, source: str, target: str) -> None:
         try:
-            smbclient.replace(self._unc(source), self._unc(target), **self._at)
+            smbclient.replace(self._unc(source), self._unc(target), **self._session)
         except SMBOSError as error:
             if error.ntstatus != _ACCESS_DENIED or not self._has(target):
                 raise
@@ -81,15 +81,15 @@ class SmbConnection:
         return True
 
     def read(self, path: str, offset: int, out: memoryview) -> int:
-        done = 0
-        with self._open(path, "rb", _SHARED) as file:
+        total = 0
+        with self._open(path, "rb", _SHARE_ALL) as file:
             file.seek(offset)
-            while done < out.nbytes and (count := file.readinto(out[done:])):
-                done += count
-        return done
+            while total < out.nbytes and (count := file.readinto(out[total:])):
+                total += count
+        return total
 
     def stat(self, path: str) -> Entry:
-        status = smbclient.stat(self._unc(path), **self._at)
+        status = smbclient.stat(self._unc(path), **self._session)
         if not stat.S_ISREG(status.st_mode):
             raise ObjectNotFound(path, "not a file")
         return Entry(posixpath.basename(path), status.st_size, status.st_mtime)
@@ -101,24 +101,26 @@ class SmbConnection:
                 None if item.is_dir() else item.smb_info.end_of_file,
                 item.smb_info.last_write_time.timestamp(),
             )
-            for item in smbclient.scandir(self._unc(path), **self._at)
+            for item in smbclient.scandir(self._unc(path), **self._session)
         ]
 
     def make_folder(self, path: str) -> None:
-        smbclient.makedirs(self._unc(path), exist_ok=True, **self._at)
+        smbclient.makedirs(self._unc(path), exist_ok=True, **self._session)
 
     def remove(self, path: str) -> None:
-        smbclient.remove(self._unc(path), **self._at)
+        smbclient.remove(self._unc(path), **self._session)
 
     def remove_folder(self, path: str) -> None:
-        smbclient.rmdir(self._unc(path), **self._at)
+        smbclient.rmdir(self._unc(path), **self._session)
 
     def close(self) -> None:
         smbclient.reset_connection_cache(fail_on_error=False, connection_cache=self._cache)
 
-    def _open(self, path: str, mode: str, shared: str) -> Any:
+    def _open(self, path: str, mode: str, share_access: str) -> Any:
         client: Any = smbclient
-        return client.open_file(self._unc(path), mode, buffering=0, share_access=shared, **self._at)
+        return client.open_file(
+            self._unc(path), mode, buffering=0, share_access=share_access, **self._session
+        )
 
     def _unc(self, path: str) -> str:
         return f"\\\\{self._host}" + path.replace("/", "\\")

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from ckpt.errors import ConfigError
 
-UNTESTED: Final = "untested"
+UNTESTED_OPTION: Final = "untested"
 """The name of the option that opens a store which would be refused."""
 
 Role = Literal["any tier", "near tier", "farther tier", "tests only", "no tier"]
@@ -141,28 +141,28 @@ def store_of(scheme: str) -> Store | None:
     return next((store for store in STORES if scheme in store.schemes), None)
 
 
-def check_tested(shown: str, options: Mapping[str, object]) -> dict[str, object]:
+def check_tested(clean_url: str, options: Mapping[str, object]) -> dict[str, object]:
     """Return ``options`` without the option ``untested``, after a check that the table allows the
     store.
 
     Args:
-        shown: The URL of the store, without credentials. It may be a chained one.
+        clean_url: The URL of the store, without credentials. It may be a chained one.
         options: The options of the tier.
 
     Raises:
         ConfigError: A part of the URL names a store that is not in the table or is "no tier" there,
             and the option ``untested`` is not true; or the option is neither true nor false.
     """
-    rest = {name: value for name, value in options.items() if name != UNTESTED}
-    untested = options.get(UNTESTED, False)
-    if not isinstance(untested, bool):
-        raise ConfigError(f"{shown!r}: the option {UNTESTED} takes true or false")
-    for scheme in schemes_of(shown):
-        if not untested and (scheme != TRANSPARENT and (why := _refusal(scheme))):
+    rest = {name: value for name, value in options.items() if name != UNTESTED_OPTION}
+    allows_untested = options.get(UNTESTED_OPTION, False)
+    if not isinstance(allows_untested, bool):
+        raise ConfigError(f"{clean_url!r}: the option {UNTESTED_OPTION} takes true or false")
+    for scheme in schemes_of(clean_url):
+        if not allows_untested and (scheme != TRANSPARENT and (reason := _refusal(scheme))):
             raise ConfigError(
-                f"{shown!r}: {why}. Use a store of docs/stores.md, or give the tier the "
-                f"option {UNTESTED}=true to try this one, as in "
-                f'Tier({shown!r}, options={{"{UNTESTED}": True}})'
+                f"{clean_url!r}: {reason}. Use a store of docs/stores.md, or give the tier the "
+                f"option {UNTESTED_OPTION}=true to try this one, as in "
+                f'Tier({clean_url!r}, options={{"{UNTESTED_OPTION}": True}})'
             )
     return rest
 

@@ -21,15 +21,15 @@ def temporary_beside(target: str) -> str:
     """Return an unused path in the folder of ``target``, of the form that ``TEMPORARY`` matches."""
     folder, name = os.path.split(target)
     token = f".{secrets.token_hex(6)}.tmp"
-    kept = name.encode()[: _NAME_BYTES - 1 - len(token)].decode(errors="ignore")
-    return os.path.join(folder, f".{kept}{token}")
+    stem = name.encode()[: _NAME_BYTES - 1 - len(token)].decode(errors="ignore")
+    return os.path.join(folder, f".{stem}{token}")
 
 
-def is_abandoned(modified: float) -> bool:
-    """Return True if an unfinished write that last changed at ``modified``, in seconds since 1970,
+def is_abandoned(date: float) -> bool:
+    """Return True if an unfinished write that last changed at ``date``, in seconds since 1970,
     counts as one of a process that was killed.
     """
-    return time.time() - modified > _ABANDONED_SECONDS
+    return time.time() - date > _ABANDONED_SECONDS
 
 
 def is_hidden(name: str) -> bool:

@@ -34,33 +34,33 @@ class WebdavConnection:
 
     def read(self, path: str, offset: int, out: memoryview) -> int:
         self.stat(path)  # Some servers list a folder as text
-        wanted = {"Range": f"bytes={offset}-{offset + out.nbytes - 1}"}
+        headers = {"Range": f"bytes={offset}-{offset + out.nbytes - 1}"}
         url = self._client.join_url(quote(path))
-        with self._client.http.stream("GET", url, headers=wanted) as response:
+        with self._client.http.stream("GET", url, headers=headers) as response:
             if response.status_code == 416:
                 return 0  # The range begins at the end of the file, or behind it
             response.raise_for_status()
             skip = 0 if response.status_code == 206 else offset  # 200: the server sends everything
-            done = 0
+            total = 0
             for block in response.iter_bytes():
                 data = block[skip:]
                 skip = max(0, skip - len(block))
-                count = min(len(data), out.nbytes - done)
-                out[done : done + count] = data[:count]
-                done += count
-                if done == out.nbytes:
+                count = min(len(data), out.nbytes - total)
+                out[total : total + count] = data[:count]
+                total += count
+                if total == out.nbytes:
                     break
-        return done
+        return total
 
     def stat(self, path: str) -> Entry:
-        found = self._client.info(quote(path))
-        if found["type"] != "file":
+        info = self._client.info(quote(path))
+        if info["type"] != "file":
             raise ObjectNotFound(path, "not a file")
-        return _entry(found)
+        return _entry(info)
 
     def entries(self, path: str) -> list[Entry]:
-        listed = self._client.ls(quote(path), detail=True, allow_listing_resource=False)
-        return list(map(_entry, listed))
+        entries = self._client.ls(quote(path), detail=True, allow_listing_resource=False)
+        return list(map(_entry, entries))
 
     def make_folder(self, path: str) -> None:
         try:
@@ -80,9 +80,9 @@ class WebdavConnection:
         if self.entries(path):
             raise StorageError(path, "the folder is not empty")
         self._sweep(posixpath.dirname(path))
-        aside = temporary_beside(path)
-        self._client.move(quote(path), quote(aside))
-        self._remove_aside(aside, path)
+        trash = temporary_beside(path)
+        self._client.move(quote(path), quote(trash))
+        self._remove_aside(trash, path)
 
     def _sweep(self, parent: str) -> None:
         """Remove from ``parent`` the renamed folders that killed processes have left."""
@@ -90,21 +90,21 @@ class WebdavConnection:
             return
         self._swept.add(parent)
         for entry in self.entries(parent):
-            ours = TEMPORARY.fullmatch(entry.name)
-            if ours and entry.size is None and entry.modified and is_abandoned(entry.modified):
+            match = TEMPORARY.fullmatch(entry.name)
+            if match and entry.size is None and entry.modified and is_abandoned(entry.modified):
                 self._remove_aside(
-                    posixpath.join(parent, entry.name), posixpath.join(parent, ours[1])
+                    posixpath.join(parent, entry.name), posixpath.join(parent, match[1])
                 )
 
-    def _remove_aside(self, aside: str, path: str) -> None:
-        """Remove the folder ``aside``, which was renamed from ``path``. Its files, which another
+    def _remove_aside(self, trash: str, path: str) -> None:
+        """Remove the folder ``trash``, which was renamed from ``path``. Its files, which another
         client has put since, go back.
         """
-        if files := self.entries(aside):
+        if files := self.entries(trash):
             self.make_folder(path)
             for file in files:
-                self.replace(f"{aside}/{file.name}", f"{path}/{file.name}")
-        self._client.remove(quote(aside))
+                self.replace(f"{trash}/{file.name}", f"{path}/{file.name}")
+        self._client.remove(quote(trash))
 
     def close(self) -> None:
         self._client.http.close()

@@ -80,8 +80,8 @@ class StoredStep:
             seconds since 1970. None if neither the store nor a fragment has a date, or if the step
             is "committed" or "unsupported".
         unfinished_writes: The unfinished writes to files of the step. They are listed only for an
-            "incomplete" or "damaged" step. If the inventory is ``shown``, they are listed only for
-            a step without ``objects``.
+            "incomplete" or "damaged" step. If the inventory is ``for_display``, they are listed
+            only for a step without ``objects``.
         is_part: Whether the step is "incomplete" on this tier, but may be a checkpoint whose
             manifest is on another node. This is so if nodes have tiers of their own, and this tier
             has the data file and the fragment of some rank, so that the rank has made its part
@@ -150,7 +150,7 @@ class Inventory:
         late_metrics: Whether remembered steps are listed again, to find metrics that were added
             since. That costs one listing for each step, or on an object store one for all. With
             ``part`` they always are.
-        shown: Whether the steps are only shown to people. Then several threads read the new steps,
+        for_display: Whether the steps are only shown to people. Then several threads read the new steps,
             and a step that cannot be read is reported as "damaged". A folder without files and
             unfinished writes is left out: it is what is left of a removed step while a process
             still reads it.
@@ -197,8 +197,8 @@ class Inventory:
 
         Raises:
             StorageError: The tier cannot be listed, or a step cannot be read. If the inventory is
-                ``shown``, a step that cannot be read raises only if the store denies access or
-                does not answer.
+                ``for_display``, a step that cannot be read raises only if the store denies access
+                or does not answer.
         """
         refs = step_refs(self._backend)
         if among is not None:

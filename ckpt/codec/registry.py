@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from ckpt.checks import shown
+from ckpt.checks import text_of
 from ckpt.errors import ConfigError
 
 BUILT_IN: Final[Mapping[str, str]] = {"zstd": "ckpt.codec.byte_planes:CODEC"}
@@ -102,7 +102,7 @@ def codec_named(name: str) -> Codec:
     if not isinstance(codec, Codec):
         raise ConfigError(
             f"the codec {name!r} of {entry.value!r} is not a ckpt.codec.registry.Codec, but "
-            f"{shown(codec)}"
+            f"{text_of(codec)}"
         )
     return codec
 
@@ -130,7 +130,7 @@ def parse_codec(setting: object) -> tuple[str, int | None]:
         if bounds
     )
     raise ConfigError(
-        f"codec={shown(setting)}: choose {', '.join(map(repr, names))}{level_choices}"
+        f"codec={text_of(setting)}: choose {', '.join(map(repr, names))}{level_choices}"
     )
 
 

@@ -109,7 +109,7 @@ class Owner(msgspec.Struct, frozen=True):
             host=socket.gethostname(),
             machine=machine(),
             pid=claimant.pid,
-            started=claimant.started,
+            started=claimant.start_time,
             program=PROGRAM,
         )
 

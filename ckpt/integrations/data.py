@@ -15,7 +15,7 @@ from ckpt.adapters.tensors.per_rank import RngState
 from ckpt.adapters.torch_private import outside_of_workers
 from ckpt.adapters.torch_store import world_of_launcher
 from ckpt.adapters.walk.stand_in import Checkable
-from ckpt.checks import shown, whole
+from ckpt.checks import text_of, whole
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.datasets_order import check_undivided, order_of
 from ckpt.integrations.worker_seeds import seed_loader
@@ -250,7 +250,7 @@ class ElasticSampler(_Position, Sampler[int]):
     ) -> None:
         if not isinstance(data, int | Sized):
             raise ConfigError(
-                f"ElasticSampler({shown(data)}): give a dataset with a length, or it. "
+                f"ElasticSampler({text_of(data)}): give a dataset with a length, or it. "
                 "ElasticStream takes a dataset without one"
             )
         length = data if isinstance(data, int) else len(data)
@@ -258,7 +258,7 @@ class ElasticSampler(_Position, Sampler[int]):
         whole("seed", seed, 0, _MAX_SAMPLES)
         whole("the length of the dataset", length, place[1], _MAX_SAMPLES)
         if not isinstance(shuffle, bool):
-            raise ConfigError(f"shuffle={shown(shuffle)}: give True or False")
+            raise ConfigError(f"shuffle={text_of(shuffle)}: give True or False")
         super().__init__({"seed": seed, "length": length, "shuffle": shuffle}, place)
         self._seed, self._length, self._shuffle = seed, length, shuffle
 
@@ -346,7 +346,7 @@ class ElasticStream(_Position, IterableDataset[Any]):
     ) -> None:
         if not isinstance(data, Iterable) or isinstance(data, Iterator):
             raise ConfigError(
-                f"ElasticStream({shown(data)}): give a dataset that can be read again and again. "
+                f"ElasticStream({text_of(data)}): give a dataset that can be read again and again. "
                 "ElasticSampler takes one with indices"
             )
         check_undivided(data)

@@ -547,7 +547,7 @@ class _Run:
         except BaseException:
             self._texts.pop(step, None)
             raise
-        if pending.done() and pending.durable_seconds is None and pending.unreported is None:
+        if pending.done() and pending.durable_seconds is None and pending.unreported_error is None:
             self._texts.pop(step, None)  # No slot was free, or no tier takes the step
             return False
         self.last_step = step

@@ -244,7 +244,7 @@ class NodeServer:
             self._drop(selector, caller)
             return
         if self._encryption is not None:
-            self._encryption.connected(caller.host)
+            self._encryption.note_connection(caller.host)
         selector.unregister(caller.connection)
         del self._waiting[caller.connection]
         with self._changed:
@@ -279,7 +279,7 @@ class NodeServer:
         if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
             return
         place, why = caller.host, reason_of(error)
-        if self._encryption is not None and self._encryption.is_new(place, why, most=_NOTES):
+        if self._encryption is not None and self._encryption.is_new(place, why, limit=_NOTES):
             _log.warning("ckpt: a connection from %s was refused: %s", place, why)
 
     def _knows_token(self, sent: bytearray) -> bool:

@@ -252,7 +252,7 @@ class NodeStore:
             if magic != MAGIC:
                 raise ConnectionError("the process that answers is not of this job")
             if self._encryption is not None:
-                self._encryption.connected(_name(peer.rank))
+                self._encryption.note_connection(_name(peer.rank))
             if outcome == NOT_THERE:
                 raise ObjectNotFound(key)
             if outcome != OK:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ckpt.checks import shown
+from ckpt.checks import text_of
 from ckpt.config import rank_of_this_process
 from ckpt.errors import ConfigError
 from ckpt.events import (
@@ -166,7 +166,8 @@ def journal_of(root: str | os.PathLike[str]) -> str:
     place = os.fspath(root)
     if not isinstance(place, str) or not place.strip() or not is_folder(place):
         raise ConfigError(
-            f"root={shown(place)}: a journal is on this machine: give a folder, such as 'runs/gpt'"
+            f"root={text_of(place)}: a journal is on this machine: give a folder, such as "
+            "'runs/gpt'"
         )
     return os.path.abspath(local_path(place)) + ".journal"
 

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any, Final
 
-from ckpt.checks import shown, whole
+from ckpt.checks import text_of, whole
 from ckpt.config import local_rank_of_this_process, rank_of_this_process
 from ckpt.errors import ConfigError
 from ckpt.events import (
@@ -216,8 +216,8 @@ class Metrics:
             self._write_file()
         except OSError as error:
             raise ConfigError(
-                f"textfile={shown(self._file)} cannot be written ({error.strerror or error}): give "
-                "the folder that node-exporter reads (--collector.textfile.directory)"
+                f"textfile={text_of(self._file)} cannot be written ({error.strerror or error}): "
+                "give the folder that node-exporter reads (--collector.textfile.directory)"
             ) from None
 
     def _write(self) -> None:

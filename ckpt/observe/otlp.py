@@ -17,7 +17,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Final
 
-from ckpt.checks import shown
+from ckpt.checks import text_of
 from ckpt.errors import CkptError, ConfigError, MissingExtra
 from ckpt.errors.sanitize import redact
 from ckpt.pipeline.workers import Workers
@@ -333,7 +333,7 @@ def _check(endpoint: str | None) -> None:
     way = "give the URL of a receiver of OTLP over HTTP, such as http://HOST:4318/v1/metrics"
     if endpoint is not None:
         if not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp={shown(redact(endpoint))}: {way}")
+            raise ConfigError(f"otlp={text_of(redact(endpoint))}: {way}")
         return
     name = next(filter(_variable, _PROTOCOLS), "")
     if name and _variable(name) != _PROTOCOL:

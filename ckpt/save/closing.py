@@ -16,7 +16,7 @@ _LEAVE_SECONDS: Final = 2.0
 """How long a rank that leaves the other ranks waits for the coordinator to answer."""
 
 
-class Closing:
+class Shutdown:
     """Runs the work that closes a manager, in the background.
 
     Ctrl-C may interrupt the caller of ``begin`` at any instruction. The caller may then call

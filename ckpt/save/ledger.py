@@ -100,7 +100,9 @@ class SaveLedger:
                 has dropped would not be closed at exit.
         """
         with self._lock:
-            self._pending = [save for save in self._pending if not save.done() or save.unreported]
+            self._pending = [
+                save for save in self._pending if not save.done() or save.unreported_error
+            ]
             self._pending.append(pending)
             self._saved.add(pending.step)
             self._owners[pending.step] = owner
@@ -144,7 +146,7 @@ class SaveLedger:
             _log.log(level, "ckpt: %s%s", error, "" if skipped or not self._warns else _GOES_ON)
             self._observers.notify(SaveFailed(step=pending.step, error=error))
         # The user has chosen that saves may be skipped or fail, so no later call raises the error.
-        pending.finish(error, reported=skipped or self._warns)
+        pending.finish(error, is_reported=skipped or self._warns)
         with self._lock:
             owner = self._owners.pop(pending.step, None)
         del owner  # Outside of the lock, since this may be the last reference
@@ -221,9 +223,9 @@ class SaveLedger:
             CkptError: The error.
         """
         for pending in self.pending:
-            if pending is but or (pending.kept and not kept):
+            if pending is but or (pending.is_kept and not kept):
                 continue
-            if (error := pending.unreported) is not None:
+            if (error := pending.unreported_error) is not None:
                 pending.exception()
                 with self._lock:
                     self._pending = [save for save in self._pending if save is not pending]

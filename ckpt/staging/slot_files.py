@@ -26,7 +26,7 @@ def own_prefix() -> str:
     The number of the slot, the PID namespace, a time and the program follow in the full name.
     """
     me = Process.of(os.getpid())
-    return f"{PREFIX}-{me.pid}-{me.started}"
+    return f"{PREFIX}-{me.pid}-{me.start_time}"
 
 
 def remove_orphans() -> None:

@@ -268,7 +268,10 @@ def test_an_agent_finishes_a_job_when_its_disk_is_there_again(tmp_path: Path) ->
     near, far, away = tmp_path / "near", tmp_path / "far", tmp_path / "away"
     with CheckpointManager(near) as manager:
         manager.save({"x": torch.zeros(3)}, 1)
-    backend, other = PosixBackend(str(near), shared=False), PosixBackend(str(far), shared=False)
+    backend, other = (
+        PosixBackend(str(near), is_shared=False),
+        PosixBackend(str(far), is_shared=False),
+    )
     me = Owner(committed(backend)[0].job, "here", machine(), pid=1 << 30, started=1)
     backend.put(OWNER, [msgspec.json.encode(me)])
     tiers = ({"url": str(near)}, {"url": str(far)})
@@ -292,7 +295,7 @@ def test_an_agent_finishes_a_job_when_its_disk_is_there_again(tmp_path: Path) ->
 
 
 def test_a_root_that_is_lost_during_the_work_is_no_root_of_another_job(tmp_path: Path) -> None:
-    backend = PosixBackend(str(tmp_path / "root"), shared=False)
+    backend = PosixBackend(str(tmp_path / "root"), is_shared=False)
     backend.mark()
     tier = OpenTier(0, Tier(backend.url), backend)
     root = _Root(tier, None, Claim(backend, Owner.of_this_process("abcabcabcabc")), Inventory(backend))

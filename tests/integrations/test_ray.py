@@ -213,7 +213,7 @@ def test_a_step_that_a_farther_tier_has_given_up_is_reported(tmp_path: Path) -> 
     """A nearer tier has the step. Other errors end the run."""
     run = SimpleNamespace(path=str(tmp_path), filesystem=fs.LocalFileSystem())
     pending = SaveRecord(7, 0, None, began=0.0)
-    pending.finish(TierBehind(7), reported=True)
+    pending.finish(TierBehind(7), is_reported=True)
     found = door._refer(pending, "s3://bucket/run", run, "checkpoint_1")
     assert door._read(found) == ("s3://bucket/run", 7)
     pending.finish(OutOfSpace("rank-00000.safetensors"))

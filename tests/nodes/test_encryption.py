@@ -579,12 +579,12 @@ def test_files_that_do_not_fit_yet_are_tried_again(
 
 def test_what_strangers_cause_does_not_fill_the_log(here: Encryption) -> None:
     """The log has room for what this node finds out itself."""
-    notes = [here.is_new("10.0.0.9", f"reason {number}", most=64) for number in range(100)]
-    here.connected("10.0.0.9")
-    notes += [here.is_new("10.0.0.9", f"reason {number}", most=64) for number in range(100)]
-    notes += [here.is_new(f"10.0.0.{number}", "reason", most=64) for number in range(100)]
+    notes = [here.is_new("10.0.0.9", f"reason {number}", limit=64) for number in range(100)]
+    here.note_connection("10.0.0.9")
+    notes += [here.is_new("10.0.0.9", f"reason {number}", limit=64) for number in range(100)]
+    notes += [here.is_new(f"10.0.0.{number}", "reason", limit=64) for number in range(100)]
     assert notes.count(True) == 64
-    assert not here._noted  # Nothing is remembered of a peer that causes no line
+    assert not here._notes_by_peer  # Nothing is remembered of a peer that causes no line
     assert here.is_new("the node of rank 2", "expired")
     assert not here.is_new("the node of rank 2", "expired")
 

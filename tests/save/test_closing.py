@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.pipeline.workers import Workers
-from ckpt.save.closing import Closing
+from ckpt.save.closing import Shutdown
 
 
 def test_a_rank_that_resumes_a_close_leaves_although_a_tier_does_not_answer() -> None:
@@ -16,7 +16,7 @@ def test_a_rank_that_resumes_a_close_leaves_although_a_tier_does_not_answer() ->
     answers, left = threading.Event(), threading.Event()
     listers = Workers("list", 1)
     listers.submit(answers.wait)
-    closing = Closing(listers)
+    closing = Shutdown(listers)
     coordinator: Any = SimpleNamespace(leave=lambda _: left.set(), look_seconds=0.0)
     try:
         for _ in range(2):  # Ctrl-C has interrupted the first call

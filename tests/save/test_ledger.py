@@ -30,4 +30,4 @@ def test_a_tier_that_is_behind_hides_no_error_of_another_tier(failing: str) -> N
     error = record.end_on("b", second)
     assert error is refused
     ledger.end(record, refused)
-    assert record.unreported is refused
+    assert record.unreported_error is refused

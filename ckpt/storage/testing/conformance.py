@@ -268,7 +268,7 @@ class BackendConformance(UploadConformance):
         return backend
 
     @pytest.mark.parametrize(
-        ("prefix", "found"),
+        ("prefix", "matches"),
         [
             (
                 "",
@@ -307,7 +307,7 @@ class BackendConformance(UploadConformance):
         }
 
     @pytest.mark.parametrize(
-        ("prefix", "found"),
+        ("prefix", "names"),
         [
             ("", ["step-1.a", "step-10.a", "step-2.b"]),
             ("step-1.a/", ["sub"]),
