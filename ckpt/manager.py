@@ -45,10 +45,10 @@ from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_
 from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_script_ended
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
-from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MissedSteps, Reports
+from ckpt.save.active_save import EARLIER_FAILED, NO_SLOT, HandOver, MissedSteps, Reports
 from ckpt.save.closing import Shutdown
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.save_job import SaveJobs
+from ckpt.save.save_job import SaveRequests
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
 from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
@@ -104,7 +104,7 @@ class CheckpointManager:
             raise ManagerClosed(has_script_ended=True)
         warn_of_untested(torch.__version__)
         self._config = with_settings(config or SaveConfig(), settings)
-        self._jobs = SaveJobs(metadata or {})
+        self._jobs = SaveRequests(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
         self._observers = Observers(observers)
         self._ledger = SaveLedger(self._observers, self._config)
@@ -124,7 +124,7 @@ class CheckpointManager:
                 raise
         attend(self._coordinator.attempt, self, self._ledger)
         self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
-        walk, captured_state = self._last_walk, self._fence.captured
+        walk, captured_state = self._last_walk, self._fence.captured_optimizers
         rank = self._coordinator.rank
         self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured_state)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
@@ -297,7 +297,7 @@ class CheckpointManager:
         try:
             if step != self._saver.steps.last_step:  # No earlier error may prevent the last save
                 # The error of a farther tier must not cost this step.
-                self._ledger.raise_unreported(kept=False)
+                self._ledger.raise_unreported(includes_kept=False)
             reason = ""
             if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
@@ -314,7 +314,7 @@ class CheckpointManager:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             if not self._ledger.warns_of(error):
                 raise
-            return self._ledger.not_made(step, error, begun=self._newest_ref == ref)
+            return self._ledger.not_made(step, error, has_begun=self._newest_ref == ref)
 
     def save(
         self,
@@ -584,7 +584,7 @@ class CheckpointManager:
             check_detach(self._config.agent, self._agent)
         error = ending_error(but=self._earlier)
         if self._has_ended and self._is_interrupted and error is None:
-            wait_and_log(self._shutdown.done, (), timeout)
+            wait_and_log(self._shutdown.outcome, (), timeout)
         self.close_after(error, timeout, detach=detach)
 
     def close_after(
@@ -613,7 +613,7 @@ class CheckpointManager:
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
             detach = detach or bool(reason and self._agent)
             work = partial(self._detach if detach else self._finish, reason)
-            detach, future = self._shutdown.begin(work, detaches=detach), self._shutdown.done
+            detach, future = self._shutdown.begin(work, detaches=detach), self._shutdown.outcome
             in_time = wait_and_log(future, self._ledger.pending, timeout)
             self._is_interrupted = isinstance(error, KeyboardInterrupt) and not in_time
             if reason and not in_time:
@@ -628,7 +628,7 @@ class CheckpointManager:
             if in_time:
                 self._shutdown.end()
                 future.result()
-            self._ledger.raise_unreported(kept=False)
+            self._ledger.raise_unreported(includes_kept=False)
             leaves_rest = in_time and detach  # The agent finishes what is left
             missing_steps = (
                 None if leaves_rest else missing_at_the_end(self._ledger.pending, timeout)
@@ -717,7 +717,7 @@ class CheckpointManager:
         slot = self._saver.acquire(preparation.plan.size, wait=wait, devices=preparation.devices)
         if slot is None:
             if self._coordinator.world_size > 1:
-                self._saver.give_up(ref, trial, SKIPPED)
+                self._saver.give_up(ref, trial, NO_SLOT)
             return self._ledger.not_made(ref.step, SaveSkipped(ref.step))
         hand_over: HandOver | None = None
         try:
@@ -725,8 +725,8 @@ class CheckpointManager:
             snapshot = preparation.snapshot(
                 slot, collection.parts, ref.step, overlap=overlap, check=check
             )
-            job = self._jobs.job(ref, trial, preparation, snapshot, collection, notes)
-            trainable = self._saver.suspicions.trained(collection)
+            job = self._jobs.request(ref, trial, preparation, snapshot, collection, notes)
+            trainable = self._saver.suspicions.trainable(collection)
             self._fence.guard(collection.optimizers)
             snapshot.copy_eager()
             pending = SaveRecord(
@@ -735,7 +735,7 @@ class CheckpointManager:
             hand_over = self._saver.hand_over(job, snapshot, pending, slot, trainable)
             self._newest_ref = ref
             self._ledger.begin(pending, owner=self)
-            if not snapshot.landed:
+            if not snapshot.has_landed:
                 self._fence.watch(snapshot)
             hand_over.begin()
         except BaseException as error:

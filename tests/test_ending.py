@@ -450,7 +450,7 @@ def test_a_close_that_ctrl_c_interrupts_is_resumed_by_the_next_one(tmp_path: Pat
         before = set(threading.enumerate())
         manager = CheckpointManager(str(tmp_path / str(turn)))
         pending = manager.save_async({"x": torch.ones(3)}, 1)
-        paths = [slot.path or "" for slot in manager._saver.slots.made]
+        paths = [slot.path or "" for slot in manager._saver.slots.slots]
         assert any(map(os.path.exists, paths))
         with interrupted_call(("manager.py", "closing.py", "workers.py", "pending.py"), turn):
             try:

@@ -150,9 +150,9 @@ class Inventory:
         late_metrics: Whether remembered steps are listed again, to find metrics that were added
             since. That costs one listing for each step, or on an object store one for all. With
             ``part`` they always are.
-        for_display: Whether the steps are only shown to people. Then several threads read the new steps,
-            and a step that cannot be read is reported as "damaged". A folder without files and
-            unfinished writes is left out: it is what is left of a removed step while a process
+        for_display: Whether the steps are only shown to people. Then several threads read the new
+            steps, and a step that cannot be read is reported as "damaged". A folder without files
+            and unfinished writes is left out: it is what is left of a removed step while a process
             still reads it.
 
     Thread safety:

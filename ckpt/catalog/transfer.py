@@ -324,7 +324,7 @@ def copy_files(
     if not files:
         return []
     # Each copy waits for work on ``workers``, so the copies run on threads of their own.
-    with workers.beside("copy", min(len(files), workers.count)) as group:
+    with workers.peer_group("copy", min(len(files), workers.count)) as group:
         try:
             return list(group.stream(partial(copy, file) for file in files))
         except BaseException as error:  # noqa: BLE001 - the first is raised
@@ -352,7 +352,7 @@ def write_file(
         workers=folder.workers,
         retry=folder.retry,
         on_bytes=on_bytes,
-        known=source.file.chunks,
+        known_chunks=source.file.chunks,
     )
     if recoding is not None:
         return recoding.write(write, source, folder.backend)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpt.adapters.match.tree import MakeTensor, StateTree
-from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader, Wanted
+from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader, ReadRequest
 from ckpt.config import Tier
 from ckpt.errors import ConfigError, EntryMissing
 from ckpt.errors.frames import frameless
@@ -98,7 +98,7 @@ class _Load:
         values = {tensor.name: _empty(tensor) for tensor in tensors}
         self._reader.read(
             [
-                Wanted(tensor.name, Box.whole(tensor.shape), _bytes_of(values[tensor.name]))
+                ReadRequest(tensor.name, Box.whole(tensor.shape), _bytes_of(values[tensor.name]))
                 for tensor in tensors
                 if tensor.nbytes
             ]

@@ -14,13 +14,13 @@ from ckpt.locks import Event
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.save_job import SaveJob
-from ckpt.save.trained import Trained
+from ckpt.save.save_job import SaveRequest
+from ckpt.save.trained import Trainable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
 
 _log = logging.getLogger("ckpt")
-SKIPPED = "skipped: no slot was free"
+NO_SLOT = "skipped: no slot was free"
 """The failure that a rank reports to the other ranks if it skips a save for lack of a free slot."""
 EARLIER_FAILED = "an earlier save had failed there"
 """The failure that a rank reports to the other ranks if its ``save_async`` raised the error of an
@@ -46,22 +46,22 @@ class MissedSteps:
         self._urls, self._absent = frozenset(urls), set[str]()
         self._lock = threading.Lock()
 
-    def missed(self, step: int, url: str, error: CkptError) -> None:
+    def note_miss(self, step: int, url: str, error: CkptError) -> None:
         """Log that the tier ``url``, which is not required, does not keep ``step``."""
         with self._lock:
-            known, more = url in self._absent, ""
+            is_known, suffix = url in self._absent, ""
             if url in self._urls:
                 self._absent.add(url)
-                more = "; later steps are not either, until the log says so"
-        level = logging.DEBUG if known else logging.WARNING
-        _log.log(level, "ckpt: step %d is not kept in %s: %s%s", step, url, error, more)
+                suffix = "; later steps are not either, until the log says so"
+        level = logging.DEBUG if is_known else logging.WARNING
+        _log.log(level, "ckpt: step %d is not kept in %s: %s%s", step, url, error, suffix)
 
-    def kept(self, step: int, url: str) -> None:
+    def note_keep(self, step: int, url: str) -> None:
         """Note that the tier ``url`` keeps ``step``, and log it if an earlier step was missed."""
         with self._lock:
-            back = url in self._absent
+            is_back = url in self._absent
             self._absent.discard(url)
-        if back:
+        if is_back:
             _log.warning("ckpt: step %d is kept in %s again", step, url)
 
 
@@ -87,19 +87,19 @@ class SaveOutcome:
         slot_bytes: The size of all slots of this rank together, in bytes.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_outcome``,
-    ``_free`` and ``_missed``.
+    ``_free`` and ``_misses``.
     """
 
     def __init__(self, pending: SaveRecord, reports: Reports, slot_bytes: int) -> None:
         self.pending = pending
-        self.staged = Event()
+        self.stage_end = Event()
         """Set once the observers have been notified that the state is in host memory, or once the
         copy of the state has failed. Later events wait for this, so that observers get them in
         order.
         """
         self._reports, self._slot_bytes = reports, slot_bytes
         self._lock = threading.Lock()
-        self._missed: list[TierMissed] = []
+        self._misses: list[TierMissed] = []
         self._outcome: CkptError | bool | None = True
         self._free = False
 
@@ -115,7 +115,7 @@ class SaveOutcome:
         )
         self._reports.observers.notify(event)
 
-    def written(self, nbytes: int) -> None:
+    def add_written(self, nbytes: int) -> None:
         """Add ``nbytes`` to the bytes written so far. A negative number takes bytes back, since a
         file may be written again from its start.
         """
@@ -124,15 +124,15 @@ class SaveOutcome:
     def committed(self, url: str) -> None:
         """Report that the step is a checkpoint on the tier ``url``."""
         pending = self.pending
-        self._reports.missed_steps.kept(pending.step, url)
-        self.staged.wait()
+        self._reports.missed_steps.note_keep(pending.step, url)
+        self.stage_end.wait()
         event = SaveCommitted(
             step=pending.step, tier=url, nbytes=pending.nbytes, durable_seconds=pending.age
         )
         self._reports.observers.notify(event)
         self._end(url, None, required=True)
 
-    def failed(self, url: str, error: BaseException, *, required: bool) -> None:
+    def fail(self, url: str, error: BaseException, *, required: bool) -> None:
         """Report that this process does not make the step a checkpoint on the tier ``url``.
 
         Args:
@@ -141,35 +141,35 @@ class SaveOutcome:
             required: Whether ``error`` fails the save.
         """
         if not isinstance(error, CkptError):
-            wrapped = CkptError(f"step {self.pending.step} failed: {error!r}")
-            wrapped.__cause__ = error
-            error = wrapped
+            ckpt_error = CkptError(f"step {self.pending.step} failed: {error!r}")
+            ckpt_error.__cause__ = error
+            error = ckpt_error
         if isinstance(error, PeerFailed) and set(error.failures.values()) <= {
-            SKIPPED,
+            NO_SLOT,
             EARLIER_FAILED,
         }:
             # Another rank did not begin the save, and has reported the reason itself.
-            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in error.failures.items())
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in error.failures.items())
             error = SaveSkipped(self.pending.step, reasons)
-        left = LeftToAgent(self.pending.step)
-        if isinstance(error, PeerFailed) and set(error.failures.values()) == {str(left)}:
-            error = left  # Another rank has detached, and this rank is about to detach
+        left_to_agent = LeftToAgent(self.pending.step)
+        if isinstance(error, PeerFailed) and set(error.failures.values()) == {str(left_to_agent)}:
+            error = left_to_agent  # Another rank has detached, and this rank is about to detach
         if isinstance(error, LeftToAgent):  # The agent copies the step to this tier
             self._end(url, error, required=False)
             return
         if not required:
-            self._reports.missed_steps.missed(self.pending.step, url, error)
+            self._reports.missed_steps.note_miss(self.pending.step, url, error)
         with self._lock:
-            self._missed.append(TierMissed(step=self.pending.step, tier=url, error=error))
-        # If ``staged`` is not set, ``slot_is_free`` reports the event later. Waiting here could
+            self._misses.append(TierMissed(step=self.pending.step, tier=url, error=error))
+        # If ``stage_end`` is not set, ``slot_is_free`` reports the event later. Waiting here could
         # deadlock, because the copying thread may wait for this thread.
-        if self.staged.is_set():
+        if self.stage_end.is_set():
             self._report_missed()
         self._end(url, error, required=required)
 
     def slot_is_free(self) -> None:
         """Report that the slot of the save was released."""
-        self.staged.wait()
+        self.stage_end.wait()
         self._report_missed()
         with self._lock:
             self._free = True
@@ -177,8 +177,8 @@ class SaveOutcome:
 
     def _report_missed(self) -> None:
         with self._lock:
-            missed, self._missed = self._missed, []
-        for event in missed:
+            misses, self._misses = self._misses, []
+        for event in misses:
             self._reports.observers.notify(event)
 
     def _end(self, url: str, error: CkptError | None, *, required: bool) -> None:
@@ -203,14 +203,14 @@ class ActiveSave:
         snapshot: The copy of the state into the image.
         slot: The memory of the image. The saver releases it when no tier needs the image any more.
         outcome: Reports the outcome of the save.
-        trained: The tensors that the optimizers train; None if saves are not checked for changes.
+        trainable: The tensors that the optimizers train; None if saves are not checked for changes.
     """
 
-    job: SaveJob
+    job: SaveRequest
     snapshot: Snapshot
     slot: Slot
     outcome: SaveOutcome
-    trained: Trained | None
+    trainable: Trainable | None
 
     def copy_late(self) -> None:
         """Copy the late sources into the image, and report when the state is in host memory."""
@@ -220,7 +220,7 @@ class ActiveSave:
                 self.snapshot.wait_landed()
                 self.outcome.on_staged()
         finally:
-            self.outcome.staged.set()
+            self.outcome.stage_end.set()
 
     def await_copies(self) -> None:
         """Abandon the copies that wait for room in the image, and wait until no copy into the slot
@@ -279,7 +279,7 @@ class HandOver:
             snapshot.give_up(
                 StagingError(f"step {snapshot.step} was interrupted as it began: {error!r}")
             )
-            self.save.outcome.staged.set()
+            self.save.outcome.stage_end.set()
         if not self.stream.revoke():
             return False
         snapshot.wait_ended()

@@ -20,25 +20,25 @@ class Shutdown:
     """Runs the work that closes a manager, in the background.
 
     Ctrl-C may interrupt the caller of ``begin`` at any instruction. The caller may then call
-    ``begin`` again, which does not run the work a second time. ``done`` stays the same.
+    ``begin`` again, which does not run the work a second time. ``outcome`` stays the same.
 
     Args:
         listers: The threads that list tiers. They are stopped while the work runs.
 
     Attributes:
-        done: The future of the work.
+        outcome: The future of the work.
 
-    Thread safety: the owner's thread calls the methods. ``_begun`` lets only one thread of the
+    Thread safety: the owner's thread calls the methods. ``_begin_lock`` lets only one thread of the
     group do the work.
     """
 
     def __init__(self, listers: Workers) -> None:
         self._listers = listers
         self._workers = workers_at_exit("close", 3)
-        self._begun = threading.Lock()
+        self._begin_lock = threading.Lock()
         self._work: tuple[Callable[[], None], bool] | None = None
-        self._listed: Future[None] | None = None
-        self.done: Future[None] = Future()
+        self._lister_end: Future[None] | None = None
+        self.outcome: Future[None] = Future()
 
     def begin(self, work: Callable[[], None], *, detaches: bool) -> bool:
         """Begin ``work`` in the background, unless an earlier call has begun other work.
@@ -52,8 +52,8 @@ class Shutdown:
         """
         if self._work is None:
             self._work = work, detaches
-        if self._listed is None:  # Otherwise a tier that hangs could block two of the threads
-            self._listed = self._workers.submit(self._listers.close)
+        if self._lister_end is None:  # Otherwise a tier that hangs could block two of the threads
+            self._lister_end = self._workers.submit(self._listers.close)
         self._workers.submit(self._run)
         return self._work[1]
 
@@ -67,7 +67,7 @@ class Shutdown:
             reason: Why this rank leaves, for the errors of the other ranks.
         """
         wait([self._workers.submit(coordinator.leave, reason)], _LEAVE_SECONDS)
-        wait([self.done], coordinator.look_seconds + _LEAVE_SECONDS)
+        wait([self.outcome], coordinator.look_seconds + _LEAVE_SECONDS)
 
     def end(self) -> None:
         """Stop the threads.
@@ -75,19 +75,19 @@ class Shutdown:
         If a tier does not answer, a listing may still be under way after a second. The call then
         returns without stopping the threads, which end later by themselves.
         """
-        if self._listed is not None and wait([self._listed], _LIST_SECONDS).done:
+        if self._lister_end is not None and wait([self._lister_end], _LIST_SECONDS).done:
             self._workers.close()
 
     def _run(self) -> None:
-        if self._work is None or not self._begun.acquire(blocking=False):
+        if self._work is None or not self._begin_lock.acquire(blocking=False):
             return
         work, detaches = self._work
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - the caller of ``close`` raises it
-            self.done.set_exception(error)
+            self.outcome.set_exception(error)
         else:
-            self.done.set_result(None)
+            self.outcome.set_result(None)
         self._work = _do_nothing, detaches  # Drop ``work``, which refers to the manager
 
 

@@ -28,7 +28,7 @@ class EarlierSteps:
     Args:
         tiers: The durable tiers, nearest first.
         own: The attempt of the running job.
-        patience_seconds: How long ``needed`` waits for the backfill to list the steps.
+        patience_seconds: How long ``needed_refs`` waits for the backfill to list the steps.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
@@ -36,15 +36,15 @@ class EarlierSteps:
     def __init__(self, tiers: Sequence[OpenTier], own: str, patience_seconds: float) -> None:
         self._tiers, self._own, self._patience_seconds = tuple(tiers), own, patience_seconds
         self._lock = threading.Lock()
-        self._restored: StepRef | None = None
-        self._begun = False
-        self._owed: frozenset[StepRef] = frozenset()
-        self._listed = threading.Event()
+        self._restored_ref: StepRef | None = None
+        self._has_begun = False
+        self._owed_refs: frozenset[StepRef] = frozenset()
+        self._listing_end = threading.Event()
 
     def set_restored(self, ref: StepRef) -> None:
         """Note that the job has restored ``ref`` and continues from it."""
         with self._lock:
-            self._restored = ref
+            self._restored_ref = ref
 
     def begin(self) -> StepRef | None:
         """Note that this job has committed its first step. Only the first call has an effect.
@@ -54,20 +54,20 @@ class EarlierSteps:
             first call: then there is nothing to copy.
         """
         with self._lock:
-            if self._begun:
+            if self._has_begun:
                 return None
-            self._begun = True
-            if self._restored is None:
-                self._listed.set()
-            return self._restored
+            self._has_begun = True
+            if self._restored_ref is None:
+                self._listing_end.set()
+            return self._restored_ref
 
     def set_owed(self, refs: Iterable[StepRef]) -> None:
         """Set the steps that a farther tier wants and lacks."""
         with self._lock:
-            self._owed = frozenset(refs)
-        self._listed.set()
+            self._owed_refs = frozenset(refs)
+        self._listing_end.set()
 
-    def needed(self, tier: OpenTier) -> frozenset[StepRef]:
+    def needed_refs(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the steps of earlier jobs that must stay on ``tier``, since a farther tier wants
         and lacks them.
 
@@ -79,26 +79,28 @@ class EarlierSteps:
             StorageError: The tier cannot be listed.
         """
         with self._lock:
-            begun = self._begun
-        if begun:
-            self._listed.wait(self._patience_seconds)
+            has_begun = self._has_begun
+        if has_begun:
+            self._listing_end.wait(self._patience_seconds)
         with self._lock:
-            if self._listed.is_set():
-                return self._owed
-            if self._restored is None:
+            if self._listing_end.is_set():
+                return self._owed_refs
+            if self._restored_ref is None:
                 return frozenset()
         return frozenset(ref for ref in step_refs(tier.backend) if self._may_be_owed(tier, ref))
 
     def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
-        """Return True if ``needed`` has ``ref``. The call neither waits nor lists the tier."""
+        """Return True if ``needed_refs`` has ``ref``. The call neither waits nor lists the tier."""
         with self._lock:
-            if self._listed.is_set():
-                return ref in self._owed
-            return self._restored is not None and self._may_be_owed(tier, ref)
+            if self._listing_end.is_set():
+                return ref in self._owed_refs
+            return self._restored_ref is not None and self._may_be_owed(tier, ref)
 
     def _may_be_owed(self, tier: OpenTier, ref: StepRef) -> bool:
-        farther = (other for other in self._tiers if other.index > tier.index)
-        return ref.job != self._own and any(other.takes(ref.step) for other in farther)
+        farther_tiers = (candidate for candidate in self._tiers if candidate.index > tier.index)
+        return ref.job != self._own and any(
+            candidate.takes(ref.step) for candidate in farther_tiers
+        )
 
 
 class JobSteps:
@@ -117,7 +119,7 @@ class JobSteps:
         last_step: The step after which the job stops (see `ckpt.elastic.planned_stop`). It goes to
             every tier. None if none was announced.
 
-    Thread safety: all methods may be called from any thread. ``_changed`` guards all changes,
+    Thread safety: all methods may be called from any thread. ``_change`` guards all changes,
     except that the training thread alone sets ``last_step``. The attributes are references and
     numbers, and are read without the lock.
     """
@@ -126,12 +128,12 @@ class JobSteps:
         self,
         tiers: Sequence[OpenTier],
         earlier: EarlierSteps | None = None,
-        copied: Callable[[OpenTier], frozenset[StepRef]] | None = None,
+        copied_refs: Callable[[OpenTier], frozenset[StepRef]] | None = None,
     ) -> None:
         self._durable = tuple(tier for tier in tiers if not tier.in_memory)
-        self._earlier, self._copied = earlier, copied
-        self._changed = Condition()
-        self._waiting: dict[str, set[StepRef]] = {}
+        self._earlier, self._copied_refs = earlier, copied_refs
+        self._change = Condition()
+        self._waiting_refs: dict[str, set[StepRef]] = {}
         self._newest: dict[str, StepRef] = {}
         self.restored: StepRef | None = None
         self.durable_step = -1
@@ -143,26 +145,26 @@ class JobSteps:
         """Note that the job has restored ``ref`` and continues from it. Steps after ``ref`` do not
         belong to the job's history any more.
         """
-        with self._changed:
+        with self._change:
             self.restored, self.durable_step = ref, min(self.durable_step, ref.step)
         if self._earlier is not None:
             self._earlier.set_restored(ref)
 
     def set_committed(self, tier: OpenTier, ref: StepRef) -> None:
         """Note that ``ref`` is a checkpoint on ``tier`` now."""
-        with self._changed:
-            known = self._newest.get(tier.url)
-            self._newest[tier.url] = ref if known is None else max(known, ref)
+        with self._change:
+            newest = self._newest.get(tier.url)
+            self._newest[tier.url] = ref if newest is None else max(newest, ref)
 
     @property
     def newest_step(self) -> int:
         """The newest step that this job has committed on any tier; -1 if there is none."""
-        with self._changed:
+        with self._change:
             return max((ref.step for ref in self._newest.values()), default=-1)
 
     def set_durable(self, ref: StepRef) -> None:
         """Note that ``ref`` was committed on a durable tier."""
-        with self._changed:
+        with self._change:
             self.durable_step = max(self.durable_step, ref.step)
 
     # -- steps under way ---------------------------------------------------------------------------
@@ -179,56 +181,60 @@ class JobSteps:
 
     def wait_images(self) -> None:
         """Wait until no step needs its image any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting.get(_IMAGE))
+        with self._change:
+            self._change.wait_for(lambda: not self._waiting_refs.get(_IMAGE))
 
     def begin_waiting(self, ref: StepRef, url: str) -> None:
         """Note that ``ref`` waits for the tier ``url``."""
-        with self._changed:
-            self._waiting.setdefault(url, set()).add(ref)
+        with self._change:
+            self._waiting_refs.setdefault(url, set()).add(ref)
 
     def end_waiting(self, ref: StepRef, url: str) -> bool:
         """Note that ``ref`` does not wait for the tier ``url`` any more. Return True if ``ref`` has
         waited for the tier until now.
         """
-        with self._changed:
-            waiting = self._waiting.get(url, set())
-            found = ref in waiting
-            waiting.discard(ref)
-            self._changed.notify_all()
-            return found
+        with self._change:
+            refs = self._waiting_refs.get(url, set())
+            is_waiting = ref in refs
+            refs.discard(ref)
+            self._change.notify_all()
+            return is_waiting
 
     def waiting(self) -> frozenset[StepRef]:
         """Return the steps whose images are in use, and those that wait for a farther tier."""
-        with self._changed:
-            return frozenset().union(*self._waiting.values())
+        with self._change:
+            return frozenset().union(*self._waiting_refs.values())
 
     def wait_idle(self, url: str, stop: threading.Event) -> None:
         """Wait until no step of this job waits for the tier ``url``, or until ``stop`` is set.
 
         A thread that sets ``stop`` must call ``wake`` afterwards.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: stop.is_set() or not self._waiting.get(url))
+        with self._change:
+            self._change.wait_for(lambda: stop.is_set() or not self._waiting_refs.get(url))
 
     def wake(self) -> None:
         """Wake the threads that wait in ``wait_idle``, so that they check their ``stop`` again."""
-        with self._changed:
-            self._changed.notify_all()
+        with self._change:
+            self._change.notify_all()
 
     # -- what other tiers have ---------------------------------------------------------------------
 
     def protected(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the steps that no retention rule may remove from ``tier`` yet.
 
-        If this rank has a backfill, the call may wait for it (see ``EarlierSteps.needed``).
+        If this rank has a backfill, the call may wait for it (see ``EarlierSteps.needed_refs``).
 
         Raises:
             StorageError: ``tier``, on which steps of earlier jobs must be listed, does not answer.
         """
-        earlier = self._earlier.needed(tier) if self._earlier is not None else frozenset[StepRef]()
-        copied = self._copied(tier) if self._copied is not None else frozenset[StepRef]()
-        return self.waiting() | earlier | copied
+        earlier = (
+            self._earlier.needed_refs(tier) if self._earlier is not None else frozenset[StepRef]()
+        )
+        copied_refs = (
+            self._copied_refs(tier) if self._copied_refs is not None else frozenset[StepRef]()
+        )
+        return self.waiting() | earlier | copied_refs
 
     def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         """Return True if ``ref`` is a step of an earlier job that a farther tier than ``tier`` may
@@ -236,19 +242,19 @@ class JobSteps:
         """
         return self._earlier is not None and self._earlier.is_owed(tier, ref)
 
-    def is_on_other_tier(self, here: OpenTier, ref: StepRef) -> bool:
-        """Return True if a durable tier other than ``here`` has ``ref``, or a newer step of this
-        job.
+    def is_on_other_tier(self, own_tier: OpenTier, ref: StepRef) -> bool:
+        """Return True if a durable tier other than ``own_tier`` has ``ref``, or a newer step of
+        this job.
 
         The call asks the store of a tier for the step. If the newest step that this job has
         committed on the tier is older than ``ref``, it does not ask, since a store that is down
         delays the caller. If that step is not older, it asks for that one, which an eviction may
         have removed. A tier that does not answer counts as one that has no step.
         """
-        return any(self._has(tier, ref) for tier in self._durable if tier.index != here.index)
+        return any(self._has(tier, ref) for tier in self._durable if tier.index != own_tier.index)
 
     def _has(self, tier: OpenTier, ref: StepRef) -> bool:
-        with self._changed:
+        with self._change:
             newest = self._newest.get(tier.url)
         if newest is not None and newest.step < ref.step:
             return False

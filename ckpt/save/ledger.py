@@ -48,24 +48,24 @@ class SaveLedger:
         self._raises_suspicions = config.on_suspicious == "raise"
         self._lock = threading.Lock()
         self._pending: list[SaveRecord] = []
-        self._saved: set[int] = set()
+        self._saved_steps: set[int] = set()
         self._trials: dict[int, int] = {}
         self._owners: dict[int, object] = {}
-        self._skipped = 0
-        self._failed: list[int] = []
+        self._skip_count = 0
+        self._failed_steps: list[int] = []
         self._suspicions: list[SuspiciousState] = []
 
     @property
     def skipped(self) -> int:
         """The number of saves that ended with `SaveSkipped`, such as for lack of a free slot."""
         with self._lock:
-            return self._skipped
+            return self._skip_count
 
     @property
     def failed(self) -> int:
         """The number of saves that have failed. Skipped saves do not count."""
         with self._lock:
-            return len(self._failed)
+            return len(self._failed_steps)
 
     @property
     def pending(self) -> list[SaveRecord]:
@@ -81,7 +81,7 @@ class SaveLedger:
     def has(self, step: int) -> bool:
         """Return True if ``step`` was saved, or if its save is under way."""
         with self._lock:
-            return step in self._saved
+            return step in self._saved_steps
 
     def next_trial(self, step: int) -> int:
         """Return the number of earlier tries to save ``step``, and count a further try."""
@@ -104,13 +104,13 @@ class SaveLedger:
                 save for save in self._pending if not save.done() or save.unreported_error
             ]
             self._pending.append(pending)
-            self._saved.add(pending.step)
+            self._saved_steps.add(pending.step)
             self._owners[pending.step] = owner
 
     def cancel(self, step: int) -> None:
         """Remove the save of ``step``, which was called off before it began."""
         with self._lock:
-            self._saved.discard(step)
+            self._saved_steps.discard(step)
             self._owners.pop(step, None)
             self._pending = [save for save in self._pending if save.step != step]
 
@@ -122,31 +122,31 @@ class SaveLedger:
             timeout: How many seconds ``close`` has waited, for the log line.
         """
         missing = missing_at_the_end(self.pending, timeout)
-        what = f"close has not ended within {timeout} s, and no save was given up"
+        text = f"close has not ended within {timeout} s, and no save was given up"
         _log.error(
             "ckpt: %s: this process ends: %s; older checkpoints are whole",
             reason,
-            what if missing is None else missing,
+            text if missing is None else missing,
         )
         with self._lock:
             self._pending = []
 
     def end(self, pending: SaveRecord, error: CkptError | None) -> None:
         """End a save: log and report its error, if there is one, and finish its handle."""
-        skipped = isinstance(error, SaveSkipped | TierBehind)
+        is_skip = isinstance(error, SaveSkipped | TierBehind)
         if error is not None:
             with self._lock:
                 # A step that a tier has given up is on nearer tiers.
                 if not isinstance(error, TierBehind):
-                    self._saved.discard(pending.step)
-                self._skipped += isinstance(error, SaveSkipped)
-                if not skipped:
-                    self._failed.append(pending.step)
-            level = logging.WARNING if skipped or self._warns else logging.ERROR
-            _log.log(level, "ckpt: %s%s", error, "" if skipped or not self._warns else _GOES_ON)
+                    self._saved_steps.discard(pending.step)
+                self._skip_count += isinstance(error, SaveSkipped)
+                if not is_skip:
+                    self._failed_steps.append(pending.step)
+            level = logging.WARNING if is_skip or self._warns else logging.ERROR
+            _log.log(level, "ckpt: %s%s", error, "" if is_skip or not self._warns else _GOES_ON)
             self._observers.notify(SaveFailed(step=pending.step, error=error))
         # The user has chosen that saves may be skipped or fail, so no later call raises the error.
-        pending.finish(error, is_reported=skipped or self._warns)
+        pending.finish(error, is_reported=is_skip or self._warns)
         with self._lock:
             owner = self._owners.pop(pending.step, None)
         del owner  # Outside of the lock, since this may be the last reference
@@ -166,17 +166,17 @@ class SaveLedger:
             with self._lock:
                 self._suspicions.append(error)
 
-    def not_made(self, step: int, error: CkptError, *, begun: bool = False) -> SaveRecord:
+    def not_made(self, step: int, error: CkptError, *, has_begun: bool = False) -> SaveRecord:
         """Return the handle of a save whose call ended with ``error``.
 
         Args:
             step: The step.
             error: The error. If the save has not begun, the error is logged and reported to the
                 observers, and the returned handle has it.
-            begun: Whether the save has begun all the same. If so, the handle of that save is
+            has_begun: Whether the save has begun all the same. If so, the handle of that save is
                 returned, and the save ends by itself.
         """
-        for pending in self.pending if begun else ():
+        for pending in self.pending if has_begun else ():
             if pending.step == step:
                 return pending
         pending = SaveRecord(step, 0, None, began=time.perf_counter())
@@ -201,36 +201,38 @@ class SaveLedger:
             _log.warning("ckpt: %s", missing)
         with self._lock:
             given_up = chain.from_iterable(missing.missing.values()) if missing is not None else ()
-            lost = sorted({*self._failed, *given_up})
-        if lost:
+            failed_steps = sorted({*self._failed_steps, *given_up})
+        if failed_steps:
             _log.warning(
                 "ckpt: %d save%s failed: step%s %s",
-                len(lost),
-                *("s" if len(lost) > 1 else "",) * 2,
-                few(list(map(str, lost)), quote=False),
+                len(failed_steps),
+                *("s" if len(failed_steps) > 1 else "",) * 2,
+                few(list(map(str, failed_steps)), quote=False),
             )
         return suspicion
 
-    def raise_unreported(self, *, kept: bool = True, but: PendingSave | None = None) -> None:
+    def raise_unreported(
+        self, *, includes_kept: bool = True, but: PendingSave | None = None
+    ) -> None:
         """Raise the first error that no call has raised yet.
 
         Args:
-            kept: Whether to raise also the errors of suspicious steps, and of saves whose step some
-                tier has.
+            includes_kept: Whether to raise also the errors of suspicious steps, and of saves whose
+                step some tier has.
             but: A save whose error is not raised, since the caller has its handle.
 
         Raises:
             CkptError: The error.
         """
         for pending in self.pending:
-            if pending is but or (pending.is_kept and not kept):
+            if pending is but or (pending.is_kept and not includes_kept):
                 continue
             if (error := pending.unreported_error) is not None:
                 pending.exception()
                 with self._lock:
                     self._pending = [save for save in self._pending if save is not pending]
                 raise without_frames(error)
-        if kept:
+        if includes_kept:
             with self._lock:
                 suspicion = self._suspicions.pop(0) if self._suspicions else None
             if suspicion is not None:

@@ -15,7 +15,7 @@ from ckpt.errors import OutOfSpace
 from ckpt.retention.pruner import Pruner
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
-from ckpt.save.save_job import SaveJob
+from ckpt.save.save_job import SaveRequest
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class RetryWhenFull:
     pruner: Pruner | None
     steps: TierSteps
 
-    def write_step(self, job: SaveJob, write: Callable[[], T]) -> T:
+    def write_step(self, job: SaveRequest, write: Callable[[], T]) -> T:
         """Call ``write``, which writes the files of ``job``, and return its result.
 
         If the store is full and space was freed, call ``write`` once more.
@@ -48,15 +48,17 @@ class RetryWhenFull:
         """
         return _once_more(work, self._prune)
 
-    def _free_for(self, job: SaveJob) -> bool:
+    def _free_for(self, job: SaveRequest) -> bool:
         """Remove steps to free space for ``job``.
 
         Return True if any were removed and ``job`` can be written again. An image that passes
         through memory in waves cannot be written again.
         """
-        restored = self.steps.restored
+        restored_ref = self.steps.restored
         if self.quota is not None:
-            return not job.passes_by and self.quota.evict(job.ref, job.plan.size, restored=restored)
+            return not job.passes_by and self.quota.evict(
+                job.ref, job.plan.size, restored=restored_ref
+            )
         return self._prune() and not job.passes_by
 
     def _prune(self) -> bool:

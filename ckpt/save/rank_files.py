@@ -35,7 +35,7 @@ from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
-from ckpt.save.save_job import SaveJob
+from ckpt.save.save_job import SaveRequest
 from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier
 
@@ -77,7 +77,7 @@ class Copiers(Protocol):
     def copier(self, target: OpenTier) -> FileCopier | None: ...
 
 
-class _Written:
+class _WriteCounter:
     """Counts the bytes written to a file, and takes them back if the file is begun again.
 
     Thread safety: ``add`` may be called from any thread.
@@ -126,18 +126,20 @@ class RankFiles:
         self._encoder = encoder_of(tier.tier.codec)
         self._data_name = data_name(rank, is_encoded=self._encoder is not None)
         self.names = fragment_name(rank), self._data_name
-        self._streamed: Encoding | None = None
+        self._encoding_of_file: Encoding | None = None
         self._copier, self._is_alone = copier, False
 
-    def stored(self, job: SaveJob, retry: RetryPolicy) -> StoredImage:
+    def stored_image(self, job: SaveRequest, retry: RetryPolicy) -> StoredImage:
         """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
         written from memory.
         """
-        file = File(self._data_name, self._rank, job.plan.size, job.known)
-        return StoredImage.of(self._backend, StoredFile.of(job.ref, file, self._streamed), retry)
+        file = File(self._data_name, self._rank, job.plan.size, job.known_chunks)
+        return StoredImage.of(
+            self._backend, StoredFile.of(job.ref, file, self._encoding_of_file), retry
+        )
 
     def write(
-        self, job: SaveJob, on_bytes: OnBytes, retry: RetryPolicy
+        self, job: SaveRequest, on_bytes: OnBytes, retry: RetryPolicy
     ) -> tuple[tuple[Chunk, ...], Encoding | None]:
         """Write the data file of ``job``, and return when it is durable.
 
@@ -153,20 +155,24 @@ class RankFiles:
             ChecksumMismatch: The nearer tier has returned other bytes than were written to it.
             StorageError: The store has failed. The file is not visible.
         """
-        written = _Written(on_bytes)
+        counter = _WriteCounter(on_bytes)
         if job.source is None:
-            chunks, self._streamed = self._write(job, written)
-            return chunks, self._streamed
+            chunks, self._encoding_of_file = self._write(job, counter)
+            return chunks, self._encoding_of_file
         asks = chain([True], repeat(False))
 
         def attempt() -> tuple[tuple[Chunk, ...], Encoding | None]:
-            written.restart()
-            return (next(asks) and self._ask(job, written)) or self._write(job, written)
+            counter.restart()
+            return (next(asks) and self._ask(job, counter)) or self._write(job, counter)
 
         return retry.call(attempt)
 
     def put_fragment(
-        self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None, retry: RetryPolicy
+        self,
+        job: SaveRequest,
+        chunks: tuple[Chunk, ...],
+        encoding: Encoding | None,
+        retry: RetryPolicy,
     ) -> FragmentRef:
         """Write the fragment of ``job``. Its data file must be durable."""
         name, _ = self.names
@@ -179,8 +185,8 @@ class RankFiles:
         objects, but they take space in the store.
         """
         own = {ref.key(name) for name in self.names}
-        cut = unfinished_of(self._backend, ref)
-        discard(self._backend, [one for one in cut if one.key in own])
+        writes = unfinished_of(self._backend, ref)
+        discard(self._backend, [write for write in writes if write.key in own])
 
     def close(self) -> None:
         """Close the copier. No write may be under way."""
@@ -188,7 +194,7 @@ class RankFiles:
             self._copier.close()
 
     def _ask(
-        self, job: SaveJob, written: _Written
+        self, job: SaveRequest, counter: _WriteCounter
     ) -> tuple[tuple[Chunk, ...], Encoding | None] | None:
         """Let the agent copy the file, and return what ``write`` returns. Return None if this
         process must write the file.
@@ -199,8 +205,8 @@ class RankFiles:
         if isinstance(self._backend, HasRoot) and self._backend.is_replaced():
             return None  # The root was replaced, so the write of this process is refused
         try:
-            lengths = copier.copy(job.ref, source, written.add)
-            if len(lengths) != (len(job.known) if encoder else 0):
+            lengths = copier.copy(job.ref, source, counter.add)
+            if len(lengths) != (len(job.known_chunks) if encoder else 0):
                 raise AgentError("the agent has copied another file")
         except AgentError as error:
             level = logging.DEBUG if self._is_alone else logging.WARNING
@@ -213,22 +219,24 @@ class RankFiles:
             )
             self._is_alone = True
             # After a detach, the step belongs to the agent. This call then raises ``LeftToAgent``.
-            written.restart()
+            counter.restart()
             with suppress(CkptError):
                 self.discard_unfinished(job.ref)
             return None
         self._is_alone = False
-        return job.known, Encoding(self._rank, encoder.codec, lengths) if encoder else None
+        return job.known_chunks, Encoding(self._rank, encoder.codec, lengths) if encoder else None
 
-    def _write(self, job: SaveJob, written: _Written) -> tuple[tuple[Chunk, ...], Encoding | None]:
+    def _write(
+        self, job: SaveRequest, counter: _WriteCounter
+    ) -> tuple[tuple[Chunk, ...], Encoding | None]:
         write = ImageWrite(
             source=job.image,
             chunks=job.plan.chunks,
             key=job.ref.key(self._data_name),
             workers=self._workers,
             retry=RetryPolicy(),
-            on_bytes=written.add,
-            known_chunks=job.known,
+            on_bytes=counter.add,
+            known_chunks=job.known_chunks,
         )
         if isinstance(self._backend, AdoptsFiles):
             return adopt_image(write, self._backend), None
@@ -239,7 +247,7 @@ class RankFiles:
         return chunks, Encoding(self._rank, encoder.codec, lengths)
 
     def _fragment(
-        self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None
+        self, job: SaveRequest, chunks: tuple[Chunk, ...], encoding: Encoding | None
     ) -> Fragment:
         return Fragment(
             format=FORMAT,

@@ -24,7 +24,7 @@ from ckpt.storage.tiers import OpenTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob:
+class SaveRequest:
     """Describes one save for the tier writers.
 
     Attributes:
@@ -43,10 +43,11 @@ class SaveJob:
         created_at: When the save began, in seconds since 1970.
         confirm: Raises an error if the image does not hold the state as it was at the call. Called
             before each commit.
-        known: The chunk table of the image; empty until the image has been written to a tier.
-        restored: The step that the job continued from at the call; None if it had restored none.
-            This step decides which steps of earlier jobs forbid the save on a tier. A step that is
-            restored while the save waits has no say.
+        known_chunks: The chunk table of the image; empty until the image has been written to a
+            tier.
+        restored_ref: The step that the job continued from at the call; None if it had restored
+            none. This step decides which steps of earlier jobs forbid the save on a tier. A step
+            that is restored while the save waits has no say.
         source: The tier whose files ``image`` reads; None if the image is in memory.
     """
 
@@ -62,8 +63,8 @@ class SaveJob:
     metadata: bytes
     created_at: float
     confirm: Callable[[], None]
-    known: tuple[Chunk, ...] = ()
-    restored: StepRef | None = None
+    known_chunks: tuple[Chunk, ...] = ()
+    restored_ref: StepRef | None = None
     source: OpenTier | None = None
 
     @property
@@ -73,7 +74,7 @@ class SaveJob:
         """
         return not self.image.rereadable
 
-    def from_files(self, image: StoredImage, source: OpenTier) -> SaveJob:
+    def from_files(self, image: StoredImage, source: OpenTier) -> SaveRequest:
         """Return this job for a farther tier, with an image that is read from the tier ``source``
         and not from the slot.
         """
@@ -90,8 +91,8 @@ def _intact() -> None:
     """Do nothing: the image was confirmed before its commit on a nearer tier."""
 
 
-class SaveJobs:
-    """Makes a `SaveJob` for each save of one manager.
+class SaveRequests:
+    """Makes a `SaveRequest` for each save of one manager.
 
     Args:
         metadata: The user's metadata, which every manifest gets.
@@ -104,7 +105,7 @@ class SaveJobs:
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = dict(metadata)
-        self._packed = to_json("metadata", self._metadata)
+        self._metadata_json = to_json("metadata", self._metadata)
         for name in self._metadata:
             # With another name, the names of the metadata would be hidden in its JSON.
             if not isinstance(name, str) or name.startswith("$"):
@@ -118,31 +119,33 @@ class SaveJobs:
                     "given: take another name"
                 )
 
-    def job(
+    def request(
         self,
         ref: StepRef,
         trial: int,
-        prepared: PreparedPlan,
+        preparation: PreparedPlan,
         snapshot: Snapshot,
-        collected: WalkResult,
+        collection: WalkResult,
         notes: Metadata,
-    ) -> SaveJob:
+    ) -> SaveRequest:
         """Return the description of one save. The manifest's metadata are the user's metadata and
         ``notes``.
         """
-        if collected.left_out:
-            notes = {**notes, LEFT_OUT: collected.left_out}
-        return SaveJob(
+        if collection.left_out:
+            notes = {**notes, LEFT_OUT: collection.left_out}
+        return SaveRequest(
             ref=ref,
             trial=trial,
-            plan=prepared.plan,
+            plan=preparation.plan,
             image=snapshot.window,
-            tied=collected.ties,
-            views=collected.views,
-            tree=dumps(collected.tree, "state"),
-            per_rank=dumps(collected.per_rank, "state"),
+            tied=collection.ties,
+            views=collection.views,
+            tree=dumps(collection.tree, "state"),
+            per_rank=dumps(collection.per_rank, "state"),
             replicas=snapshot.replicas,
-            metadata=to_json("metadata", {**self._metadata, **notes}) if notes else self._packed,
+            metadata=to_json("metadata", {**self._metadata, **notes})
+            if notes
+            else self._metadata_json,
             created_at=time.time(),
             confirm=snapshot.confirm,
         )

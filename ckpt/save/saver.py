@@ -37,13 +37,13 @@ from ckpt.save.backfill import Backfill
 from ckpt.save.host_memory import slot_pool
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
 from ckpt.save.rank_files import Copiers
-from ckpt.save.save_job import SaveJob
+from ckpt.save.save_job import SaveRequest
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.suspicion import Suspicions
 from ckpt.save.tasks import Abort, FromFiles, FromImage, Task
 from ckpt.save.tier_queue import QueuedStep, TierQueue
 from ckpt.save.tier_writer import TierWriter
-from ckpt.save.trained import Trained
+from ckpt.save.trained import Trainable
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
@@ -103,8 +103,8 @@ class Saver:
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
         earlier = EarlierSteps(durable, coordinator.attempt, patience) if fills else None
-        copied = self._replicas.copied if self._replicas is not None else None
-        self.steps = JobSteps(tiers, earlier, copied)
+        copied_refs = self._replicas.copied if self._replicas is not None else None
+        self.steps = JobSteps(tiers, earlier, copied_refs)
         self._slot_steps = SlotSteps(coordinator.rank, self.steps)
         self.slots = slot_pool(tiers, config, self._slot_steps)
         # Each farther tier has its own connection, so that its waits delay no other tier.
@@ -127,7 +127,7 @@ class Saver:
             for writer in self._durable[1:]
         }
         self._queue_threads = {
-            writer.url: _started(f"queue{writer.tier.index}", config)
+            writer.url: _one_worker(f"queue{writer.tier.index}", config)
             for writer in self._durable[1:]
         }
         self._backfill: Backfill | None = None
@@ -136,11 +136,11 @@ class Saver:
                 self._durable[0], self._durable[1:], earlier, self.steps, config
             )
         self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
-        self._lock, self._swept, self._left = threading.Lock(), False, threading.Event()
+        self._lock, self._swept, self._departure = threading.Lock(), False, threading.Event()
         self._untaken: int | None = None
         self._copier = Workers("copy", 1).start()
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
-        self._streamer = _started("save", config)
+        self._streamer = _one_worker("save", config)
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Saver:
         self._reserver.submit(self.slots.reserve, nbytes)
         self._reserver.submit(self._pin, devices)
         if warm is not None:
-            self._reserver.submit(lambda: warm(self.slots.made))
+            self._reserver.submit(lambda: warm(self.slots.slots))
 
     def reserve_quietly(self, nbytes: int, devices: Devices = ()) -> None:
         """Make the slots as ``reserve`` does, but log an error instead of raising it. The next save
@@ -190,7 +190,7 @@ class Saver:
         return slot
 
     def _pin(self, devices: Devices) -> None:
-        for slot in self.slots.made:
+        for slot in self.slots.slots:
             slot.pin(devices)
 
     # -- a save ------------------------------------------------------------------------------------
@@ -246,18 +246,18 @@ class Saver:
 
     def hand_over(
         self,
-        job: SaveJob,
+        job: SaveRequest,
         snapshot: Snapshot,
         pending: SaveRecord,
         slot: Slot,
-        trained: Trained | None,
+        trainable: Trainable | None,
     ) -> HandOver:
         """Return the object that hands a save to the background threads. Nothing starts before its
         ``begin`` is called.
         """
         outcome = SaveOutcome(pending, self._reports, self.slots.nbytes)
-        job = replace(self.suspicions.scanned(job, trained), restored=self.steps.restored)
-        save = ActiveSave(job, snapshot, slot, outcome, trained)
+        job = replace(self.suspicions.scan(job, trainable), restored_ref=self.steps.restored)
+        save = ActiveSave(job, snapshot, slot, outcome, trainable)
         # While the save waits for its turn, a later step may be announced as the last one.
         writers = self.writers_of(job.ref.step)
         stream, stage = SingleCall(partial(self._stream, writers, save)), SingleCall(save.copy_late)
@@ -269,7 +269,7 @@ class Saver:
         ``reason`` is the text of the error that the other ranks get.
         """
         aborts = [Abort(writer, ref, trial, reason) for writer in self.writers_of(ref.step)]
-        self._streamer.submit(partial(self._abort_all, aborts, awaited=True))
+        self._streamer.submit(partial(self._abort_all, aborts, is_awaited=True))
 
     def finish(self, *, leaves: bool = False) -> None:
         """Finish all saves, stop the threads and release the roots.
@@ -295,9 +295,9 @@ class Saver:
         if self._backfill is not None:
             self._backfill.close()
         # These tiers need not keep steps for a farther tier any more.
-        for writer in self._durable[: 0 if self._left.is_set() else -1]:
+        for writer in self._durable[: 0 if self._departure.is_set() else -1]:
             writer.prune_later()
-        logs = self._is_leader and not self._left.is_set()
+        logs = self._is_leader and not self._departure.is_set()
         if logs and self._warn_of_steps_in_memory():
             logs = False  # The writers would log a similar warning
         if logs and not leaves:
@@ -325,16 +325,16 @@ class Saver:
                 some seconds for the other ranks to detach too.
         """
         self._finish_images()
-        self._left.set()
+        self._departure.set()
         for writer in self._writers:
             writer.leave()
         for queue in self._queues.values():
             for step in queue.give_up_stored():  # They stay protected, since the agent reads them
                 self._fail(step.task, LeftToAgent(step.ref.step))
         self.steps.wait_images()
-        until = time.monotonic() + _DETACH_SECONDS
+        deadline = time.monotonic() + _DETACH_SECONDS
         for writer in self._writers:
-            writer.await_cleaned(max(0.0, until - time.monotonic()))
+            writer.await_cleaned(max(0.0, deadline - time.monotonic()))
         if not leaves:
             # Without this wait, a rank could remove files that the agent copies.
             await_detaches(self._coordinator)
@@ -346,14 +346,14 @@ class Saver:
 
         If a store does not answer soon, its record stays as it is until the agent removes it.
         """
-        leaving = Workers("detach", len(self._writers))
-        left = [leaving.submit(writer.detach) for writer in self._writers]
-        hanging = wait(left, _DETACH_SECONDS).not_done
-        for writer, one in zip(self._writers, left, strict=True):
-            if one in hanging or one.exception() is not None:
+        workers = Workers("detach", len(self._writers))
+        futures = [workers.submit(writer.detach) for writer in self._writers]
+        late_futures = wait(futures, _DETACH_SECONDS).not_done
+        for writer, future in zip(self._writers, futures, strict=True):
+            if future in late_futures or future.exception() is not None:
                 _log.info("ckpt: %s does not answer: its record is left to the agent", writer.url)
-        if not hanging:
-            leaving.close()
+        if not late_futures:
+            workers.close()
 
     def _finish_images(self) -> None:
         """Finish the work of the copying and the streaming thread, and stop making slots."""
@@ -367,17 +367,17 @@ class Saver:
         if (newest := self.steps.newest_step) < 0:
             return
         takers = self.writers_of(newest)
-        others = [writer for writer in self._writers if writer not in takers]
+        other_writers = [writer for writer in self._writers if writer not in takers]
         source = next((writer for writer in takers if not writer.in_memory), None)
-        if not others:
+        if not other_writers:
             return
-        copy = f"ckpt copy {source.url} {others[0].url} --step {newest}" if source else ""
+        copy = f"ckpt copy {source.url} {other_writers[0].url} --step {newest}" if source else ""
         _log.warning(
             "ckpt: step %d, the last of this job, is not on %s: it is no multiple of every=%s. A "
             "planned stop (request_stop) saves its last step on every tier%s",
             newest,
-            ", ".join(writer.url for writer in others),
-            ", ".join(str(writer.tier.tier.every) for writer in others),
+            ", ".join(writer.url for writer in other_writers),
+            ", ".join(str(writer.tier.tier.every) for writer in other_writers),
             f"; to have this one there: {copy}" if copy else "",
         )
 
@@ -390,27 +390,27 @@ class Saver:
         """
         durable, in_memory = self._durable, any(writer.in_memory for writer in self._writers)
         durable_step = self.steps.durable_step
-        restored = -1 if self.steps.restored is None else self.steps.restored.step
-        kept = max(restored, self._slot_steps.newest())
-        if not in_memory or not durable or kept < 0 or max(restored, 0) <= durable_step:
+        restored_step = -1 if self.steps.restored is None else self.steps.restored.step
+        newest_kept = max(restored_step, self._slot_steps.newest())
+        if not in_memory or not durable or newest_kept < 0 or max(restored_step, 0) <= durable_step:
             return False
         try:
             newest = max(durable_step, *(writer.newest_committed() for writer in durable))
         except CkptError:  # The store does not answer, which was logged before
             return False
-        if newest >= max(restored, 0):
+        if newest >= max(restored_step, 0):
             return False
-        found = (
+        text = (
             "no durable tier has any step of this run: all of it"
             if newest < 0
-            else f"the newest durable step is {newest}, older than {restored}, which this job went "
-            "on from: all after it"
+            else f"the newest durable step is {newest}, older than {restored_step}, which this job "
+            "went on from: all after it"
         )
         _log.warning(
             "ckpt: %s is lost with this machine's memory, in which step %d is: save the last step "
             "to a durable tier too",
-            found,
-            kept,
+            text,
+            newest_kept,
         )
         return True
 
@@ -433,33 +433,37 @@ class Saver:
         returns the step, or now if the tier has no queue. The tiers of the other writers follow.
         """
         if (queue := self._queues.get(writers[0].url)) is not None:
-            if queue.shared:
-                for farther in writers[1:]:
-                    self._queues[farther.url].expect(save.job.ref)
-            self._push(writers[0], QueuedStep(save.job.ref, FromImage(writers, save), held=True))
+            if queue.is_shared:
+                for farther_writer in writers[1:]:
+                    self._queues[farther_writer.url].expect(save.job.ref)
+            self._push(
+                writers[0], QueuedStep(save.job.ref, FromImage(writers, save), holds_image=True)
+            )
         else:
             self._commit(writers, save)
 
     def _commit(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
-        writer, farther = writers[0], writers[1:]
+        writer, farther_writers = writers[0], writers[1:]
         try:
-            known = writer.commit(save.job, on_bytes=save.outcome.written)
+            known_chunks = writer.commit(save.job, on_bytes=save.outcome.add_written)
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._miss(writers, save, error)
             return
-        job = replace(save.job, known=known)
+        job = replace(save.job, known_chunks=known_chunks)
         save.outcome.committed(writer.url)
         self._on_commit(writer, job.ref)
-        if not save.job.known:  # This is the first tier of the step
-            self.suspicions.examine(job, save.trained)
-        if writer.in_memory and farther:
-            self._serve(farther, replace(save, job=job))
+        if not save.job.known_chunks:  # This is the first tier of the step
+            self.suspicions.examine(job, save.trainable)
+        if writer.in_memory and farther_writers:
+            self._serve(farther_writers, replace(save, job=job))
             return
         try:
-            if farther:
-                stored = job.from_files(writer.stored(job), writer.tier)
-                for each in farther:
-                    self._push(each, QueuedStep(job.ref, FromFiles(each, stored, save.outcome)))
+            if farther_writers:
+                request = job.from_files(writer.stored_image(job), writer.tier)
+                for target in farther_writers:
+                    self._push(
+                        target, QueuedStep(job.ref, FromFiles(target, request, save.outcome))
+                    )
         finally:
             self._end_image(save)
 
@@ -494,28 +498,28 @@ class Saver:
         If it may not, report that the save has failed on the tiers of all ``writers``, and vote on
         the farther tiers that this rank's part of the step has failed.
         """
-        writer, farther, job = writers[0], writers[1:], save.job
+        writer, farther_writers, job = writers[0], writers[1:], save.job
         # An image that passes through memory in waves cannot be read again.
-        passing = job.passes_by and not writer.in_memory
+        passes_by = job.passes_by and not writer.in_memory
         # The other ranks get `PeerFailed`, whatever the error of this rank is. They go on to the
         # next tier if this tier is not required.
         others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
-        if goes_on and farther and not passing:
-            save.outcome.failed(writer.url, error, required=False)
+        if goes_on and farther_writers and not passes_by:
+            save.outcome.fail(writer.url, error, required=False)
             return True
         if writer.in_memory and goes_on:
             error = SaveSkipped(
                 job.ref.step, f"it was to be kept in memory only, and was not: {error}"
             )
-        for each in writers:
-            save.outcome.failed(each.url, error, required=True)
+        for target in writers:
+            save.outcome.fail(target.url, error, required=True)
         reason = f"tier {writer.url}: {error}"
-        aborts = [Abort(each, job.ref, job.trial, reason) for each in farther]
-        self._abort_all(aborts, awaited=others_go_on)
+        aborts = [Abort(target, job.ref, job.trial, reason) for target in farther_writers]
+        self._abort_all(aborts, is_awaited=others_go_on)
         return False
 
-    def _abort_all(self, aborts: Sequence[Abort], *, awaited: bool) -> None:
+    def _abort_all(self, aborts: Sequence[Abort], *, is_awaited: bool) -> None:
         """Vote on some tiers, nearest first, that this rank's part of a step has failed.
 
         On a tier with a queue the vote always goes through the queue. If a step passed the queue on
@@ -523,17 +527,18 @@ class Saver:
 
         Args:
             aborts: The votes.
-            awaited: Whether the other ranks try to commit the step on the first tier, and so wait
-                for the vote there. After a tier that is required they do not try the next tier.
+            is_awaited: Whether the other ranks try to commit the step on the first tier, and so
+                wait for the vote there. After a tier that is required they do not try the next
+                tier.
         """
         for abort in aborts:
             queue = self._queues.get(abort.writer.url)
             if queue is None:
-                if awaited:
+                if is_awaited:
                     abort.vote()
-            elif queue.shared:
-                self._push(abort.writer, QueuedStep(abort.ref, abort, held=True))
-            awaited = awaited and not abort.writer.tier.required
+            elif queue.is_shared:
+                self._push(abort.writer, QueuedStep(abort.ref, abort, holds_image=True))
+            is_awaited = is_awaited and not abort.writer.tier.required
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
         if self._replicas is not None:
@@ -544,11 +549,11 @@ class Saver:
                 self._backfill.begin(writer.url)
         self.slots.look_again()
         with self._lock:
-            first, self._swept = not self._swept, True
-        if first:  # The steps that earlier jobs left in memory are outdated now
-            for each in self._writers:
-                if self._replicas is None or not self._replicas.keeps_earlier(each.tier):
-                    each.sweep()
+            is_first, self._swept = not self._swept, True
+        if is_first:  # The steps that earlier jobs left in memory are outdated now
+            for tier_writer in self._writers:
+                if self._replicas is None or not self._replicas.keeps_earlier(tier_writer.tier):
+                    tier_writer.sweep()
             self.slots.reconsider()
         writer.prune_later()
 
@@ -574,18 +579,19 @@ class Saver:
     def _serve_queue(self, url: str) -> None:
         """Perform the tasks that the queue of the tier ``url`` returns, until no step waits."""
         while (turn := self._queues[url].take()) is not None:
-            self._lose(url, turn.lost)
+            self._lose(url, turn.losses)
             if turn.next is not None:
                 try:
                     self._perform(turn.next.task)
                 finally:
                     # After a detach, the agent still reads the files, so they stay protected.
-                    if turn.next.held or not self._left.is_set():
+                    if turn.next.holds_image or not self._departure.is_set():
                         self.steps.end_waiting(turn.next.ref, url)
 
-    def _lose(self, url: str, lost: Sequence[tuple[QueuedStep[Task], CkptError]]) -> None:
-        """Fail the steps in ``lost``, which never get to the tier ``url``, each with its error."""
-        for step, error in lost:
+    def _lose(self, url: str, losses: Sequence[tuple[QueuedStep[Task], CkptError]]) -> None:
+        """Fail the steps in ``losses``, which never get to the tier ``url``, each with its error.
+        """
+        for step, error in losses:
             self.steps.end_waiting(step.ref, url)
             self._fail(step.task, error)
 
@@ -595,7 +601,7 @@ class Saver:
                 case FromImage(writers, save):
                     self._commit(writers, save)
                 case FromFiles(writer, job, outcome):
-                    writer.commit(job, on_bytes=partial(self._written, job.ref, outcome))
+                    writer.commit(job, on_bytes=partial(self._add_written, job.ref, outcome))
                     outcome.committed(writer.url)
                     self._on_commit(writer, job.ref)
                 case Abort():
@@ -603,13 +609,13 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._fail(task, error)
 
-    def _written(self, ref: StepRef, outcome: SaveOutcome, nbytes: int) -> None:
+    def _add_written(self, ref: StepRef, outcome: SaveOutcome, nbytes: int) -> None:
         """Add ``nbytes`` to the bytes of a save that were written to a farther tier.
 
         After a detach, raise `LeftToAgent` to end the copy.
         """
-        outcome.written(nbytes)
-        if self._left.is_set():
+        outcome.add_written(nbytes)
+        if self._departure.is_set():
             raise LeftToAgent(ref.step)
 
     def _fail(self, task: Task, error: BaseException) -> None:
@@ -617,8 +623,8 @@ class Saver:
             case FromImage(writers, save):
                 self._miss(writers, save, error)
             case FromFiles(writer, _, outcome):
-                required = writer.tier.required and not self._left.is_set()
-                outcome.failed(writer.url, error, required=required)
+                required = writer.tier.required and not self._departure.is_set()
+                outcome.fail(writer.url, error, required=required)
             case Abort():
                 pass  # The other ranks wait until their time-out
 
@@ -638,7 +644,7 @@ def await_detaches(coordinator: Coordinator) -> None:
         _log.info("ckpt: the job is left to the agent without some ranks: %s", error)
 
 
-def _started(name: str, config: SaveConfig) -> Workers:
+def _one_worker(name: str, config: SaveConfig) -> Workers:
     """Return a group of threads whose only thread is already started.
 
     If the system had no thread for a save that has begun, the optimizer's step would wait forever,

@@ -78,8 +78,8 @@ class SlotSteps:
             StorageError: A tier did not delete a file. The step still counts as kept there.
         """
         with self._lock:
-            kept = dict(self._steps.get(path, {}))
-        for url, (tier, ref) in kept.items():
+            refs_by_url = dict(self._steps.get(path, {}))
+        for url, (tier, ref) in refs_by_url.items():
             delete_files(tier.backend, [ref.manifest, *map(ref.key, self._names)])
             with self._lock:
                 self._steps[path].pop(url, None)

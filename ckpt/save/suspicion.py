@@ -31,8 +31,8 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.workers import Workers
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.save_job import SaveJob
-from ckpt.save.trained import Chunks, ScannedImage, Trained
+from ckpt.save.save_job import SaveRequest
+from ckpt.save.trained import Chunks, ScannedImage, Trainable
 
 _log = logging.getLogger("ckpt")
 _WAIT_SECONDS: Final = 60.0
@@ -69,29 +69,36 @@ _decoder: Final = msgspec.json.Decoder(_Finding)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Observation:
     """The chunk table of the newest save, and the indices of its trained tensors in that table."""
 
     step: int
     chunks: Chunks
     table: Sequence[Chunk]
 
-    def changed(self, before: _Seen) -> bool | None:
-        """Return True if a tensor of the optimizers has changed since ``before``, or may have;
+    def has_changed(self, previous: _Observation) -> bool | None:
+        """Return True if a tensor of the optimizers has changed since ``previous``, or may have;
         False if none has; None if none has and this rank writes no tensor that was trained at both
         saves.
 
         Tensors that are not trained now are compared too. They may have been trained between the
         saves, as with the two models of a GAN.
         """
-        mine, other = self.chunks, before.chunks
-        if not (mine.whole and other.whole and mine.trained.era == other.trained.era):
+        own_chunks, old_chunks = self.chunks, previous.chunks
+        if not (
+            own_chunks.whole
+            and old_chunks.whole
+            and own_chunks.trainable.era == old_chunks.trainable.era
+        ):
             return True
-        places, earlier = {**mine.still, **mine.places}, {**other.still, **other.places}
-        both = places.keys() & earlier.keys()
-        if any(self.of(places[name]) != before.of(earlier[name]) for name in both):
+        places, earlier = (
+            {**own_chunks.still_places, **own_chunks.places},
+            {**old_chunks.still_places, **old_chunks.places},
+        )
+        common = places.keys() & earlier.keys()
+        if any(self.of(places[name]) != previous.of(earlier[name]) for name in common):
             return True
-        return False if both & mine.places.keys() & other.places.keys() else None
+        return False if common & own_chunks.places.keys() & old_chunks.places.keys() else None
 
     def of(self, places: Sequence[int]) -> list[str]:
         """Return the checksums of the chunks with the indices ``places``."""
@@ -107,33 +114,33 @@ class Suspicions:
         config: Says whether saves are checked (``on_suspicious``), and whether their tensors are
             scanned for NaN and Inf (``check_finite``).
 
-    Thread safety: the training thread may call ``trained``, ``scanned`` and ``forget``, any thread
-    ``examine``, and one thread ``close``, after the last ``examine``. ``_lock`` guards ``_seen``,
-    ``_posted`` and ``_newest``.
+    Thread safety: the training thread may call ``trainable``, ``scan`` and ``forget``, any thread
+    ``examine``, and one thread ``close``, after the last ``examine``. ``_lock`` guards
+    ``_previous``, ``_subjects`` and ``_newest``.
     """
 
     def __init__(self, coordinator: Coordinator, ledger: SaveLedger, config: SaveConfig) -> None:
-        self._ended = threading.Event()
-        self._coordinator, self._ledger = DepartingCoordinator(coordinator, self._ended), ledger
-        self._on, self._scans = config.on_suspicious != "ignore", config.check_finite
+        self._end = threading.Event()
+        self._coordinator, self._ledger = DepartingCoordinator(coordinator, self._end), ledger
+        self._is_on, self._scans = config.on_suspicious != "ignore", config.check_finite
         self._waiter = Workers("alarm", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()
         self._era = 0
-        self._seen: _Seen | None = None
-        self._posted: deque[str] = deque()
+        self._previous: _Observation | None = None
+        self._subjects: deque[str] = deque()
         self._newest: Future[None] | None = None
 
-    def trained(self, collected: WalkResult) -> Trained | None:
+    def trainable(self, collection: WalkResult) -> Trainable | None:
         """Return the tensors that ``examine`` is to check; None if saves are not checked."""
-        return Trained.of(collected, self._era) if self._on else None
+        return Trainable.of(collection, self._era) if self._is_on else None
 
-    def scanned(self, job: SaveJob, trained: Trained | None) -> SaveJob:
+    def scan(self, job: SaveRequest, trainable: Trainable | None) -> SaveRequest:
         """Return ``job`` with an image that is scanned for NaN and Inf while it is hashed. Return
-        ``job`` itself if ``check_finite`` is not set or ``trained`` is None.
+        ``job`` itself if ``check_finite`` is not set or ``trainable`` is None.
         """
-        if trained is None or not self._scans:
+        if trainable is None or not self._scans:
             return job
-        return replace(job, image=ScannedImage.of(job.image, job.plan, trained))
+        return replace(job, image=ScannedImage.of(job.image, job.plan, trainable))
 
     def forget(self) -> None:
         """Do not compare later saves with earlier ones, since a restore has changed the trained
@@ -141,16 +148,16 @@ class Suspicions:
         """
         self._era += 1
 
-    def examine(self, job: SaveJob, trained: Trained | None) -> None:
+    def examine(self, job: SaveRequest, trainable: Trainable | None) -> None:
         """Check a save that is committed on its first tier, and report it if it is suspicious.
 
         The call never raises, and does not wait for other ranks. A report that needs their findings
         comes later, from another thread.
         """
-        if trained is None:
+        if trainable is None:
             return
         with self._lock:
-            own = self._own(job, trained)
+            own = self._own(job, trainable)
             try:
                 if self._coordinator.world_size > 1:
                     self._exchange(job.ref, own)
@@ -166,7 +173,7 @@ class Suspicions:
         """
         if self._newest is not None:
             wait([self._newest], _END_SECONDS)
-        self._ended.set()
+        self._end.set()
         self._waiter.close(cancel=True)
 
     def _exchange(self, ref: StepRef, own: _Finding) -> None:
@@ -177,15 +184,15 @@ class Suspicions:
         """
         subject = f"trained/{ref.folder}"
         self._coordinator.post(subject, msgspec.json.encode(own))
-        self._posted.append(subject)
-        if len(self._posted) > _KEPT_MESSAGES:
-            self._coordinator.forget(self._posted.popleft())
+        self._subjects.append(subject)
+        if len(self._subjects) > _KEPT_MESSAGES:
+            self._coordinator.forget(self._subjects.popleft())
         if self._scans or not own.changed:
             self._newest = self._waiter.submit(self._compare, ref, subject)
 
     def _compare(self, ref: StepRef, subject: str) -> None:
         try:
-            finding = self._agreed(ref, subject)
+            finding = self._agree(ref, subject)
         except CkptError as error:
             _not_compared(ref, error)
         else:
@@ -193,29 +200,33 @@ class Suspicions:
 
     def _report(self, ref: StepRef, finding: _Finding) -> None:
         if finding.not_finite or finding.changed is False:
-            found = SuspiciousState(
+            suspicion = SuspiciousState(
                 ref.step,
                 finding.not_finite or finding.unchanged,
                 since_step=None if finding.not_finite else finding.since,
             )
-            self._ledger.suspect(found, logs=self._coordinator.rank == LEADER)
+            self._ledger.suspect(suspicion, logs=self._coordinator.rank == LEADER)
 
-    def _own(self, job: SaveJob, trained: Trained) -> _Finding:
+    def _own(self, job: SaveRequest, trainable: Trainable) -> _Finding:
         """Return the finding of this rank, and remember the save for the next comparison."""
-        before, step = self._seen, job.ref.step
-        bad = _few([job.image.found]) if isinstance(job.image, ScannedImage) else ()
-        same_plan = before is not None and before.chunks.is_of(job.plan, trained)
-        chunks = before.chunks if before and same_plan else Chunks.of(job.plan, trained)
-        now = _Seen(step, chunks, job.known)
-        if before is not None and step <= before.step and trained.era == before.chunks.trained.era:
+        previous, step = self._previous, job.ref.step
+        bad = _few([job.image.not_finite]) if isinstance(job.image, ScannedImage) else ()
+        same_plan = previous is not None and previous.chunks.is_of(job.plan, trainable)
+        chunks = previous.chunks if previous and same_plan else Chunks.of(job.plan, trainable)
+        observation = _Observation(step, chunks, job.known_chunks)
+        if (
+            previous is not None
+            and step <= previous.step
+            and trainable.era == previous.chunks.trainable.era
+        ):
             # This step was committed late on its first tier, and a newer step was compared before.
             return _Finding(True, not_finite=bad)
-        self._seen = now
-        changed = True if before is None else now.changed(before)
-        unchanged = () if changed else _few([chunks.places])
-        return _Finding(changed, before.step if before else -1, unchanged, bad)
+        self._previous = observation
+        has_changed = True if previous is None else observation.has_changed(previous)
+        still_names = () if has_changed else _few([chunks.places])
+        return _Finding(has_changed, previous.step if previous else -1, still_names, bad)
 
-    def _agreed(self, ref: StepRef, subject: str) -> _Finding:
+    def _agree(self, ref: StepRef, subject: str) -> _Finding:
         """Return the finding of all ranks together.
 
         If ``check_finite`` is not set and the leader has seen a change, return the finding of the
@@ -224,12 +235,12 @@ class Suspicions:
         coordinator = self._coordinator
         patience = Wait(_WAIT_SECONDS, "the comparison with the last save", ref.step)
         if not self._scans and coordinator.rank != LEADER:
-            first = _decoded(gather(coordinator, subject, patience, ranks=[LEADER]).values())
-            if first[0].changed:
-                return first[0]
+            findings = _decode(gather(coordinator, subject, patience, ranks=[LEADER]).values())
+            if findings[0].changed:
+                return findings[0]
 
         def decide() -> _Finding:
-            return _together(_decoded(gather(coordinator, subject, patience).values()))
+            return _combine(_decode(gather(coordinator, subject, patience).values()))
 
         return leader_decides(coordinator, subject, decide, patience, _Finding)
 
@@ -238,14 +249,14 @@ def _not_compared(ref: StepRef, error: CkptError) -> None:
     _log.debug("ckpt: step %d is not compared: %s", ref.step, error)
 
 
-def _decoded(messages: Iterable[bytes]) -> list[_Finding]:
+def _decode(messages: Iterable[bytes]) -> list[_Finding]:
     return [_decoder.decode(message) for message in messages]
 
 
-def _together(findings: Sequence[_Finding]) -> _Finding:
-    known = [finding.changed for finding in findings if finding.changed is not None]
+def _combine(findings: Sequence[_Finding]) -> _Finding:
+    verdicts = [finding.changed for finding in findings if finding.changed is not None]
     return _Finding(
-        any(known) if known else None,
+        any(verdicts) if verdicts else None,
         max(finding.since for finding in findings),
         _few(finding.unchanged for finding in findings),
         _few(finding.not_finite for finding in findings),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpt.model.keys import StepRef
 from ckpt.save.active_save import ActiveSave, SaveOutcome
-from ckpt.save.save_job import SaveJob
+from ckpt.save.save_job import SaveRequest
 from ckpt.save.tier_writer import TierWriter
 
 
@@ -26,7 +26,7 @@ class FromFiles:
     """The task to copy ``job`` to the tier of ``writer`` from the files of a nearer tier."""
 
     writer: TierWriter
-    job: SaveJob
+    job: SaveRequest
     outcome: SaveOutcome
 
 

@@ -39,12 +39,13 @@ class QueuedStep(Generic[T]):
     Attributes:
         ref: The step.
         task: The work on the step. The queue returns it to its owner and does not use it.
-        held: Whether the step holds its image on some rank, because no nearer tier has the step.
+        holds_image: Whether the step holds its image on some rank, because no nearer tier has the
+            step.
     """
 
     ref: StepRef
     task: T
-    held: bool = False
+    holds_image: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ class Turn(Generic[T]):
     Attributes:
         next: The step to write to the tier now; None if the ranks could not agree on an order, or
             if the step was given up meanwhile.
-        lost: The steps that were given up on the tier, each with the error that is the reason.
+        losses: The steps that were given up on the tier, each with the error that is the reason.
     """
 
     next: QueuedStep[T] | None
-    lost: tuple[tuple[QueuedStep[T], CkptError], ...] = ()
+    losses: tuple[tuple[QueuedStep[T], CkptError], ...] = ()
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -79,9 +80,9 @@ class TierQueue(Generic[T]):
             are in this queue.
 
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
-    a time. ``_changed`` guards all fields, except for ``_serial``, which belongs to the thread that
-    calls ``take``. ``_closing`` and ``_asks_once`` are set once, and may be read without
-    ``_changed``.
+    a time. ``_change`` guards all fields, except for ``_serial``, which belongs to the thread that
+    calls ``take``. ``_is_closing`` and ``_asks_once`` are set once, and may be read without
+    ``_change``.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class TierQueue(Generic[T]):
         self._steps: dict[str, QueuedStep[T] | None] = {}
         self._given_up: set[str] = set()
         self._serial = 0
-        self._closing = self._served = self._asks_once = False
-        self._changed = threading.Condition()
+        self._is_closing = self._is_served = self._asks_once = False
+        self._change = threading.Condition()
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether other ranks have a queue for the same tier."""
         return self._coordinator.world_size > 1
 
@@ -112,15 +113,15 @@ class TierQueue(Generic[T]):
         holds its image waits behind the place. A rank with fewer slots cannot begin the later step
         before it has released the slot of the expected step.
         """
-        with self._changed:
+        with self._change:
             self._steps.setdefault(ref.folder, None)
 
     def expect_no_more(self, ref: StepRef) -> None:
         """Remove the place of an expected step that will not be pushed to this queue."""
-        with self._changed:
+        with self._change:
             if self._steps.get(ref.folder, self) is None:
                 del self._steps[ref.folder]
-                self._changed.notify_all()
+                self._change.notify_all()
 
     def push(self, step: QueuedStep[T]) -> bool:
         """Add a step to the queue. If it was expected, it gets the place that was kept for it.
@@ -128,10 +129,10 @@ class TierQueue(Generic[T]):
         Returns:
             True if the caller must start a thread that calls ``take`` until that returns None.
         """
-        with self._changed:
+        with self._change:
             self._steps[step.ref.folder] = step
-            self._changed.notify_all()
-            start, self._served = not self._served, True
+            self._change.notify_all()
+            start, self._is_served = not self._is_served, True
             return start
 
     def take(self) -> Turn[T] | None:
@@ -143,62 +144,64 @@ class TierQueue(Generic[T]):
             The next turn; None if no step waits. After None, the next ``push`` returns True.
         """
         while True:
-            with self._changed:
+            with self._change:
                 if not any(self._steps.values()):
-                    self._served = False
+                    self._is_served = False
                     return None
-                self._changed.wait_for(lambda: self._closing or self._can_go_on())
+                self._change.wait_for(lambda: self._is_closing or self._can_go_on())
             try:
                 return self._next()
             except CommitError as error:
                 if self._asks_once:
                     return Turn(None, self.lose_all(error))
                 _log.warning("ckpt: %s; asking again", error)
-                with self._changed:
-                    self._changed.wait_for(
+                with self._change:
+                    self._change.wait_for(
                         lambda: self._asks_once, min(_PAUSE_SECONDS, self._timeout)
                     )
             except CkptError as error:
                 return Turn(None, self.lose_all(error))
             except BaseException as error:  # noqa: BLE001 - the steps that wait end with it
-                wrapped = CkptError(f"the queue before a tier has failed: {error!r}")
-                wrapped.__cause__ = error
-                return Turn(None, self.lose_all(wrapped))
+                ckpt_error = CkptError(f"the queue before a tier has failed: {error!r}")
+                ckpt_error.__cause__ = error
+                return Turn(None, self.lose_all(ckpt_error))
 
     def lose_all(self, error: CkptError) -> tuple[tuple[QueuedStep[T], CkptError], ...]:
         """Remove all steps that wait, and return each with ``error``."""
-        with self._changed:
-            lost = tuple((step, error) for step in self._steps.values() if step is not None)
+        with self._change:
+            losses = tuple((step, error) for step in self._steps.values() if step is not None)
             self._steps.clear()
-            return lost
+            return losses
 
     def give_up_stored(self) -> list[QueuedStep[T]]:
         """Remove the steps that a nearer tier has, and return them. From now on, a leader that does
         not answer is asked only once, since the owner waits for the other steps.
         """
-        with self._changed:
+        with self._change:
             self._asks_once = True
-            stored = [step for step in self._steps.values() if step is not None and not step.held]
-            for step in stored:
+            stored_names = [
+                step for step in self._steps.values() if step is not None and not step.holds_image
+            ]
+            for step in stored_names:
                 del self._steps[step.ref.folder]
                 self._given_up.add(step.ref.folder)
-            self._changed.notify_all()
-            return stored
+            self._change.notify_all()
+            return stored_names
 
     def close(self) -> None:
         """Make ``take`` return soon. It still returns the steps that wait, but it does not wait for
         expected steps, and it asks a leader that does not answer only once.
         """
-        with self._changed:
-            self._closing = self._asks_once = True
-            self._changed.notify_all()
+        with self._change:
+            self._is_closing = self._asks_once = True
+            self._change.notify_all()
 
     def _next(self) -> Turn[T]:
         subject = f"order/{self._index}/{self._serial + 1}"
-        if not self.shared or self._coordinator.rank == LEADER:
+        if not self.is_shared or self._coordinator.rank == LEADER:
             if (order := self._choose()) is None:
                 return Turn(None)
-            if self.shared:
+            if self.is_shared:
                 # An earlier call may have set an order and got no answer. That order is valid.
                 stands = self._coordinator.set_once(subject, msgspec.json.encode(order))
                 order = msgspec.json.decode(stands, type=_Order)
@@ -218,24 +221,28 @@ class TierQueue(Generic[T]):
         """Return True if there is a step to take or, on a rank other than the leader, a step whose
         order is to be awaited.
 
-        The caller holds ``_changed``.
+        The caller holds ``_change``.
         """
-        follows = self.shared and self._coordinator.rank != LEADER
-        held, stored = self._takable()
-        return bool(held or stored or (follows and any(self._steps.values())))
+        follows = self.is_shared and self._coordinator.rank != LEADER
+        image_names, stored_names = self._takable()
+        return bool(image_names or stored_names or (follows and any(self._steps.values())))
 
     def _takable(self) -> tuple[list[str], list[str]]:
         """Return the folders of the steps that may be next: every rank can begin them without
         another slot.
 
-        The caller holds ``_changed``.
+        The caller holds ``_change``.
 
         Returns:
             The steps that hold their images, and the steps that a nearer tier has.
         """
-        stored = [name for name, step in self._steps.items() if step is not None and not step.held]
-        before = takewhile(lambda each: each[1] is not None, self._steps.items())
-        return [name for name, step in before if step is not None and step.held], stored
+        stored_names = [
+            name for name, step in self._steps.items() if step is not None and not step.holds_image
+        ]
+        prefix = takewhile(lambda entry: entry[1] is not None, self._steps.items())
+        return [
+            name for name, step in prefix if step is not None and step.holds_image
+        ], stored_names
 
     def _choose(self) -> _Order | None:
         """Return the order of the leader; None if all steps have been given up meanwhile.
@@ -243,14 +250,16 @@ class TierQueue(Generic[T]):
         The next step is the oldest step that holds its image, since every rank can begin that step
         without another slot. If no step holds its image, the next step is the newest one.
         """
-        with self._changed:
-            held, stored = self._takable()
-            if not held and not stored:  # After ``close``, no step is expected any more
-                held = [name for name, step in self._steps.items() if step is not None]
-        if not held and not stored:
+        with self._change:
+            image_names, stored_names = self._takable()
+            if (
+                not image_names and not stored_names
+            ):  # After ``close``, no step is expected any more
+                image_names = [name for name, step in self._steps.items() if step is not None]
+        if not image_names and not stored_names:
             return None
-        dropped = stored[: max(0, len(stored) - 1 - self._backlog)]
-        return _Order(held[0] if held else stored[-1], tuple(dropped))
+        dropped_names = stored_names[: max(0, len(stored_names) - 1 - self._backlog)]
+        return _Order(image_names[0] if image_names else stored_names[-1], tuple(dropped_names))
 
     def _take(self, order: _Order) -> Turn[T]:
         """Remove the steps of ``order`` from the queue, and return them. Steps that have been given
@@ -267,11 +276,13 @@ class TierQueue(Generic[T]):
             return all(self._steps.get(name) or name in self._given_up for name in names)
 
         names = (order.next, *order.dropped)
-        with self._changed:
-            if not self._changed.wait_for(are_known, self._timeout):
+        with self._change:
+            if not self._change.wait_for(are_known, self._timeout):
                 raise CommitError(
                     f"{order.next} was to be taken to tier {self._index}, but is not known here"
                 )
-            next_, *dropped = [self._steps.pop(name, None) for name in names]
-            lost = [(step, TierBehind(step.ref.step)) for step in dropped if step is not None]
-            return Turn(next_, tuple(lost))
+            next_, *dropped_steps = [self._steps.pop(name, None) for name in names]
+            losses = [
+                (step, TierBehind(step.ref.step)) for step in dropped_steps if step is not None
+            ]
+            return Turn(next_, tuple(losses))

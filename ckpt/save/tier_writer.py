@@ -46,17 +46,17 @@ from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
 from ckpt.save.out_of_space import RetryWhenFull
 from ckpt.save.rank_files import FileCopier, RankFiles
-from ckpt.save.save_job import SaveJob
+from ckpt.save.save_job import SaveRequest
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.tiers import OpenTier
 
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
-_MANY: Final = 16
+_MANY_RANKS: Final = 16
 """From this number of ranks on, the leader reads fragments for the manifest on several threads."""
 _READERS: Final = 8
 """The most threads that read the fragments for a manifest. Each rank has one fragment."""
-_LEAVING: Final = RetryPolicy(attempts=3)
+_DETACH_RETRY: Final = RetryPolicy(attempts=3)
 
 
 class TierWriter:
@@ -75,11 +75,11 @@ class TierWriter:
         root: The claim of the job on the root of the tier.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
-    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_foreign``,
-    ``_unclean`` and ``_files``, because ``commit``, ``abort`` and ``claim`` may be called by
-    different threads. A thread that has just committed calls ``stored`` before it commits again.
-    Only the owner, which closes, uses ``_detached``. All other fields are set once, or are
-    thread-safe objects.
+    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_merge_cache``,
+    ``_foreign``, ``_unclean`` and ``_files``, because ``commit``, ``abort`` and ``claim`` may be
+    called by different threads. A thread that has just committed calls ``stored_image`` before it
+    commits again. Only the owner, which closes, uses ``_is_detached``. All other fields are set
+    once, or are thread-safe objects.
     """
 
     def __init__(
@@ -105,9 +105,11 @@ class TierWriter:
         # The leader reads fragments with these threads.
         readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
-        self._posted = PostedTakeover(self._node, tier.index)
-        posted = None if self._node.rank == LEADER else self._posted
-        self.root = Claim(self._backend, Owner.of_this_process(coordinator.attempt), posted=posted)
+        self._takeover = PostedTakeover(self._node, tier.index)
+        takeover = None if self._node.rank == LEADER else self._takeover
+        self.root = Claim(
+            self._backend, Owner.of_this_process(coordinator.attempt), posted=takeover
+        )
         self._pruner: Pruner | None = None
         if not self.in_memory:
             self._pruner = Pruner(tier, self.root, steps, config, leads=self._node.rank == LEADER)
@@ -116,8 +118,8 @@ class TierWriter:
             timeout = config.commit_timeout_seconds
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
         self._when_full = RetryWhenFull(self._quota, self._pruner, steps)
-        self._hurry, self._left = threading.Event(), threading.Event()
-        self._cleaning = threading.Lock()
+        self._hurry, self._departure = threading.Event(), threading.Event()
+        self._clean_lock = threading.Lock()
         patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
@@ -126,15 +128,15 @@ class TierWriter:
         )
         # If nodes share the tier, an agent of another node may copy the files of this rank there.
         # So this rank puts a marker before it removes them (see ``claim_marker``).
-        alone = tier.local or coordinator.world_size == 1
-        self._marked = None if alone else coordinator.rank
-        self._known = MergeCache()
+        is_alone = tier.local or coordinator.world_size == 1
+        self._marker_rank = None if is_alone else coordinator.rank
+        self._merge_cache = MergeCache()
         self._foreign: list[StepRef] | None = None
         self._is_committed: dict[StepRef, bool] = {}
         self._unclean: set[StepRef] = set()
-        self._detached = False
+        self._is_detached = False
 
-    def commit(self, job: SaveJob, *, on_bytes: OnBytes) -> tuple[Chunk, ...]:
+    def commit(self, job: SaveRequest, *, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         """Make ``job`` a checkpoint on this tier, together with the other ranks.
 
         Args:
@@ -151,7 +153,7 @@ class TierWriter:
         with self._turn, errors_of(self.url):
             return self._commit(job, on_bytes)
 
-    def _commit(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
+    def _commit(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         # A step that a nearer tier has can wait until a store answers again.
         self._retry = self._patient if job.source is not None else RetryPolicy()
         committer = self._committer(job.trial)
@@ -196,7 +198,7 @@ class TierWriter:
         """Call ``work`` with retries. If the store is full and room was made, call it once more."""
         return self._when_full.request(partial(self._retry.call, work))
 
-    def _write_all(self, job: SaveJob, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Durable]:
+    def _write_all(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Durable]:
         if self.in_memory and job.image.path:
             self._slots.keep(job.image.path, self.tier, job.ref)
         chunks, encoding = self._files.write(job, on_bytes, self._retry)
@@ -212,7 +214,7 @@ class TierWriter:
         return chunks, vote
 
     def _remove_fragment(self, ref: StepRef) -> None:
-        if self._marked is None or claim_rank_to_remove(self._backend, ref, self._marked):
+        if self._marker_rank is None or claim_rank_to_remove(self._backend, ref, self._marker_rank):
             delete_files(self._backend, [ref.key(self._files.names[0])])
 
     def claim(self) -> None:
@@ -266,11 +268,11 @@ class TierWriter:
         except CkptError as error:
             _log.debug("ckpt: step %d on %s: %s", ref.step, self.url, error)
 
-    def stored(self, job: SaveJob) -> StoredImage:
+    def stored_image(self, job: SaveRequest) -> StoredImage:
         """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
         committed from memory.
         """
-        return self._files.stored(job, self._retry)
+        return self._files.stored_image(job, self._retry)
 
     def hurry(self) -> None:
         """From now on, give up each request to the store after the usual number of tries, and not
@@ -282,15 +284,15 @@ class TierWriter:
         """Remove no files of failed saves from now on, since the agent may work on the steps. Also
         do what ``hurry`` does.
         """
-        self._left.set()
+        self._departure.set()
         self.hurry()
 
     def await_cleaned(self, seconds: float) -> None:
         """Wait until no files of a failed save are being removed, for at most ``seconds``. Call
         ``leave`` first.
         """
-        if self._cleaning.acquire(timeout=seconds):
-            self._cleaning.release()
+        if self._clean_lock.acquire(timeout=seconds):
+            self._clean_lock.release()
         else:
             _log.info("ckpt: %s does not answer while a step is cleared away there", self.url)
 
@@ -320,8 +322,8 @@ class TierWriter:
             StorageError: The store does not answer. The agent then removes the job's record from
                 the root.
         """
-        self._detached = True
-        _LEAVING.call(self.root.detach)
+        self._is_detached = True
+        _DETACH_RETRY.call(self.root.detach)
 
     def close(self, durable_step: int, *, logs: bool = True) -> None:
         """Stop the threads, and release the root unless ``detach`` has handed it over.
@@ -335,13 +337,13 @@ class TierWriter:
         self._readers.close()
         if self._pruner is not None:
             self._pruner.close()
-        kept = self._slots.kept_by(self.tier)
-        for path, ref in kept.items():
+        refs_by_path = self._slots.kept_by(self.tier)
+        for path, ref in refs_by_path.items():
             if ref.step <= durable_step:
                 with contextlib.suppress(CkptError):
                     self._slots.evict(path)
-        newest = max((ref.step for ref in kept.values()), default=-1)
-        if logs and newest > durable_step and not self._detached:
+        newest = max((ref.step for ref in refs_by_path.values()), default=-1)
+        if logs and newest > durable_step and not self._is_detached:
             _log.warning(
                 "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step "
                 "to a durable tier too",
@@ -351,7 +353,7 @@ class TierWriter:
         with contextlib.suppress(CkptError):
             for ref in self._unclean:
                 self._files.discard_unfinished(ref)
-        if not self._detached:
+        if not self._is_detached:
             with contextlib.suppress(CkptError):
                 self.root.release()
 
@@ -368,11 +370,13 @@ class TierWriter:
             commit_store,
             name=name,
             bounds=Bounds(self._config.commit_timeout_seconds),
-            merge_cache=self._known,
-            read_all=self._readers.stream if self._coordinator.world_size >= _MANY else in_turn,
+            merge_cache=self._merge_cache,
+            read_all=self._readers.stream
+            if self._coordinator.world_size >= _MANY_RANKS
+            else in_turn,
         )
 
-    def _reason_to_abort(self, job: SaveJob) -> CkptError | None:
+    def _reason_to_abort(self, job: SaveRequest) -> CkptError | None:
         """Return the error if ``job`` must be aborted before its files are written, or None.
 
         If the tier has a capacity, wait until the leader has made room for ``job``. The error is an
@@ -392,7 +396,7 @@ class TierWriter:
                 return with_root(error, self.url)
         return abort
 
-    def _objection(self, job: SaveJob) -> CkptError | None:
+    def _objection(self, job: SaveRequest) -> CkptError | None:
         """Claim the root, if this job has not claimed it yet. Return the error if ``job`` cannot be
         saved, else None.
 
@@ -401,21 +405,29 @@ class TierWriter:
         that count are those that ``_take_over`` returns, up to the step that this job continued
         from at the call of the save.
         """
-        ref, restored = job.ref, job.restored
+        ref, restored_ref = job.ref, job.restored_ref
         try:
             if self._foreign is not None and not self._retry.call(self.root.confirm):
                 # Another job has owned the root meanwhile, and may have saved steps there.
                 self._foreign = None
                 self._is_committed.clear()
             foreign = self._take_over()
-            counting = [one for one in foreign if restored is None or one.step <= restored.step]
-            if self._newest_of(one for one in counting if one.step == ref.step):
+            relevant = [
+                foreign_ref
+                for foreign_ref in foreign
+                if restored_ref is None or foreign_ref.step <= restored_ref.step
+            ]
+            if self._newest_of(
+                foreign_ref for foreign_ref in relevant if foreign_ref.step == ref.step
+            ):
                 return StepExists(ref.step, self.url, earlier=True)
-            later = self._newest_of(one for one in counting if one.step > ref.step)
+            later_ref = self._newest_of(
+                foreign_ref for foreign_ref in relevant if foreign_ref.step > ref.step
+            )
         except CkptError as error:
             return with_root(error, self.url)
-        if later is not None and not self.in_memory:
-            return HistoryHidden(ref.step, later.step, self.url)
+        if later_ref is not None and not self.in_memory:
+            return HistoryHidden(ref.step, later_ref.step, self.url)
         return None
 
     def _take_over(self) -> Sequence[StepRef]:
@@ -430,7 +442,7 @@ class TierWriter:
             listing = self._call(self.root.take)
             takeover = self.root.takeover
             if self._node.world_size > 1 and takeover is not None:
-                self._posted.post(takeover)  # Other ranks read it when they must make room
+                self._takeover.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)
             self._foreign = [ref for ref in listing if ref.job != self.root.own]
@@ -438,17 +450,17 @@ class TierWriter:
         return self._foreign
 
     def _warn_of_later(self, foreign: Sequence[StepRef]) -> None:
-        restored = self._steps.restored
-        if restored is None or self.in_memory:
+        restored_ref = self._steps.restored
+        if restored_ref is None or self.in_memory:
             return
-        later = self._newest_of(ref for ref in foreign if ref.step > restored.step)
-        if later is not None:
+        later_ref = self._newest_of(ref for ref in foreign if ref.step > restored_ref.step)
+        if later_ref is not None:
             _log.warning(
                 "ckpt: %s holds step %d, and this job continues from step %d: a restart takes "
                 "the higher step if it is intact, so remove it, or save higher steps",
                 self.url,
-                later.step,
-                restored.step,
+                later_ref.step,
+                restored_ref.step,
             )
 
     def _newest_of(self, refs: Iterable[StepRef]) -> StepRef | None:
@@ -460,26 +472,26 @@ class TierWriter:
                 return ref
         return None
 
-    def _clean_up(self, job: SaveJob) -> None:
+    def _clean_up(self, job: SaveRequest) -> None:
         """Remove this rank's files and unfinished writes of a save that was aborted, or in which
         this rank's part has failed. A `StorageError` is only logged.
 
         After ``leave`` nothing is removed, since the agent may work on the step.
         """
-        with self._cleaning:
-            if not self._left.is_set():
+        with self._clean_lock:
+            if not self._departure.is_set():
                 self._remove(job)
 
-    def _remove(self, job: SaveJob) -> None:
+    def _remove(self, job: SaveRequest) -> None:
         try:
             self._files.discard_unfinished(job.ref)
             names = map(job.ref.key, self._files.names)
-            gone = clear_away(self._backend, job.ref, *names, rank=self._marked)
+            is_gone = clear_away(self._backend, job.ref, *names, rank=self._marker_rank)
         except StorageError as error:
             self._unclean.add(job.ref)
             _log.debug(
                 "ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error
             )
         else:
-            if gone and job.image.path:
+            if is_gone and job.image.path:
                 self._slots.forget(job.image.path, self.tier)

@@ -31,59 +31,63 @@ _BLOCK_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class Trainable:
     """The tensors in the parameter groups of a state's optimizers. The object has only their ids,
     and keeps no tensor alive.
 
     Attributes:
         era: The number of restores before the save.
-        still: The ``id`` of each tensor that is not trained now, because its group has a learning
-            rate of zero or it needs no gradient.
-        moving: The ``id`` of each tensor that is trained now, and of each `OptimizerStandIn`. The
-            ids of stand-ins are not in ``seen``.
-        seen: One mapping for each `Segment` of the state, and one for all tensors outside of
+        still_ids: The ``id`` of each tensor that is not trained now, because its group has a
+            learning rate of zero or it needs no gradient.
+        moving_ids: The ``id`` of each tensor that is trained now, and of each `OptimizerStandIn`.
+            The ids of stand-ins are not in ``name_maps``.
+        name_maps: One mapping for each `Segment` of the state, and one for all tensors outside of
             segments: ``id`` of a tensor -> the name under which its bytes are stored.
     """
 
     era: int
-    still: tuple[int, ...]
-    moving: tuple[int, ...]
-    seen: tuple[Mapping[int, str], ...]
+    still_ids: tuple[int, ...]
+    moving_ids: tuple[int, ...]
+    name_maps: tuple[Mapping[int, str], ...]
 
     @classmethod
-    def of(cls, collected: WalkResult, era: int) -> Trained:
-        """Return the tensors of the optimizers in ``collected``. Call it on the training thread."""
-        still: list[int] = []
-        moving: list[int] = []
-        for optimizer in collected.optimizers:
-            # The tensors of a stand-in are not known. Its own id has no name in ``seen``, so
+    def of(cls, collection: WalkResult, era: int) -> Trainable:
+        """Return the tensors of the optimizers in ``collection``. Call it on the training thread.
+        """
+        still_ids: list[int] = []
+        moving_ids: list[int] = []
+        for optimizer in collection.optimizers:
+            # The tensors of a stand-in are not known. Its own id has no name in ``name_maps``, so
             # ``Chunks.whole`` becomes False.
             if isinstance(optimizer, OptimizerStandIn):
-                moving.append(id(optimizer))
+                moving_ids.append(id(optimizer))
                 continue
             for group in optimizer.param_groups:
                 parameters = group["params"]
                 if not _moves(group):
-                    still += map(id, parameters)
+                    still_ids += map(id, parameters)
                 elif all(map(_needs_gradient, parameters)):
-                    moving += map(id, parameters)
+                    moving_ids += map(id, parameters)
                 else:
                     trains = list(map(_needs_gradient, parameters))
-                    moving += map(id, compress(parameters, trains))
-                    still += map(id, compress(parameters, map(not_, trains)))
-        seen: list[Mapping[int, str]] = []
-        alone: dict[int, str] = {}
-        for part in collected.parts:
+                    moving_ids += map(id, compress(parameters, trains))
+                    still_ids += map(id, compress(parameters, map(not_, trains)))
+        name_maps: list[Mapping[int, str]] = []
+        single_names: dict[int, str] = {}
+        for part in collection.parts:
             if isinstance(part, Segment):
-                seen.append(part.names_by_id)
+                name_maps.append(part.names_by_id)
             else:
-                alone[id(part.tensor)] = part.name
-        return cls(era, tuple(still), tuple(moving), (*seen, alone))
+                single_names[id(part.tensor)] = part.name
+        return cls(era, tuple(still_ids), tuple(moving_ids), (*name_maps, single_names))
 
     def names(self, identities: Sequence[int]) -> set[str]:
         """Return the names of the saved tensors whose ``id`` is among ``identities``."""
         return {
-            known[identity] for identity in identities for known in self.seen if identity in known
+            names[identity]
+            for identity in identities
+            for names in self.name_maps
+            if identity in names
         }
 
 
@@ -114,12 +118,12 @@ def _pieces(plan: SavePlan) -> list[_Piece]:
         for item in plan.items
         if item.nbytes
     }
-    found: list[_Piece] = []
+    pieces: list[_Piece] = []
     piece = _Piece("", "uint8")
     for offset in list(accumulate(plan.chunks, initial=0))[:-1]:
         piece = starts.get(offset, piece)
-        found.append(piece)
-    return found
+        pieces.append(piece)
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,35 +132,41 @@ class Chunks:
 
     Attributes:
         plan: The save plan of the file.
-        trained: The tensors of the optimizers.
+        trainable: The tensors of the optimizers.
         places: Name of a tensor that is trained now -> the indices of its chunks.
-        still: Name of a tensor that is not trained now -> the indices of its chunks.
+        still_places: Name of a tensor that is not trained now -> the indices of its chunks.
         whole: Whether all tensors that are trained now are saved.
     """
 
     plan: SavePlan
-    trained: Trained
+    trainable: Trainable
     places: Mapping[str, Sequence[int]]
-    still: Mapping[str, Sequence[int]]
+    still_places: Mapping[str, Sequence[int]]
     whole: bool
 
     @classmethod
-    def of(cls, plan: SavePlan, trained: Trained) -> Chunks:
-        """Return the chunks of the tensors of ``trained`` in the file of ``plan``."""
-        moving, others = trained.names(trained.moving), trained.names(trained.still)
+    def of(cls, plan: SavePlan, trainable: Trainable) -> Chunks:
+        """Return the chunks of the tensors of ``trainable`` in the file of ``plan``."""
+        moving_names, still_names = (
+            trainable.names(trainable.moving_ids),
+            trainable.names(trainable.still_ids),
+        )
         places: dict[str, list[int]] = {}
-        still: dict[str, list[int]] = {}
+        still_places: dict[str, list[int]] = {}
         for index, piece in enumerate(_pieces(plan)):
-            if piece.name in moving:
+            if piece.name in moving_names:
                 places.setdefault(piece.name, []).append(index)
-            elif piece.name in others:
-                still.setdefault(piece.name, []).append(index)
-        whole = all(any(each in known for known in trained.seen) for each in trained.moving)
-        return cls(plan, trained, places, still, whole)
+            elif piece.name in still_names:
+                still_places.setdefault(piece.name, []).append(index)
+        whole = all(
+            any(identity in names for names in trainable.name_maps)
+            for identity in trainable.moving_ids
+        )
+        return cls(plan, trainable, places, still_places, whole)
 
-    def is_of(self, plan: SavePlan, trained: Trained) -> bool:
+    def is_of(self, plan: SavePlan, trainable: Trainable) -> bool:
         """Return True if ``of`` would return an equal object for these arguments."""
-        return self.plan is plan and self.trained == trained
+        return self.plan is plan and self.trainable == trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +177,20 @@ class ScannedImage:
         image: The image itself.
         masks: Offset of a chunk in the image -> the name of its tensor, and the bits of the
             exponent of its dtype. Only these chunks are scanned.
-        found: The names of the tensors that hold NaN or Inf. The set is complete when the image has
-            been written once.
+        not_finite: The names of the tensors that hold NaN or Inf. The set is complete when the
+            image has been written once.
 
     Thread safety: the threads that may use ``image`` may use this object in the same way.
     """
 
     image: Source
     masks: Mapping[int, tuple[str, np.unsignedinteger[Any]]]
-    found: set[str] = field(default_factory=set[str])
+    not_finite: set[str] = field(default_factory=set[str])
 
     @classmethod
-    def of(cls, image: Source, plan: SavePlan, trained: Trained) -> ScannedImage:
-        """Return ``image`` with a scan of the tensors of ``trained``."""
-        names = trained.names((*trained.still, *trained.moving))
+    def of(cls, image: Source, plan: SavePlan, trainable: Trainable) -> ScannedImage:
+        """Return ``image`` with a scan of the tensors of ``trainable``."""
+        names = trainable.names((*trainable.still_ids, *trainable.moving_ids))
         edges = pairwise(accumulate(plan.chunks, initial=0))
         masks = {
             start: (piece.name, mask)
@@ -216,10 +226,10 @@ class ScannedImage:
 
     def note_hashed(self, start: int, end: int) -> None:
         """Scan the chunk, and then let the image use the memory of the chunk again."""
-        if (known := self.masks.get(start)) is not None:
-            name, mask = known
+        if (entry := self.masks.get(start)) is not None:
+            name, mask = entry
             if not all_finite(self.image.view(start, end), mask):
-                self.found.add(name)
+                self.not_finite.add(name)
         self.image.note_hashed(start, end)
 
     def note_loss(self, error: CkptError) -> None:

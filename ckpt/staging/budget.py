@@ -43,14 +43,14 @@ class _Cgroups:
         mount: The mount point of the hierarchy.
         controller: The name of the hierarchy in /proc/self/cgroup.
         limits: The names of the files with limits.
-        used: The name of the file with the memory in use.
+        usage: The name of the file with the memory in use.
         cache: The names of the rows of ``memory.stat`` that count page cache.
     """
 
     mount: str
     controller: str
     limits: tuple[str, ...]
-    used: str
+    usage: str
     cache: tuple[str, ...]
 
 
@@ -58,14 +58,14 @@ _V1: Final = _Cgroups(
     mount="/sys/fs/cgroup/memory",
     controller="memory",
     limits=("memory.limit_in_bytes",),
-    used="memory.usage_in_bytes",
+    usage="memory.usage_in_bytes",
     cache=("total_inactive_file", "total_active_file"),
 )
 _V2: Final = _Cgroups(
     mount="/sys/fs/cgroup",
     controller="",
     limits=("memory.max", "memory.high"),
-    used="memory.current",
+    usage="memory.current",
     cache=("inactive_file", "active_file"),
 )
 
@@ -76,13 +76,13 @@ class Room:
 
     Attributes:
         memory: The bytes that the rank may use in total.
-        shared: The bytes of ``memory`` that may be in ``/dev/shm``.
+        shared_bytes: The bytes of ``memory`` that may be in ``/dev/shm``.
         ranks: The number of ranks that the memory of the node was divided among.
         limit: The bytes that the settings allow the rank; None for no limit.
     """
 
     memory: int
-    shared: int
+    shared_bytes: int
     ranks: int
     limit: int | None = None
 
@@ -102,7 +102,7 @@ class Budget:
         slot_bytes: The bytes of each slot. If this is less than ``nbytes``, a larger image passes
             through the slot in waves.
         spill_bytes: The most bytes of the spill, which images in waves may use beside the slots.
-        shared: Whether the slots are files in /dev/shm.
+        is_shared: Whether the slots are files in /dev/shm.
         sentence: The decision and its reason, for the log.
     """
 
@@ -110,14 +110,14 @@ class Budget:
     nbytes: int
     slot_bytes: int
     spill_bytes: int = 0
-    shared: bool
+    is_shared: bool
     sentence: str
 
 
 def decide(
-    nbytes: int, *, wanted: int, room: Room, elastic: bool = False, part_bytes: int = 0
+    nbytes: int, *, most_slots: int, room: Room, elastic: bool = False, part_bytes: int = 0
 ) -> Budget:
-    """Return the budget for images of ``nbytes``: as many of the ``wanted`` slots as ``room``
+    """Return the budget for images of ``nbytes``: as many of the ``most_slots`` slots as ``room``
     allows.
 
     The slots are in shared memory if at least one fits into it. If ``room`` does not allow a single
@@ -126,7 +126,7 @@ def decide(
 
     Args:
         nbytes: The most bytes of an image.
-        wanted: The most slots.
+        most_slots: The most slots.
         room: The memory that the rank may use.
         elastic: Whether images may pass in waves even if whole ones have room.
         part_bytes: The largest part or chunk, which a ring must hold together with copies.
@@ -138,33 +138,35 @@ def decide(
     least = max(_LEAST_RING, (2 - (-largest // _RING_STEP)) * _RING_STEP)
     ring = max(_RING_BYTES, least)
     if nbytes > room.memory or (elastic and nbytes > ring < room.memory * _RING_SHARE):
-        return _in_waves(nbytes, wanted, room, ring, least)
-    slots = min(wanted, room.memory // max(1, nbytes))
-    shared = nbytes <= room.shared
-    if shared:
-        slots = min(slots, room.shared // max(1, nbytes))
-    place = "/dev/shm" if shared else "anonymous memory"  # noqa: S108 - a word in a sentence
-    what = f"{slots} slot(s) of {_mib(nbytes)} each in {place}"
-    why = (
-        f"{_mib(room.memory)} of memory and {_mib(room.shared)} of /dev/shm are free for each of "
-        f"{room.ranks} rank(s)"
+        return _in_waves(nbytes, most_slots, room, ring, least)
+    slots = min(most_slots, room.memory // max(1, nbytes))
+    is_shared = nbytes <= room.shared_bytes
+    if is_shared:
+        slots = min(slots, room.shared_bytes // max(1, nbytes))
+    place = "/dev/shm" if is_shared else "anonymous memory"  # noqa: S108 - a word in a sentence
+    text = f"{slots} slot(s) of {_mib(nbytes)} each in {place}"
+    reason = (
+        f"{_mib(room.memory)} of memory and {_mib(room.shared_bytes)} of /dev/shm are free for "
+        f"each of {room.ranks} rank(s)"
     )
-    lost = "" if shared else "; images are lost with the process"
+    loss = "" if is_shared else "; images are lost with the process"
     fewer = (
-        f"; {wanted} were wanted, so a save may wait for the one before" if slots < wanted else ""
+        f"; {most_slots} were wanted, so a save may wait for the one before"
+        if slots < most_slots
+        else ""
     )
     return Budget(
         slots=slots,
         nbytes=nbytes,
         slot_bytes=nbytes,
-        shared=shared,
-        sentence=f"{what}: {why}{lost}{fewer}{_shortage(room)}",
+        is_shared=is_shared,
+        sentence=f"{text}: {reason}{loss}{fewer}{_shortage(room)}",
     )
 
 
-def _in_waves(nbytes: int, wanted: int, room: Room, ring: int, least: int) -> Budget:
-    most = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
-    ring = min(most, ring)
+def _in_waves(nbytes: int, most_slots: int, room: Room, ring: int, least: int) -> Budget:
+    limit = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
+    ring = min(limit, ring)
     if ring < least:
         raise HostMemoryExhausted(
             nbytes,
@@ -172,14 +174,14 @@ def _in_waves(nbytes: int, wanted: int, room: Room, ring: int, least: int) -> Bu
             "node (machine, memory cgroup or host_memory), "
             f"and the least is {_least(nbytes, least)}",
         )
-    slots = max(1, min(wanted, most // nbytes)) if nbytes <= most else 1
-    spill = max(0, min(most, wanted * nbytes) - slots * ring)
+    slots = max(1, min(most_slots, limit // nbytes)) if nbytes <= limit else 1
+    spill = max(0, min(limit, most_slots * nbytes) - slots * ring)
     return Budget(
         slots=slots,
         nbytes=nbytes,
         slot_bytes=ring,
         spill_bytes=spill,
-        shared=False,
+        is_shared=False,
         sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "
         f"waves, and through up to {_mib(spill)} more if an optimizer's step comes before they are "
         f"written: {_mib(room.memory)} may be used by each of {room.ranks} rank(s)"
@@ -212,9 +214,9 @@ def measure(
     *,
     ranks: int,
     limit: int | None = None,
-    held: int = 0,
-    freed: int = 0,
-    freed_in_shm: int = 0,
+    sibling_bytes: int = 0,
+    reclaimable: int = 0,
+    reclaimable_in_shm: int = 0,
 ) -> Room:
     """Return the memory that this rank may use now.
 
@@ -222,23 +224,23 @@ def measure(
         shm: The folder of shared memory.
         ranks: The number of ranks on this node, which share its memory.
         limit: The most bytes that this rank may use; None for no limit.
-        held: The bytes in ``shm`` that other ranks of the node already use. They are added to the
-            free memory before it is divided, so that the parts of all ranks are equal, in whatever
-            order the ranks call this.
-        freed: The bytes of slots of this rank that count as free.
-        freed_in_shm: The bytes of these slots that are in ``shm``.
+        sibling_bytes: The bytes in ``shm`` that other ranks of the node already use. They are added
+            to the free memory before it is divided, so that the parts of all ranks are equal, in
+            whatever order the ranks call this.
+        reclaimable: The bytes of slots of this rank that count as free.
+        reclaimable_in_shm: The bytes of these slots that are in ``shm``.
     """
-    free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM) + freed
-    memory = min(free, (free + held) // ranks)
+    free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM) + reclaimable
+    memory = min(free, (free + sibling_bytes) // ranks)
     if limit is not None:
         memory = min(memory, limit)
     try:
         stat = os.statvfs(shm)
-        left = stat.f_bavail * stat.f_frsize + freed_in_shm
+        shm_bytes = stat.f_bavail * stat.f_frsize + reclaimable_in_shm
     except OSError:
-        left = 0
-    shared = min(memory, left, (left + held) // ranks)
-    return Room(memory=memory, shared=shared, ranks=ranks, limit=limit)
+        shm_bytes = 0
+    shared_bytes = min(memory, shm_bytes, (shm_bytes + sibling_bytes) // ranks)
+    return Room(memory=memory, shared_bytes=shared_bytes, ranks=ranks, limit=limit)
 
 
 def _cgroup_rooms() -> list[int]:
@@ -255,11 +257,13 @@ def _cgroup_rooms() -> list[int]:
         for group in (path, *path.parents):
             folder = f"{kind.mount}{group}"
             limits = [
-                most for name in kind.limits if (most := _number(f"{folder}/{name}")) is not None
+                limit for name in kind.limits if (limit := _number(f"{folder}/{name}")) is not None
             ]
-            used = _number(f"{folder}/{kind.used}")
-            if limits and used is not None:
-                rooms.append(max(0, min(limits) - used + _sum(f"{folder}/memory.stat", kind.cache)))
+            usage = _number(f"{folder}/{kind.usage}")
+            if limits and usage is not None:
+                rooms.append(
+                    max(0, min(limits) - usage + _sum(f"{folder}/memory.stat", kind.cache))
+                )
     return rooms
 
 

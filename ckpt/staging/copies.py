@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Self
 
 import torch
 
-from ckpt.staging.device import background, on, side_stream
+from ckpt.staging.device import background, side_stream, use_stream
 
 PIECE_BYTES: Final = 32 << 20
 """The most bytes of a part of a large copy, and of a group of small copies.
@@ -45,7 +45,7 @@ class Copy(NamedTuple):
     address: int = 0
 
     @property
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return True if the source is no longer at its address."""
         return bool(self.address) and self.source.data_ptr() != self.address
 
@@ -69,12 +69,12 @@ def _flat_part(source: torch.Tensor, part: slice) -> torch.Tensor:
     """
     while not source.is_contiguous():
         row = source[0].numel()
-        first, last = part.start // row, -(-part.stop // row)
-        part = slice(part.start - first * row, part.stop - first * row)
-        if last - first > 1 or source.dim() == 1:
-            source = source[first:last]
+        start, end = part.start // row, -(-part.stop // row)
+        part = slice(part.start - start * row, part.stop - start * row)
+        if end - start > 1 or source.dim() == 1:
+            source = source[start:end]
             break
-        source = source[first]
+        source = source[start]
     return source.reshape(-1)[part]
 
 
@@ -127,7 +127,7 @@ def devices_of(copies: Iterable[Copy]) -> frozenset[torch.device]:
     return frozenset({copy.source.device for copy in copies if not copy.source.is_cpu})
 
 
-class Late:
+class LateCopies:
     """Make late copies from accelerators on side streams, while training goes on.
 
     ``run`` completes copies of sources in host memory before it returns. Copies from an ordered
@@ -139,21 +139,21 @@ class Late:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        found = {device: side_stream(device) for device in sorted(devices, key=str)}
-        self._streams = {device: stream for device, stream in found.items() if stream is not None}
+        streams = {device: side_stream(device) for device in sorted(devices, key=str)}
+        self._streams = {device: stream for device, stream in streams.items() if stream is not None}
         self._begin = {
             device: torch.accelerator.current_stream(device).record_event()
             for device in self._streams
         }
-        self._done: Events = {}
+        self._end_events: Events = {}
 
     @classmethod
     def of(cls, devices: Iterable[torch.device]) -> Self | None:
         """Return an object for late copies from ``devices``. Return None if none of the devices has
         a side stream, because every copy is then complete when its call returns.
         """
-        late = cls(devices)
-        return late if late.has_streams else None
+        copies = cls(devices)
+        return copies if copies.has_streams else None
 
     @property
     def has_streams(self) -> bool:
@@ -179,12 +179,12 @@ class Late:
         """
         _copy(copies, self._streams)
 
-    def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
+    def on_stream(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context manager in which work runs on the side stream of the tensor's device, so
         that it reads the same values as the copies. For a device without a side stream, the context
         manager does nothing.
         """
-        return on(self._streams.get(tensor.device))
+        return use_stream(self._streams.get(tensor.device))
 
     def events(self) -> Events:
         """Return an event for each device, recorded after all copies that were launched so far."""
@@ -194,7 +194,7 @@ class Late:
         """Record the events that ``hold_current_streams`` waits for. Call this after all copies
         were launched.
         """
-        self._done = self.events()
+        self._end_events = self.events()
 
     def hold_current_streams(self) -> None:
         """Make the current streams of the calling thread wait until all copies have read their
@@ -202,7 +202,7 @@ class Late:
 
         The call has no effect before ``mark_launched``.
         """
-        for device, event in self._done.items():
+        for device, event in self._end_events.items():
             torch.accelerator.current_stream(device).wait_event(event)
 
     def synchronize(self) -> None:
@@ -224,25 +224,25 @@ def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) 
     """
     with torch.no_grad():
         if (
-            here := [copy for copy in copies if copy.source.device not in streams]
+            host_copies := [copy for copy in copies if copy.source.device not in streams]
             if streams
             else copies
         ):
             torch._foreach_copy_(
-                [copy.target for copy in here],
-                [copy.source if copy.part is None else copy.elements for copy in here],
+                [copy.target for copy in host_copies],
+                [copy.source if copy.part is None else copy.elements for copy in host_copies],
             )
         for device, stream in streams.items():
-            if there := [copy for copy in copies if copy.source.device == device]:
-                with on(stream):
+            if device_copies := [copy for copy in copies if copy.source.device == device]:
+                with use_stream(stream):
                     torch._foreach_copy_(
-                        [copy.target for copy in there],
-                        [_resolved(copy.elements) for copy in there],
+                        [copy.target for copy in device_copies],
+                        [_resolve(copy.elements) for copy in device_copies],
                         non_blocking=True,
                     )
 
 
-def _resolved(source: torch.Tensor) -> torch.Tensor:
+def _resolve(source: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its lazy conjugation or negation carried out.
 
     Otherwise torch would conjugate or negate the target, before an asynchronous copy has filled the

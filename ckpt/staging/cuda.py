@@ -14,7 +14,7 @@ import torch
 
 # cudaHostRegisterPortable: the memory counts as page-locked for every device of the process
 _PORTABLE: Final = 1
-_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED_MODE: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def register(address: int, nbytes: int) -> int:
@@ -38,7 +38,7 @@ def beside_captures() -> Generator[None]:
     or query an event, unless the thread has chosen the relaxed mode.
     """
     exchange = _capture_mode_exchange()
-    mode = ctypes.c_int(_RELAXED)
+    mode = ctypes.c_int(_RELAXED_MODE)
     if exchange is not None:
         exchange(ctypes.byref(mode))
     try:

@@ -60,20 +60,20 @@ def is_capturing(device: torch.device) -> bool:
     return ask is not None and bool(ask())
 
 
-def refuse_capture(devices: Iterable[torch.device], what: str) -> None:
+def refuse_capture(devices: Iterable[torch.device], method: str) -> None:
     """Raise ``StagingError`` if one of the ``devices`` is capturing a graph, since the graph would
     include the copies of a save or restore.
 
     Args:
-        what: The name of the method that the user called, for the error.
+        method: The name of the method that the user called, for the error.
     """
-    if found := next(filter(is_capturing, devices), None):
-        way = f"call {what}() before the capture, or after it"
-        raise StagingError(f"{what}() was called while a graph is captured on {found}: {way}")
+    if device := next(filter(is_capturing, devices), None):
+        way = f"call {method}() before the capture, or after it"
+        raise StagingError(f"{method}() was called while a graph is captured on {device}: {way}")
 
 
 @contextmanager
-def on(stream: torch.Stream | None) -> Generator[None]:
+def use_stream(stream: torch.Stream | None) -> Generator[None]:
     """Return a context manager in which ``stream`` and its device are current for this thread. For
     None, it does nothing.
 
@@ -83,12 +83,12 @@ def on(stream: torch.Stream | None) -> Generator[None]:
         yield
         return
     with torch.accelerator.device_index(stream.device_index):
-        before = torch.accelerator.current_stream(stream.device)
+        previous = torch.accelerator.current_stream(stream.device)
         torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
-            torch.accelerator.set_stream(before)
+            torch.accelerator.set_stream(previous)
 
 
 @contextmanager

@@ -22,10 +22,10 @@ def digest(tensor: torch.Tensor) -> str:
     each row of 64-bit words is replaced by the xor of its words. A row has an odd number of words,
     so the xor of a row of equal words is that word, and not 0.
     """
-    return digest_of(folded(tensor))
+    return digest_of(fold(tensor))
 
 
-def folded(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def fold(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the folded tensor, from which ``digest_of`` computes the digest.
 
     On an accelerator, this only queues work. The result has its own memory there, so operations
@@ -46,7 +46,7 @@ def folded(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def digest_of(parts: Iterable[torch.Tensor]) -> str:
-    """Return the digest for the result of ``folded``. This waits for the work on an accelerator."""
+    """Return the digest for the result of ``fold``. This waits for the work on an accelerator."""
     return "".join(_checksum(part.cpu()) for part in parts)
 
 
@@ -70,8 +70,8 @@ def host_bytes(address: int, nbytes: int) -> Any:
     return _array(nbytes).from_address(address)
 
 
-def _checksum(held: torch.Tensor) -> str:
-    return checksum(memoryview(host_bytes(held.data_ptr(), held.nbytes)))
+def _checksum(tensor: torch.Tensor) -> str:
+    return checksum(memoryview(host_bytes(tensor.data_ptr(), tensor.nbytes)))
 
 
 @cache

@@ -24,7 +24,7 @@ from ckpt.staging.snapshot import Snapshot
 
 _log = logging.getLogger("ckpt")
 _fences: Final[weakref.WeakSet[Fence]] = weakref.WeakSet()  # The fences of all managers
-_registering: Final = threading.Lock()
+_registry_lock: Final = threading.Lock()
 
 
 class Fence:
@@ -42,35 +42,35 @@ class Fence:
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = (
             weakref.WeakKeyDictionary()
         )
-        self._stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+        self._step_threads: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._stop_listening: Callable[[], object] = bool
-        self.captured = weakref.WeakSet[torch.optim.Optimizer]()
+        self.captured_optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         """The optimizers whose step was captured in a graph. When the graph is replayed, no hook
         runs.
         """
         # From here on, ``wait_for_all`` may use this object, even if Ctrl-C ends the constructor.
         # So this must be its last statement.
-        with _registering:
+        with _registry_lock:
             _fences.add(self)
 
     def listen(self) -> None:
-        """Begin to add to ``captured`` each optimizer of the process whose step is captured in a
-        graph, guarded or not.
+        """Begin to add to ``captured_optimizers`` each optimizer of the process whose step is
+        captured in a graph, guarded or not.
 
         ``remove`` ends this.
         """
         fence = weakref.ref(self)
 
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (listening := fence()) is not None:
-                listening.note_capture(optimizer)
+            if (owner := fence()) is not None:
+                owner.note_capture(optimizer)
 
-        handle = register_optimizer_step_pre_hook(_untraced(on_step))
+        handle = register_optimizer_step_pre_hook(_disable_tracing(on_step))
         self._stop_listening = weakref.finalize(self, handle.remove)
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -82,16 +82,19 @@ class Fence:
         """
         for optimizer in optimizers:
             if optimizer not in self._hooks:
-                before, after = _untraced(self._before_step), _untraced(self._after_step)
+                pre_hook, post_hook = (
+                    _disable_tracing(self._before_step),
+                    _disable_tracing(self._after_step),
+                )
                 self._hooks[optimizer] = [
-                    optimizer.register_step_pre_hook(before),
-                    optimizer.register_step_post_hook(after),
+                    optimizer.register_step_pre_hook(pre_hook),
+                    optimizer.register_step_post_hook(post_hook),
                 ]
             # If ``step()`` raises, its post-hook does not run, and the optimizer stays in
-            # ``_stepping``. So an entry counts only if its thread still runs and is not the calling
-            # thread.
-            inside = self._stepping.get(optimizer, threading.get_ident())
-            if inside != threading.get_ident() and inside in {
+            # ``_step_threads``. So an entry counts only if its thread still runs and is not the
+            # calling thread.
+            thread_id = self._step_threads.get(optimizer, threading.get_ident())
+            if thread_id != threading.get_ident() and thread_id in {
                 thread.ident for thread in threading.enumerate()
             }:
                 kind = type(optimizer).__name__
@@ -100,13 +103,13 @@ class Fence:
                 )
             if _is_interrupted(optimizer):
                 kind = type(optimizer).__name__
-                refused = StagingError(
+                error = StagingError(
                     f"a signal handler that interrupts {kind}.step() cannot save: let "
                     "manager.on_signals() handle the signal"
                 )
                 # Log the error too, since the interrupted code may catch it as an error of its own.
-                _log.error("ckpt: %s", refused)
-                raise refused
+                _log.error("ckpt: %s", error)
+                raise error
 
     def watch(self, snapshot: Snapshot) -> None:
         """Hold the steps of guarded optimizers until all late copies of ``snapshot`` have ended."""
@@ -122,8 +125,8 @@ class Fence:
         if os.getpid() != self._pid:  # In a forked process, no thread copies tensors
             return
         with self._lock:
-            waiting = list(self._in_flight)
-        for snapshot in waiting:
+            snapshots = list(self._in_flight)
+        for snapshot in snapshots:
             snapshot.fence()
         with self._lock:
             self._forget_landed()
@@ -133,7 +136,7 @@ class Fence:
         """Wait until the late sources of all snapshots in flight in this process may change,
         including those of other managers.
         """
-        with _registering:
+        with _registry_lock:
             fences = list(_fences)
         for fence in fences:
             fence.wait()
@@ -153,20 +156,20 @@ class Fence:
     def note_capture(self, optimizer: torch.optim.Optimizer) -> None:
         # A forked process does not save, and must not use a device.
         if os.getpid() == self._pid and _is_captured(optimizer):
-            self.captured.add(optimizer)
+            self.captured_optimizers.add(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._let_pass(optimizer)
-        self._stepping[optimizer] = threading.get_ident()
+        self._step_threads[optimizer] = threading.get_ident()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._stepping.pop(optimizer, None)
+        self._step_threads.pop(optimizer, None)
 
     def _let_pass(self, optimizer: torch.optim.Optimizer) -> None:
         if _is_captured(optimizer):
             # When the graph is replayed, no hook runs and no version counter moves. From now on,
             # the tensors of this optimizer may not be copied late.
-            self.captured.add(optimizer)
+            self.captured_optimizers.add(optimizer)
             for snapshot in self._in_flight:
                 snapshot.wait_ended()
                 _settle(snapshot)  # The capture that follows moves the version counters
@@ -178,10 +181,12 @@ class Fence:
 
         The caller must hold the lock.
         """
-        landed = [snapshot for snapshot in self._in_flight if snapshot.landed]
-        for snapshot in landed:
+        landed_snapshots = [snapshot for snapshot in self._in_flight if snapshot.has_landed]
+        for snapshot in landed_snapshots:
             _settle(snapshot)
-        self._in_flight = [snapshot for snapshot in self._in_flight if snapshot not in landed]
+        self._in_flight = [
+            snapshot for snapshot in self._in_flight if snapshot not in landed_snapshots
+        ]
 
 
 def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
@@ -207,8 +212,10 @@ def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
 @cache
 def _step_codes(kind: type) -> frozenset[CodeType]:
     """Return the code objects of ``step()`` of a class and its base classes."""
-    found = (inspect.unwrap(vars(each)["step"]) for each in kind.__mro__ if "step" in vars(each))
-    return frozenset(step.__code__ for step in found if inspect.isfunction(step))
+    functions = (
+        inspect.unwrap(vars(base)["step"]) for base in kind.__mro__ if "step" in vars(base)
+    )
+    return frozenset(step.__code__ for step in functions if inspect.isfunction(step))
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
@@ -217,11 +224,11 @@ def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
     If the parameter is in host memory, the call uses no device.
     """
     groups = optimizer.param_groups
-    first = next((parameter for group in groups for parameter in group["params"]), None)
-    return first is not None and is_capturing(first.device)
+    parameter = next((parameter for group in groups for parameter in group["params"]), None)
+    return parameter is not None and is_capturing(parameter.device)
 
 
-def _untraced(hook: Callable[..., None]) -> Any:
+def _disable_tracing(hook: Callable[..., None]) -> Any:
     """Return ``hook`` marked so that ``torch.compile`` does not trace it in a compiled step, since
     locks and waits cannot be traced.
     """

@@ -26,7 +26,7 @@ from ckpt.staging import slot_files
 from ckpt.staging.budget import measure
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.device import Devices
-from ckpt.staging.slot import NotWanted, Slot, ask
+from ckpt.staging.slot import NoNeed, Slot, ask
 
 _log = logging.getLogger("ckpt")
 SAVES: Final = 8
@@ -51,7 +51,7 @@ class Frame:
         populate: Callable[[], None] | None = None,
     ) -> None:
         self.data, self._memory, self._slot = data, memory, slot
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[torch.dtype, torch.Tensor] = {}
         self._populate = populate
 
     @classmethod
@@ -73,11 +73,11 @@ class Frame:
         """Return the memory from ``offset`` on as a tensor with the dtype, the shape and the
         strides of ``form``.
         """
-        typed = self._typed.get(form.dtype)
-        if typed is None:
-            typed = self._typed[form.dtype] = self._memory.view(form.dtype)
-        begin = typed.storage_offset() + offset // form.itemsize
-        return typed.as_strided(form.shape, form.stride(), begin)
+        view = self._views.get(form.dtype)
+        if view is None:
+            view = self._views[form.dtype] = self._memory.view(form.dtype)
+        begin = view.storage_offset() + offset // form.itemsize
+        return view.as_strided(form.shape, form.stride(), begin)
 
     def close(self) -> None:
         """Free the memory as soon as no view of it is in use."""
@@ -92,16 +92,16 @@ class Spill:
         wanted: Returns False once no more memory is to be taken (see `Slot`).
         frame_bytes: The size of a frame; None for that of a piece.
 
-    Thread safety: any thread may call all methods. ``changed`` guards all fields.
+    Thread safety: any thread may call all methods. ``change`` guards all fields.
     """
 
-    def __init__(self, wanted: Callable[[], bool], frame_bytes: int | None = None) -> None:
-        self.changed = Condition()
+    def __init__(self, is_wanted: Callable[[], bool], frame_bytes: int | None = None) -> None:
+        self.change = Condition()
         """Is notified when a frame is free, and by the windows of the rings."""
         self.frame_bytes = frame_bytes or PIECE_BYTES
-        self._wanted = wanted
+        self._is_wanted = is_wanted
         self._free: list[Frame] = []
-        self._count = self._most = 0
+        self._count = self._limit = 0
         self._is_refused = False
         self._needs: deque[int] = deque(maxlen=SAVES)
 
@@ -112,8 +112,8 @@ class Spill:
 
     def allow(self, nbytes: int) -> None:
         """Set the most bytes of all frames together."""
-        with self.changed:
-            self._most = nbytes // self.frame_bytes
+        with self.change:
+            self._limit = nbytes // self.frame_bytes
             self._trim()
 
     def need(self, frames: int) -> None:
@@ -121,19 +121,19 @@ class Spill:
 
         Every save calls this once. The spill keeps the largest number of the last saves.
         """
-        with self.changed:
-            before, self._is_refused = self._kept, False
+        with self.change:
+            old_count, self._is_refused = self._kept_count, False
             self._needs.append(frames)
-            now = self._kept
+            new_count = self._kept_count
             self._trim()
-        if now != before:
-            why = (
+        if new_count != old_count:
+            reason = (
                 "the optimizer's step comes before the image is written"
-                if now > before
+                if new_count > old_count
                 else f"the last {SAVES} saves needed no more"
             )
-            size = now * self.frame_bytes >> 20
-            _log.info("ckpt: %d MiB of spill memory are kept for images: %s", size, why)
+            size = new_count * self.frame_bytes >> 20
+            _log.info("ckpt: %d MiB of spill memory are kept for images: %s", size, reason)
 
     @property
     def has_free(self) -> bool:
@@ -147,16 +147,16 @@ class Spill:
             hurries: Whether an optimizer waits. Otherwise, the spill only grows to what the last
                 saves needed.
         """
-        most = self._most if hurries else self._kept
-        return self._count < most and not self._is_refused
+        limit = self._limit if hurries else self._kept_count
+        return self._count < limit and not self._is_refused
 
     def take(self) -> Frame | None:
         """Return a free frame; None if there is none."""
-        with self.changed:
+        with self.change:
             return self._free.pop() if self._free else None
 
     def begin_growth(self) -> None:
-        """Count one more frame. The caller must hold ``changed``, and must call ``grow`` after it
+        """Count one more frame. The caller must hold ``change``, and must call ``grow`` after it
         has released it.
         """
         self._count += 1
@@ -172,15 +172,15 @@ class Spill:
         try:
             if self.frame_bytes > (free := measure(slot_files.SHM, ranks=1).memory):
                 raise HostMemoryExhausted(self.frame_bytes, f"{free >> 20} MiB are free")
-            slot = Slot(self.frame_bytes, None, self._wanted)
+            slot = Slot(self.frame_bytes, None, self._is_wanted)
             slot.prefault()
             slot.pin(devices)
         except BaseException as error:
-            with self.changed:
+            with self.change:
                 self._count -= 1
                 self._is_refused = True
-                self.changed.notify_all()
-            if not isinstance(error, HostMemoryExhausted | NotWanted):
+                self.change.notify_all()
+            if not isinstance(error, HostMemoryExhausted | NoNeed):
                 raise  # Ctrl-C in the call of a save
             if isinstance(error, HostMemoryExhausted):
                 _log.warning(
@@ -188,31 +188,31 @@ class Spill:
                     error,
                 )
             return
-        with self.changed:
+        with self.change:
             self._free.append(Frame.of(slot))
-            self.changed.notify_all()
+            self.change.notify_all()
 
     def give_back(self, frame: Frame) -> None:
         """Take a frame back. It is freed if the last saves did not need so many."""
-        with self.changed:
+        with self.change:
             self._free.append(frame)
             self._trim()
-            self.changed.notify_all()
+            self.change.notify_all()
 
     def close(self) -> None:
         """Free all frames. No ring may have any."""
-        with self.changed:
-            self._most = 0
+        with self.change:
+            self._limit = 0
             self._needs.clear()
             self._trim()
 
     @property
-    def _kept(self) -> int:
+    def _kept_count(self) -> int:
         """The most frames that one of the last saves needed, within the limit."""
-        return min(self._most, max(self._needs, default=0))
+        return min(self._limit, max(self._needs, default=0))
 
     def _trim(self) -> None:
-        while self._free and self._count > self._kept:
+        while self._free and self._count > self._kept_count:
             self._free.pop().close()
             self._count -= 1
 
@@ -221,24 +221,24 @@ class Ring(Slot):
     """A slot of images that are larger than it.
 
     Thread safety: any thread may call ``take`` and ``give_back``. The owner of the slot calls
-    ``reclaim`` when no thread uses the image any more. ``spill.changed`` guards the frames.
+    ``reclaim`` when no thread uses the image any more. ``spill.change`` guards the frames.
 
     Attributes:
         spill: The spill that the ring borrows frames from.
     """
 
-    def __init__(self, nbytes: int, spill: Spill, wanted: Callable[[], bool] = bool) -> None:
+    def __init__(self, nbytes: int, spill: Spill, is_wanted: Callable[[], bool] = bool) -> None:
         """Create the ring, in anonymous memory.
 
         Args:
             nbytes: The size, a multiple of the size of a frame.
             spill: The spill.
-            wanted: See `Slot`.
+            is_wanted: See `Slot`.
 
         Raises:
             HostMemoryExhausted: The memory cannot be mapped.
         """
-        super().__init__(nbytes, None, wanted)
+        super().__init__(nbytes, None, is_wanted)
         self.spill, self._devices = spill, tuple[torch.device, ...]()
         edges = range(0, nbytes, step := spill.frame_bytes)
         self._own = [
@@ -250,7 +250,7 @@ class Ring(Slot):
             for a in edges
         ]
         self._free = list(self._own)
-        self._borrowed: list[Frame] = []
+        self._spill_frames: list[Frame] = []
 
     @property
     def frames(self) -> int:
@@ -259,7 +259,7 @@ class Ring(Slot):
 
     def prefault(self) -> None:
         for frame in self._own:
-            ask(self._wanted)
+            ask(self._is_wanted)
             frame.populate()
 
     def pin(self, devices: Devices) -> None:
@@ -273,13 +273,13 @@ class Ring(Slot):
 
     def take(self) -> Frame | None:
         """Return a free frame of the ring or of the spill; None if there is none now."""
-        with self.spill.changed:
+        with self.spill.change:
             return self._free.pop() if self._free else self._taken_from_spill()
 
     def borrow(self) -> Frame | None:
         """Return a frame of the spill, which grows for it if necessary; None if it may not."""
         while True:
-            with self.spill.changed:
+            with self.spill.change:
                 if self.spill.has_free:
                     return self._taken_from_spill()
                 if not self.spill.may_grow():
@@ -293,22 +293,22 @@ class Ring(Slot):
 
     def _taken_from_spill(self) -> Frame | None:
         if (frame := self.spill.take()) is not None:
-            self._borrowed.append(frame)
+            self._spill_frames.append(frame)
         return frame
 
     def give_back(self, frame: Frame) -> None:
         """Take back a frame whose bytes no thread needs any more."""
-        with self.spill.changed:
-            if frame in self._borrowed:
-                self._borrowed.remove(frame)
+        with self.spill.change:
+            if frame in self._spill_frames:
+                self._spill_frames.remove(frame)
                 self.spill.give_back(frame)
             else:
                 self._free.append(frame)
-                self.spill.changed.notify_all()
+                self.spill.change.notify_all()
 
     def reclaim(self) -> None:
         """Take back all frames, and give those of the spill back to it."""
-        with self.spill.changed:
-            borrowed, self._borrowed, self._free = self._borrowed, [], list(self._own)
-            for frame in borrowed:
+        with self.spill.change:
+            frames, self._spill_frames, self._free = self._spill_frames, [], list(self._own)
+            for frame in frames:
                 self.spill.give_back(frame)

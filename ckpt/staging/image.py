@@ -41,7 +41,7 @@ def copyable(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return tensor.view(stand_in) if stand_in is not None else tensor
 
 
-def over(memory: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+def view_as(memory: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """Return a view of ``memory`` (1-D, uint8, contiguous) as a tensor of ``shape`` and ``dtype``,
     or of another dtype of the same size if torch cannot copy tensors of ``dtype``.
     """
@@ -75,7 +75,7 @@ class Image:
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], slot: Slot) -> None:
         self.plan, self.slot = plan, slot
         self._leaves = leaves
-        self._typed: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
         self._ring = plan.size > slot.capacity
 
     def window(self) -> Window:
@@ -116,16 +116,16 @@ class Image:
         ]
 
     def _view(self, start: int, leaf: Leaf, shape: tuple[int, ...]) -> torch.Tensor:
-        typed = self._typed.get(leaf.dtype)
-        if typed is None:
+        view = self._views.get(leaf.dtype)
+        if view is None:
             memory = self.slot.tensor
             if self._ring:
                 memory = torch.empty(capacity_of(self.plan.size), dtype=torch.uint8, device="meta")
-            typed = self._typed[leaf.dtype] = over(
+            view = self._views[leaf.dtype] = view_as(
                 memory, leaf.dtype, [len(memory) // leaf.itemsize]
             )
         strides = [1]
         for length in reversed(shape[1:]):
             strides.insert(0, strides[0] * max(1, length))
         # This single call is faster than slicing and two views, and there are thousands of tensors.
-        return typed.as_strided(shape, strides[: len(shape)], start // leaf.itemsize)
+        return view.as_strided(shape, strides[: len(shape)], start // leaf.itemsize)

@@ -25,7 +25,7 @@ _ROUND: Final = 2 << 20  # A huge page
 _log = logging.getLogger("ckpt")
 
 
-class NotWanted(Exception):
+class NoNeed(Exception):
     """The creation of a slot was cancelled because the pool is closing."""
 
 
@@ -44,39 +44,39 @@ class Slot:
         view: The memory as bytes.
         tensor: The same memory as a 1-D tensor of uint8.
         path: The path of the file in /dev/shm; None for anonymous memory.
-        laid: Prepared save plan -> the views of this slot that were made for the plan. The slot has
-            them, and not the plan, so that no plan keeps the memory of a closed slot mapped.
+        layouts: Prepared save plan -> the views of this slot that were made for the plan. The slot
+            has them, and not the plan, so that no plan keeps the memory of a closed slot mapped.
     """
 
     def __init__(
-        self, nbytes: int, path: str | None, wanted: Callable[[], bool] = lambda: True
+        self, nbytes: int, path: str | None, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
         """Create the slot.
 
         Args:
             nbytes: The least size in bytes.
             path: The path of the file to create; None for anonymous memory.
-            wanted: A function that is called from time to time while the file is allocated and in
-                ``prefault``, which take about a second for each GiB. If it returns False,
-                ``NotWanted`` is raised.
+            is_wanted: A function that is called from time to time while the file is allocated and
+                in ``prefault``, which take about a second for each GiB. If it returns False,
+                ``NoNeed`` is raised.
 
         Raises:
             OSError: The file cannot be created, or /dev/shm has no room for it.
             HostMemoryExhausted: Anonymous memory cannot be mapped.
-            NotWanted: ``wanted`` has returned False.
+            NotWanted: ``is_wanted`` has returned False.
         """
-        self._wanted = wanted
+        self._is_wanted = is_wanted
         self.capacity = capacity_of(nbytes)
         self.path = path
         self._pinned_for: torch.device | None = None
-        self._pinning = threading.Lock()
+        self._pin_lock = threading.Lock()
         self._closed = False
-        self.pinned = False
+        self.is_pinned = False
         """True if CUDA has page-locked the memory."""
-        self.laid: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.layouts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._file: _File | None = None
         if path:
-            self._map, self._file = _map_file(path, self.capacity, wanted)
+            self._map, self._file = _map_file(path, self.capacity, is_wanted)
         else:
             self._map = _map_anonymous(self.capacity)
         self.view = memoryview(self._map)
@@ -86,7 +86,7 @@ class Slot:
         self._remove = weakref.finalize(self, _unlink, self._file, os.getpid())
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         return self.path is not None
 
     def regrow(self) -> None:
@@ -125,7 +125,7 @@ class Slot:
             NotWanted: The function ``wanted`` has returned False.
         """
         for start in range(0, self.capacity, _STEP_BYTES):
-            ask(self._wanted)
+            ask(self._is_wanted)
             self.populate(start, min(self.capacity, start + _STEP_BYTES))
 
     def populate(self, start: int, end: int) -> None:
@@ -156,14 +156,14 @@ class Slot:
         is closed. If CUDA refuses, log a warning. Any thread may call this.
         """
         device = next((device for device in devices if device.type == "cuda"), None)
-        with self._pinning:
+        with self._pin_lock:
             if device is None or self._closed or self._pinned_for is not None:
                 return
             self._pinned_for = device
             with background(device):
                 code = cuda.register(self.tensor.data_ptr(), self.capacity)
-            self.pinned = code == 0
-            if not self.pinned:
+            self.is_pinned = code == 0
+            if not self.is_pinned:
                 _log.warning(
                     "ckpt: could not pin a slot of %d MiB (CUDA error %s): copies from the GPU "
                     "will be slower",
@@ -172,22 +172,22 @@ class Slot:
                 )
 
     def close(self) -> None:
-        """Remove the file, undo ``pin``, and drop the views in ``laid``.
+        """Remove the file, undo ``pin``, and drop the views in ``layouts``.
 
         The memory stays mapped as long as this object or a view of the memory is in use.
         """
         self._unpin(closed=True)
-        self.laid.clear()
+        self.layouts.clear()
         self._remove()
 
     def _unpin(self, *, closed: bool = False) -> torch.device | None:
         """Undo ``pin``, and return the device that the memory was page-locked for; None if there is
         none. With ``closed``, the memory cannot be page-locked again.
         """
-        with self._pinning:
+        with self._pin_lock:
             device, self._pinned_for, self._closed = self._pinned_for, None, closed
-            if device is not None and self.pinned:
-                self.pinned = False
+            if device is not None and self.is_pinned:
+                self.is_pinned = False
                 with background(device):
                     cuda.unregister(self.tensor.data_ptr())
             return device
@@ -206,10 +206,10 @@ class _File:
     def is_whole(self, nbytes: int) -> bool:
         """Return True if the file still exists under its name and has at least ``nbytes`` bytes."""
         try:
-            found = os.lstat(self.path)
+            status = os.lstat(self.path)
         except OSError:
             return False
-        return self._is(found) and found.st_size >= nbytes
+        return self._is(status) and status.st_size >= nbytes
 
     def open(self) -> int:
         """Return a descriptor of the file. Raises ``SlotLost`` if the file was removed."""
@@ -229,8 +229,8 @@ class _File:
             if self._is(os.lstat(self.path)):
                 os.unlink(self.path)
 
-    def _is(self, found: os.stat_result) -> bool:
-        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+    def _is(self, status: os.stat_result) -> bool:
+        return (status.st_dev, status.st_ino) == (self.device, self.inode)
 
 
 def _unlink(file: _File | None, owner: int) -> None:
@@ -243,20 +243,20 @@ def capacity_of(nbytes: int) -> int:
     return -(-nbytes // _ROUND) * _ROUND
 
 
-def ask(wanted: Callable[[], bool]) -> None:
-    """Raise ``NotWanted`` if ``wanted`` returns False."""
-    if not wanted():
-        raise NotWanted
+def ask(is_wanted: Callable[[], bool]) -> None:
+    """Raise ``NoNeed`` if ``is_wanted`` returns False."""
+    if not is_wanted():
+        raise NoNeed
 
 
-def _map_file(path: str, nbytes: int, wanted: Callable[[], bool]) -> tuple[mmap.mmap, _File]:
+def _map_file(path: str, nbytes: int, is_wanted: Callable[[], bool]) -> tuple[mmap.mmap, _File]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         for start in range(0, nbytes, _STEP_BYTES):
-            ask(wanted)
+            ask(is_wanted)
             os.posix_fallocate(descriptor, start, min(_STEP_BYTES, nbytes - start))
-        found = os.fstat(descriptor)
-        return mmap.mmap(descriptor, nbytes), _File(path, found.st_dev, found.st_ino)
+        status = os.fstat(descriptor)
+        return mmap.mmap(descriptor, nbytes), _File(path, status.st_dev, status.st_ino)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -25,8 +25,8 @@ def own_prefix() -> str:
 
     The number of the slot, the PID namespace, a time and the program follow in the full name.
     """
-    me = Process.of(os.getpid())
-    return f"{PREFIX}-{me.pid}-{me.start_time}"
+    process = Process.of(os.getpid())
+    return f"{PREFIX}-{process.pid}-{process.start_time}"
 
 
 def remove_orphans() -> None:
@@ -53,18 +53,18 @@ def _slot_files() -> Iterator[tuple[str, Process]]:
     """
     try:
         with os.scandir(SHM) as entries:
-            found = list(entries)
+            files = list(entries)
     except OSError:
         return
-    for entry in found:
+    for entry in files:
         name, parts = entry.name, entry.name.split("-")
-        ours = (
+        is_own = (
             name.startswith(f"{PREFIX}-")
             and len(parts) == 6
             and parts[2].isdigit()
             and parts[3].isdigit()
         )
-        if ours and ("." not in parts[5] or parts[5].partition(".")[0] == namespace()):
+        if is_own and ("." not in parts[5] or parts[5].partition(".")[0] == namespace()):
             with contextlib.suppress(OSError):  # Another process may have removed the file
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
@@ -77,9 +77,9 @@ def held_by_siblings() -> int:
     A process counts as such a rank if it lives and has the same parent as this process, the
     launcher.
     """
-    held = 0
+    nbytes = 0
     for name, process in _slot_files():
         if process.pid != os.getpid() and process.lives and process.parent == os.getppid():
             with contextlib.suppress(OSError):
-                held += os.stat(f"{SHM}/{name}").st_size
-    return held
+                nbytes += os.stat(f"{SHM}/{name}").st_size
+    return nbytes

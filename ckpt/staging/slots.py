@@ -27,7 +27,7 @@ from ckpt.processes import PROGRAM, namespace
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
 from ckpt.staging.frames import SAVES, Ring, Spill
-from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
+from ckpt.staging.slot import NoNeed, Slot, SlotLost, capacity_of
 
 _log = logging.getLogger("ckpt")
 
@@ -108,8 +108,8 @@ class SlotPool:
     Thread safety: The training thread may call ``acquire``, ``plan`` and ``release``, a background
     thread may call ``reserve``, the threads that have streamed an image may call ``release``,
     ``look_again`` and ``reconsider``, and the owner may call ``stop`` and, once, ``close``. Any
-    thread may use ``made``, ``nbytes`` and ``has_all``. ``_changed`` guards all fields except
-    ``_displaced``, for which a lost update changes no more than the level of a log line. All of
+    thread may use ``slots``, ``nbytes`` and ``has_all``. ``_change`` guards all fields except
+    ``_is_displaced``, for which a lost update changes no more than the level of a log line. All of
     these threads call ``contents``, some of them under the lock.
     """
 
@@ -127,15 +127,15 @@ class SlotPool:
         self._elastic, self._part_bytes = elastic, part_bytes
         self._contents = contents or NoContents()
         self._free: list[Slot] = []
-        self._made: list[Slot] = []
-        self._making: list[_Request] = []
+        self._slots: list[Slot] = []
+        self._requests: list[_Request] = []
         self._budget: Budget | None = None
         self._closed = False
-        self._displaced = False
+        self._is_displaced = False
         """True if /dev/shm had no room for a slot that the budget puts there. Further warnings
         about this are then logged at level DEBUG, until /dev/shm has room again.
         """
-        self._changed = Condition()
+        self._change = Condition()
         self._spill = Spill(self._is_open)
         self._rings_in_use: deque[int] = deque(maxlen=SAVES)
         """The number of rings that were in use at the end of each of the last saves."""
@@ -143,23 +143,23 @@ class SlotPool:
         slot_files.remove_orphans()
 
     @property
-    def made(self) -> list[Slot]:
+    def slots(self) -> list[Slot]:
         """Return all existing slots, in use or free."""
-        with self._changed:
-            return list(self._made)
+        with self._change:
+            return list(self._slots)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all existing slots together, and of the spill."""
-        return sum(slot.capacity for slot in self.made) + self._spill.nbytes
+        return sum(slot.capacity for slot in self.slots) + self._spill.nbytes
 
     def has_all(self, nbytes: int) -> bool:
         """Return True if all slots for images of ``nbytes`` exist that ``reserve`` creates."""
-        with self._changed:
+        with self._change:
             return self._budget is not None and (
                 self._budget.nbytes >= nbytes
-                and len(self._made) >= self._ahead(self._budget)
-                and all(self._fits(slot, self._budget.nbytes) for slot in self._made)
+                and len(self._slots) >= self._ahead(self._budget)
+                and all(self._fits(slot, self._budget.nbytes) for slot in self._slots)
             )
 
     def plan(self, nbytes: int) -> None:
@@ -172,7 +172,7 @@ class SlotPool:
                 an image.
             StorageError: A tier in memory did not delete the step in a slot that was closed.
         """
-        with self._changed:
+        with self._change:
             self._may_make(nbytes)
 
     def reserve(self, nbytes: int) -> None:
@@ -189,12 +189,12 @@ class SlotPool:
         while True:
             request = _Request()
             try:
-                with self._changed:
+                with self._change:
                     if self._closed or not self._may_make(nbytes) or self.has_all(nbytes):
                         return
-                    self._making.append(request)
+                    self._requests.append(request)
                 self._make(request, nbytes, ahead=True)
-            except NotWanted:
+            except NoNeed:
                 return
             finally:
                 self._give_back(request)
@@ -222,17 +222,17 @@ class SlotPool:
         """
         request = _Request()
         try:
-            with self._changed:
+            with self._change:
                 while not self._take(request, nbytes):
                     if self._may_make(nbytes):
-                        self._making.append(request)
+                        self._requests.append(request)
                         break
-                    if not wait and (self._made or not self._making):
+                    if not wait and (self._slots or not self._requests):
                         return None
-                    self._changed.wait()
+                    self._change.wait()
             self._renew(request)
             return request.slot or self._make(request, nbytes)
-        except NotWanted:
+        except NoNeed:
             self._give_back(request)
             raise ManagerClosed from None
         except BaseException:  # Ctrl-C included, after which the next call must not wait forever
@@ -251,13 +251,13 @@ class SlotPool:
         """
         if isinstance(slot, Ring):
             slot.reclaim()
-        with self._changed:
+        with self._change:
             self._free.append(slot)
-            self._changed.notify_all()
+            self._change.notify_all()
             fits = self._budget is None or self._fits(slot, self._budget.nbytes)
             if (not fits and not self._is_needed(slot)) or self._is_one_ring_too_many(slot):
                 self._let_go(slot)
-            return not slot.shared and self._reconsider()
+            return not slot.is_shared and self._reconsider()
 
     def _is_one_ring_too_many(self, slot: Slot) -> bool:
         """Count how many rings are in use at the end of a save, of which ``slot`` is one that was
@@ -268,8 +268,8 @@ class SlotPool:
         """
         if not isinstance(slot, Ring):
             return False
-        rings = sum(isinstance(one, Ring) for one in self._made)
-        free = sum(isinstance(one, Ring) for one in self._free)
+        rings = sum(isinstance(candidate, Ring) for candidate in self._slots)
+        free = sum(isinstance(candidate, Ring) for candidate in self._free)
         self._rings_in_use.append(rings - free + 1)
         if len(self._rings_in_use) < SAVES or rings <= max(self._rings_in_use):
             return False
@@ -284,19 +284,19 @@ class SlotPool:
         """Wake the threads that wait for a slot. Call this when the step in a slot may no longer be
         needed.
         """
-        with self._changed:
-            self._changed.notify_all()
+        with self._change:
+            self._change.notify_all()
 
     def stop(self) -> None:
         """Create no more slots, and cancel the creation of a slot that is under way."""
-        with self._changed:
+        with self._change:
             self._closed = True
 
     def close(self) -> None:
         """Close all slots. No image may be in use."""
         self.stop()
-        with self._changed:
-            for slot in list(self._made):
+        with self._change:
+            for slot in list(self._slots):
                 self._drop(slot)
             self._free.clear()
         self._spill.close()
@@ -305,38 +305,38 @@ class SlotPool:
         """If slots are in anonymous memory and /dev/shm has room now, decide a new budget, and
         close the free slots in anonymous memory. Return True if a new budget was decided.
         """
-        with self._changed:
+        with self._change:
             return self._reconsider()
 
     def _reconsider(self) -> bool:
         """Do the work of ``reconsider``. The caller must hold the lock."""
-        known = self._budget
-        elsewhere = [slot for slot in self._made if not slot.shared]
-        if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
+        budget = self._budget
+        private_slots = [slot for slot in self._slots if not slot.is_shared]
+        if self._closed or budget is None or not private_slots or budget.slot_bytes < budget.nbytes:
             return False
         # /dev/shm must have room for one slot more than those that exist.
-        if capacity_of(known.nbytes) > self._room(known.nbytes).shared:
+        if capacity_of(budget.nbytes) > self._room(budget.nbytes).shared_bytes:
             return False
         self._budget = decide(
-            known.nbytes, wanted=self._count, room=self._room(known.nbytes, self._made)
+            budget.nbytes, most_slots=self._count, room=self._room(budget.nbytes, self._slots)
         )
-        self._displaced = False
+        self._is_displaced = False
         _log.info("ckpt: %s", self._budget.sentence)
-        for slot in [slot for slot in self._free if not slot.shared]:
+        for slot in [slot for slot in self._free if not slot.is_shared]:
             self._let_go(slot)
         return True
 
-    def _room(self, nbytes: int, freed: Sequence[Slot] = ()) -> Room:
+    def _room(self, nbytes: int, slots: Sequence[Slot] = ()) -> Room:
         """Return the memory that this rank may use for images of ``nbytes``, as if the slots
-        ``freed`` were closed.
+        ``slots`` were closed.
         """
         return measure(
             slot_files.SHM,
             ranks=self._ranks,
             limit=self._limit(nbytes),
-            held=slot_files.held_by_siblings() if self._ranks > 1 else 0,
-            freed=sum(slot.capacity for slot in freed),
-            freed_in_shm=sum(slot.capacity for slot in freed if slot.shared),
+            sibling_bytes=slot_files.held_by_siblings() if self._ranks > 1 else 0,
+            reclaimable=sum(slot.capacity for slot in slots),
+            reclaimable_in_shm=sum(slot.capacity for slot in slots if slot.is_shared),
         )
 
     def _renew(self, request: _Request) -> None:
@@ -353,9 +353,9 @@ class SlotPool:
                 self._contents.evict(slot.path)
             slot.regrow()
         except (SlotLost, HostMemoryExhausted):
-            with self._changed:
+            with self._change:
                 self._drop(slot)
-                self._making.append(request)
+                self._requests.append(request)
                 request.slot = None
 
     def _give_back(self, request: _Request) -> None:
@@ -363,23 +363,23 @@ class SlotPool:
 
         Other callers may then take it, or create a slot in place of it.
         """
-        with self._changed:
-            if request in self._making:
-                self._making.remove(request)
+        with self._change:
+            if request in self._requests:
+                self._requests.remove(request)
             if (slot := request.slot) is not None:
-                if slot not in self._made:
+                if slot not in self._slots:
                     slot.close()
                 elif slot not in self._free:
                     self._free.append(slot)
-            self._changed.notify_all()
+            self._change.notify_all()
 
     def _take(self, request: _Request, nbytes: int) -> bool:
         """Take a free slot into ``request``, and return True. If no slot may be taken now, return
         False. The caller must hold the lock.
         """
-        fitting = [slot for slot in self._free if self._fits(slot, nbytes)]
-        others = [slot for slot in fitting if not self._is_needed(slot)]
-        if not others:
+        fits = [slot for slot in self._free if self._fits(slot, nbytes)]
+        spare = [slot for slot in fits if not self._is_needed(slot)]
+        if not spare:
             # If this returns False, the caller calls ``_may_make``, which closes slots that are too
             # small and not needed, and so makes room.
             is_any_small = not all(map(self._is_needed, self._free))
@@ -390,10 +390,10 @@ class SlotPool:
                     "no slot is free: whether the last step in memory was committed cannot be "
                     "seen, since the job's store is gone; start the job again, and restore"
                 )
-            if not fitting:
+            if not fits:
                 return False
         request.slot = min(
-            others or fitting,
+            spare or fits,
             key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1,
         )
         self._free.remove(request.slot)
@@ -408,35 +408,42 @@ class SlotPool:
         caller must hold the lock.
         """
         small = [slot for slot in self._free if not self._fits(slot, nbytes)]
-        needed = list(filter(self._is_needed, small))
+        needed_slots = list(filter(self._is_needed, small))
         for slot in small:
-            if slot not in needed:
+            if slot not in needed_slots:
                 self._let_go(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
             # The needed slots will be freed before all new slots exist, so their memory counts as
             # free.
-            room = self._room(nbytes, needed)
+            room = self._room(nbytes, needed_slots)
             self._budget = decide(
                 nbytes,
-                wanted=self._count,
+                most_slots=self._count,
                 room=room,
                 elastic=self._elastic,
                 part_bytes=self._part_bytes,
             )
             self._spill.allow(self._budget.spill_bytes)
-            is_usual = self._budget.shared or (self._elastic and self._budget.slots == self._count)
+            is_usual = self._budget.is_shared or (
+                self._elastic and self._budget.slots == self._count
+            )
             level = logging.INFO if is_usual and not room.is_short else logging.WARNING
             _log.log(level, "ckpt: %s", self._budget.sentence)
-        if self._is_full() and needed == self._made and len(needed) == 1 and not self._making:
-            self._let_go(needed[0])
+        if (
+            self._is_full()
+            and needed_slots == self._slots
+            and len(needed_slots) == 1
+            and not self._requests
+        ):
+            self._let_go(needed_slots[0])
         return not self._is_full()
 
     def _is_full(self) -> bool:
         """Return True if there are as many slots as the budget allows, including those that are
         being created.
         """
-        there = len(self._made) + len(self._making)
-        return self._budget is not None and there >= self._budget.slots
+        count = len(self._slots) + len(self._requests)
+        return self._budget is not None and count >= self._budget.slots
 
     def _ahead(self, budget: Budget) -> int:
         """Return the number of slots that ``reserve`` creates. One ring suffices if a save never
@@ -445,7 +452,7 @@ class SlotPool:
         return 1 if budget.slot_bytes < budget.nbytes else budget.slots
 
     def _is_any_in_use(self) -> bool:
-        return len(self._made) + len(self._making) > len(self._free)
+        return len(self._slots) + len(self._requests) > len(self._free)
 
     def _is_needed(self, slot: Slot) -> bool:
         return slot.path is not None and self._contents.is_needed(slot.path)
@@ -461,35 +468,35 @@ class SlotPool:
         """Return the least bytes of a slot for an image of ``nbytes``. They are less than
         ``nbytes`` if images pass through memory in waves.
         """
-        known = self._budget is not None and self._budget.nbytes >= nbytes
-        return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes
+        is_known = self._budget is not None and self._budget.nbytes >= nbytes
+        return min(nbytes, self._budget.slot_bytes) if is_known and self._budget else nbytes
 
     def _make(self, request: _Request, nbytes: int, *, ahead: bool = False) -> Slot:
         """Create a slot in ``request``, add it to the pool, and return it. With ``ahead``, the slot
         is free at once, so that a caller of ``acquire`` that waits for it finds no slot in use.
 
-        ``request`` must be in ``_making``. After an error the caller gives it back. The caller must
-        not hold the lock, since touching the pages takes long. The pages of a ring that a save
+        ``request`` must be in ``_requests``. After an error the caller gives it back. The caller
+        must not hold the lock, since touching the pages takes long. The pages of a ring that a save
         waits for are touched later, by the thread that copies to them.
         """
         request.slot = slot = self._new(self._slot_bytes(nbytes))
         if ahead or not isinstance(slot, Ring):
             slot.prefault()
-        with self._changed:
-            self._making.remove(request)
-            self._made.append(slot)
+        with self._change:
+            self._requests.remove(request)
+            self._slots.append(slot)
             if self._closed:
                 self._drop(slot)
             elif ahead:
                 self._free.append(slot)
                 request.slot = None
-            self._changed.notify_all()
+            self._change.notify_all()
         return slot
 
     def _new(self, nbytes: int) -> Slot:
         budget = self._budget
         is_ring = budget is not None and nbytes == budget.slot_bytes < budget.nbytes
-        if budget is None or budget.shared:
+        if budget is None or budget.is_shared:
             name = f"{next(self._serials)}-{namespace()}.{time.monotonic_ns():x}.{PROGRAM}"
             path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"
             try:
@@ -497,18 +504,18 @@ class SlotPool:
             except OSError as error:
                 # /dev/shm has filled up since it was measured.
                 _log.log(
-                    logging.DEBUG if self._displaced else logging.WARNING,
+                    logging.DEBUG if self._is_displaced else logging.WARNING,
                     "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but "
                     "lost with the process",
                     os.strerror(error.errno or 0),
                     nbytes >> 20,
                     slot_files.SHM,
                 )
-                self._displaced = True
+                self._is_displaced = True
         # The process that has filled /dev/shm may also have used this memory.
-        if nbytes > (left := measure(slot_files.SHM, ranks=1).memory):
+        if nbytes > (memory := measure(slot_files.SHM, ranks=1).memory):
             raise HostMemoryExhausted(
-                nbytes, f"{left >> 20} MiB are left since the budget was made"
+                nbytes, f"{memory >> 20} MiB are left since the budget was made"
             )
         if is_ring:
             return Ring(nbytes, self._spill, self._is_open)
@@ -528,8 +535,8 @@ class SlotPool:
 
         Waiting threads may create a slot in its place even if the step cannot be removed.
         """
-        self._made.remove(slot)
-        self._changed.notify_all()
+        self._slots.remove(slot)
+        self._change.notify_all()
         try:
             if slot.path and not self._closed:
                 self._contents.evict(slot.path)

@@ -35,10 +35,10 @@ import torch
 from ckpt.config import CheckMode
 from ckpt.errors import CkptError, StagingError, TensorChanged
 from ckpt.locks import Event
-from ckpt.staging.copies import Copy, Events, Late, copy_now, devices_of, groups
-from ckpt.staging.digest import digest, digest_of, folded
+from ckpt.staging.copies import Copy, Events, LateCopies, copy_now, devices_of, groups
+from ckpt.staging.digest import digest, digest_of, fold
 from ckpt.staging.window import Window
-from ckpt.staging.witness import Full, Placement, Sample, Sampled, Witness
+from ckpt.staging.witness import Full, Placement, Sample, SampledWitness, Witness
 
 SPARE: Final = 4
 """The eager sources of an image in a ring are first copied to other memory if they need at most
@@ -54,13 +54,13 @@ class Check:
         name: The name of the tensor.
         boxes: The boxes that this rank holds, as text.
         sources: The tensors with the elements of these boxes.
-        late: Whether the sources are copied late.
+        is_late: Whether the sources are copied late.
     """
 
     name: str
     boxes: str
     sources: tuple[torch.Tensor, ...]
-    late: bool
+    is_late: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,20 +70,20 @@ class Batch:
 
     Attributes:
         eager: The copies of eager sources.
-        late: The copies of late sources, in the order of the image.
+        late_copies: The copies of late sources, in the order of the image.
         checks: The tensors whose digests are computed.
         wrappers: Names and tensors whose version counters are compared besides those of the late
             sources. For example, an operation on a DTensor moves the counter of the DTensor, and
             not that of its local tensor.
         guarded: All tensors whose version counters are compared.
         names: The names of the tensors in ``guarded``.
-        sample: The sample of the late sources, for a `Sampled` witness.
+        sample: The sample of the late sources, for a `SampledWitness` witness.
         eager_devices: The devices of the eager sources.
         late_devices: The devices of the late sources.
     """
 
     eager: tuple[Copy, ...]
-    late: tuple[Copy, ...]
+    late_copies: tuple[Copy, ...]
     checks: tuple[Check, ...]
     wrappers: tuple[tuple[str, torch.Tensor], ...] = ()
     guarded: tuple[torch.Tensor, ...] = field(init=False)
@@ -93,27 +93,27 @@ class Batch:
     late_devices: frozenset[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
-        watched = {id(copy.guarded): (copy.name, copy.guarded) for copy in self.late}
-        pairs = (*watched.values(), *self.wrappers)
+        guards = {id(copy.guarded): (copy.name, copy.guarded) for copy in self.late_copies}
+        pairs = (*guards.values(), *self.wrappers)
         object.__setattr__(self, "names", tuple(name for name, _ in pairs))
         object.__setattr__(self, "guarded", tuple(tensor for _, tensor in pairs))
-        object.__setattr__(self, "sample", Sample(self.late))
+        object.__setattr__(self, "sample", Sample(self.late_copies))
         object.__setattr__(self, "eager_devices", devices_of(self.eager))
-        object.__setattr__(self, "late_devices", devices_of(self.late))
+        object.__setattr__(self, "late_devices", devices_of(self.late_copies))
 
 
 _version = attrgetter("_version")
 
 
 def _witness(check: CheckMode, batches: Sequence[Batch]) -> Witness | None:
-    late = [batch for batch in batches if batch.late]
-    if not late or check == "off":
+    late_batches = [batch for batch in batches if batch.late_copies]
+    if not late_batches or check == "off":
         return None
     if check == "full":
-        return Full(copy for batch in late for copy in batch.late)
-    for batch in late:
+        return Full(copy for batch in late_batches for copy in batch.late_copies)
+    for batch in late_batches:
         batch.sample.build()
-    return Sampled(batch.sample for batch in late)
+    return SampledWitness(batch.sample for batch in late_batches)
 
 
 def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
@@ -172,29 +172,29 @@ class Snapshot:
         self.held_seconds: list[float] = []
         self._eager = [copy for batch in batches for copy in batch.eager]
         # The copying thread joins and sorts these, so that the training thread need not.
-        self._late = [batch.late for batch in batches if batch.late]
+        self._late_copies = [batch.late_copies for batch in batches if batch.late_copies]
         self._checks = [check for batch in batches for check in batch.checks]
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
-        self._settling = threading.Lock()
-        self._begun = threading.Lock()
-        self._landed = Event()
-        self._launched = Event()
-        self._compared = Event()
+        self._settle_lock = threading.Lock()
+        self._begin_lock = threading.Lock()
+        self._land_event = Event()
+        self._launch_event = Event()
+        self._comparison = Event()
         self._error: CkptError | None = None
         self._eager_devices = frozenset[torch.device]().union(
             *(batch.eager_devices for batch in batches)
         )
-        # Create the witness before ``Late``. Its reads of the sources are then queued before the
-        # events that the side streams wait for.
+        # Create the witness before ``LateCopies``. Its reads of the sources are then queued before
+        # the events that the side streams wait for.
         self._witness = _witness(check, batches)
-        self._device = Late.of(
+        self._device = LateCopies.of(
             frozenset[torch.device]().union(*(batch.late_devices for batch in batches))
         )
 
     @property
-    def landed(self) -> bool:
+    def has_landed(self) -> bool:
         """Return True if all bytes are in the image, or the snapshot has failed."""
-        return self._landed.is_set()
+        return self._land_event.is_set()
 
     def copy_eager(self) -> None:
         """Copy the eager sources.
@@ -206,10 +206,10 @@ class Snapshot:
             copy_now(self._with_memory(self._eager), self._eager_devices)
         else:
             self._copy_later()
-        self._digest(late=False)()
-        if not self._late and not any(check.late for check in self._checks):
+        self._digest(is_late=False)()
+        if not self._late_copies and not any(check.is_late for check in self._checks):
             self._finish(None)
-            self._compared.set()
+            self._comparison.set()
 
     def copy_late(self) -> None:
         """Copy the late sources. Then check that they were not changed meanwhile: compare the
@@ -219,7 +219,7 @@ class Snapshot:
         it later, and ``confirm`` raises it if it is a ``TensorChanged``. Only an interruption, such
         as Ctrl-C, is raised here too. The second and later calls do nothing.
         """
-        if self._landed.is_set() or not self._begun.acquire(blocking=False):
+        if self._land_event.is_set() or not self._begin_lock.acquire(blocking=False):
             return
         try:
             with self._device.thread() if self._device else nullcontext():
@@ -236,7 +236,7 @@ class Snapshot:
             self._finish(StagingError(f"the copying of step {self.step} was interrupted"))
             raise
         finally:
-            self._compared.set()
+            self._comparison.set()
 
     def give_up(self, error: CkptError) -> None:
         """Make the snapshot fail with ``error``, because no thread will call ``copy_late``.
@@ -247,24 +247,24 @@ class Snapshot:
         ``copy_late`` has begun to copy. If ``foreground`` is set, only the training thread may call
         this, after its ``copy_late`` has ended or was interrupted.
         """
-        if self._begun.acquire(blocking=False) or self.foreground:
-            if not self._landed.is_set():
+        if self._begin_lock.acquire(blocking=False) or self.foreground:
+            if not self._land_event.is_set():
                 self._finish(error)
-            self._compared.set()
+            self._comparison.set()
 
     def _copy_late(self) -> None:
         launches = self._copy_in_order()
-        finish_digests = self._digest(late=True)
+        finish_digests = self._digest(is_late=True)
         if self._device:
             self._device.mark_launched()
-        self._launched.set()
+        self._launch_event.set()
         for launch in launches:
             self._land(launch)
         finish_digests()
         # The lock is needed because ``settle`` also compares the version counters, and clears them
         # before the optimizer goes on.
-        with self._settling:
-            self._finish(self._changed())
+        with self._settle_lock:
+            self._finish(self._change_error())
 
     def fence(self) -> None:
         """Wait until the late sources may change: their copies are complete or have failed, or the
@@ -275,12 +275,12 @@ class Snapshot:
         """
         began = time.perf_counter()
         self.window.hurry()
-        if self._device and not self._landed.is_set():
-            self._launched.wait()
-            if not self._landed.is_set():
+        if self._device and not self._land_event.is_set():
+            self._launch_event.wait()
+            if not self._land_event.is_set():
                 self._device.hold_current_streams()
         else:
-            self._landed.wait()
+            self._land_event.wait()
         with suppress(TensorChanged):
             self.settle()
         self.held_seconds.append(time.perf_counter() - began)
@@ -295,8 +295,8 @@ class Snapshot:
         Raises:
             TensorChanged: A late source was changed since the call of the save.
         """
-        with self._settling:
-            self._error = self._error or self._changed()
+        with self._settle_lock:
+            self._error = self._error or self._change_error()
             self._guards = []
         if isinstance(self._error, TensorChanged):
             raise self._error
@@ -309,7 +309,7 @@ class Snapshot:
             TensorChanged: A source was changed during the copies, so the image does not hold the
                 values that the sources had at the call of the save.
         """
-        self._compared.wait()
+        self._comparison.wait()
         self.settle()
 
     def wait_ended(self) -> None:
@@ -317,8 +317,8 @@ class Snapshot:
 
         The call raises no error of the snapshot, and uses no stream of a device.
         """
-        self._landed.wait()
-        self._compared.wait()
+        self._land_event.wait()
+        self._comparison.wait()
 
     def wait_landed(self, timeout: float | None = None) -> None:
         """Wait until the image is complete.
@@ -330,7 +330,7 @@ class Snapshot:
             TimeoutError: The image is not complete after ``timeout`` seconds.
             CkptError: The snapshot has failed with this error.
         """
-        if not self._landed.wait(timeout):
+        if not self._land_event.wait(timeout):
             raise TimeoutError(f"step {self.step} is not staged after {timeout} s")
         if self._error:
             raise self._error
@@ -349,9 +349,11 @@ class Snapshot:
         launches: deque[_Launch] = deque()
         if self._device:
             self._device.begin()
-        waiting = list(groups(sorted(chain.from_iterable(self._late), key=attrgetter("end"))))
-        ends = [group[0].start for group in waiting[1:]]
-        for group, end in zip(waiting, [*ends, self.window.size], strict=False):
+        copy_groups = list(
+            groups(sorted(chain.from_iterable(self._late_copies), key=attrgetter("end")))
+        )
+        ends = [group[0].start for group in copy_groups[1:]]
+        for group, end in zip(copy_groups, [*ends, self.window.size], strict=False):
             # The writers wait for launched groups to land, and give their memory back then.
             while launches and not self.window.has_room(group[-1].end):
                 self._land(launches.popleft())
@@ -398,7 +400,7 @@ class Snapshot:
             try:
                 self._ask_witness(None)
             except Exception as error:  # noqa: BLE001 - the callers that wait for the save get it
-                with self._settling:
+                with self._settle_lock:
                     self._error = (
                         error
                         if isinstance(error, CkptError)
@@ -410,13 +412,13 @@ class Snapshot:
 
     def _ask_witness(self, placements: Sequence[Placement] | None) -> None:
         if self._witness is not None:
-            beside = self._device.beside if self._device else _beside_nothing
-            if (name := self._witness.changed(placements, beside)) is not None:
+            on_stream = self._device.on_stream if self._device else _beside_nothing
+            if (name := self._witness.changed_name(placements, on_stream)) is not None:
                 raise TensorChanged(name, self.step)
 
     def _check_there(self, group: Sequence[Copy]) -> None:
-        if moved := next((copy.name for copy in group if copy.moved), None):
-            raise TensorChanged(moved, self.step)
+        if name := next((copy.name for copy in group if copy.has_moved), None):
+            raise TensorChanged(name, self.step)
 
     def _holds(self) -> bool:
         """Take the memory of the eager sources in an image that passes through a ring, and return
@@ -445,46 +447,52 @@ class Snapshot:
                 for copy in self._eager
             ]
         if self._eager:
-            self._late.append(tuple(self._eager))
+            self._late_copies.append(tuple(self._eager))
         self._eager = []
 
-    def _digest(self, *, late: bool) -> Callable[[], None]:
-        """Begin to compute the digests of the checks with this value of ``Check.late``, and return
-        a function that completes them and stores them in ``digests``.
+    def _digest(self, *, is_late: bool) -> Callable[[], None]:
+        """Begin to compute the digests of the checks with this value of ``Check.is_late``, and
+        return a function that completes them and stores them in ``digests``.
 
         On an accelerator, this only queues work, on the same stream as the copies, since the fence
         must not wait for it on the CPU. Tensors in host memory are read before this returns.
         """
-        begun: list[tuple[Check, list[str | tuple[torch.Tensor, ...]]]] = []
+        digests: list[tuple[Check, list[str | tuple[torch.Tensor, ...]]]] = []
         for check in self._checks:
-            if check.late is late:
-                with torch.no_grad(), self._beside(check):
+            if check.is_late is is_late:
+                with torch.no_grad(), self._on_stream(check):
                     parts = [
-                        digest(source) if source.device.type == "cpu" else folded(source)
+                        digest(source) if source.device.type == "cpu" else fold(source)
                         for source in check.sources
                     ]
-                begun.append((check, parts))
+                digests.append((check, parts))
 
         def finish() -> None:
-            for check, parts in begun:
-                with torch.no_grad(), self._beside(check):
-                    joined = "".join(
+            for check, parts in digests:
+                with torch.no_grad(), self._on_stream(check):
+                    text = "".join(
                         part if isinstance(part, str) else digest_of(part) for part in parts
                     )
-                self.digests[check.name] = f"{check.boxes}={joined}"
+                self.digests[check.name] = f"{check.boxes}={text}"
 
         return finish
 
-    def _beside(self, check: Check) -> AbstractContextManager[None]:
+    def _on_stream(self, check: Check) -> AbstractContextManager[None]:
         return (
-            self._device.beside(check.sources[0]) if check.late and self._device else nullcontext()
+            self._device.on_stream(check.sources[0])
+            if check.is_late and self._device
+            else nullcontext()
         )
 
-    def _changed(self) -> CkptError | None:
+    def _change_error(self) -> CkptError | None:
         for batch, versions in self._guards:
-            now = list(map(_version, batch.guarded))
-            if now != versions:
-                name = next(n for n, a, b in zip(batch.names, now, versions, strict=True) if a != b)
+            current_versions = list(map(_version, batch.guarded))
+            if current_versions != versions:
+                name = next(
+                    n
+                    for n, a, b in zip(batch.names, current_versions, versions, strict=True)
+                    if a != b
+                )
                 return TensorChanged(name, self.step)
         return None
 
@@ -495,10 +503,10 @@ class Snapshot:
                 # Wait for launched copies. Another save gets the slot next, and these copies would
                 # overwrite the image of that save.
                 self._device.synchronize()
-        self._eager, self._late, self._checks = [], [], []  # The sources may be freed now
+        self._eager, self._late_copies, self._checks = [], [], []  # The sources may be freed now
         if self._error:
             self.window.fail(self._error)
         else:
             self.window.land(self.window.size)
-        self._launched.set()
-        self._landed.set()
+        self._launch_event.set()
+        self._land_event.set()

@@ -40,9 +40,9 @@ class Window:
     def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
         self.size, self.capacity, self.path = size, len(memory), path
         self._memory = memory
-        self._landed = 0
+        self._landed_bytes = 0
         self._error: CkptError | None = None
-        self._changed = Condition()
+        self._change = Condition()
 
     @property
     def rereadable(self) -> bool:
@@ -82,18 +82,18 @@ class Window:
 
     def land(self, end: int) -> None:
         """Declare that the bytes up to ``end`` have landed."""
-        with self._changed:
-            self._landed = max(self._landed, end)
-            self._changed.notify_all()
+        with self._change:
+            self._landed_bytes = max(self._landed_bytes, end)
+            self._change.notify_all()
 
     def fail(self, error: CkptError) -> None:
         """Declare that no more bytes will land, because of ``error``.
 
         All calls of ``wait_room`` and ``view``, waiting or later, then raise the first such error.
         """
-        with self._changed:
+        with self._change:
             self._error = self._error or error
-            self._changed.notify_all()
+            self._change.notify_all()
 
     # -- the streaming side ------------------------------------------------------------------------
 
@@ -131,8 +131,8 @@ class Window:
         self.fail(StagingError("the image is not written any more"))
 
     def _wait_landed(self, end: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._landed >= end)
+        with self._change:
+            self._change.wait_for(lambda: self._error or self._landed_bytes >= end)
             self._check()
 
     def _check(self) -> None:
@@ -158,16 +158,16 @@ class RingWindow(Window):
         super().__init__(memoryview(b""), size)
         self.capacity = ring.frames * ring.spill.frame_bytes
         self._ring, self._step = ring, ring.spill.frame_bytes
-        self._changed = ring.spill.changed
+        self._change = ring.spill.change
         self._frames: dict[int, Frame] = {}
-        self._next = self._passed = self._reserved = 0
+        self._next = self._pass_count = self._reserve_count = 0
         self._uses = (_Ranges(), _Ranges())
         self.hurries = self._is_counted = False
 
     @property
     def rereadable(self) -> bool:
-        with self._changed:
-            return not self._passed and not self._error
+        with self._change:
+            return not self._pass_count and not self._error
 
     def has_room(self, end: int) -> bool:
         return self._take_room(end, wait=False)
@@ -180,7 +180,7 @@ class RingWindow(Window):
             if self._next not in self._frames:
                 if (frame := self._frame(wait=wait)) is None:
                     return False
-                with self._changed:
+                with self._change:
                     self._frames[self._next] = frame
             # A new ring has untouched pages. This thread touches them, and not the call of a save.
             self._frames[self._next].populate()
@@ -203,17 +203,17 @@ class RingWindow(Window):
             # The frames of the ring itself stay free, so that the copy makes progress.
             if (frame := self._ring.borrow()) is None:
                 return False
-            with self._changed:
+            with self._change:
                 self._frames[piece] = frame
-            self._reserved += 1
+            self._reserve_count += 1
         return True
 
     def hurry(self) -> None:
-        with self._changed:
+        with self._change:
             self.hurries = True
             pieces = -(-self.size // self._step)
-            self._changed.notify_all()
-        self._count_need(pieces - self._passed - self._ring.frames)
+            self._change.notify_all()
+        self._count_need(pieces - self._pass_count - self._ring.frames)
 
     def abandon(self) -> None:
         super().abandon()
@@ -244,9 +244,9 @@ class RingWindow(Window):
     def _frame(self, *, wait: bool) -> Frame | None:
         """Return a free frame; None if there is none and ``wait`` is False."""
         while True:
-            with self._changed:
+            with self._change:
                 if wait:
-                    self._changed.wait_for(self._has_frame)
+                    self._change.wait_for(self._has_frame)
                 elif not self._has_frame():
                     return None
                 self._check()
@@ -260,20 +260,20 @@ class RingWindow(Window):
         return self._error is not None or self._ring.has_free or grows
 
     def _use(self, use: int, start: int, end: int) -> None:
-        with self._changed:
+        with self._change:
             self._uses[use].add(start, end)
             for piece in range(start // self._step, -(-end // self._step)):
-                first, last = piece * self._step, min(self.size, (piece + 1) * self._step)
-                if piece in self._frames and all(used.covers(first, last) for used in self._uses):
+                low, high = piece * self._step, min(self.size, (piece + 1) * self._step)
+                if piece in self._frames and all(ranges.covers(low, high) for ranges in self._uses):
                     self._ring.give_back(self._frames.pop(piece))
-                    self._passed += 1
+                    self._pass_count += 1
 
     def _count_need(self, frames: int) -> None:
         """Tell the spill, once for each image, how many frames the image needed."""
-        with self._changed:
+        with self._change:
             is_counted, self._is_counted = self._is_counted, True
         if not is_counted:
-            self._ring.spill.need(max(self._reserved, frames))
+            self._ring.spill.need(max(self._reserve_count, frames))
 
 
 class _Ranges:
@@ -284,10 +284,10 @@ class _Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
-        if first < last:
-            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
-        self._starts[first:last], self._ends[first:last] = [start], [end]
+        low, high = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        if low < high:
+            start, end = min(start, self._starts[low]), max(end, self._ends[high - 1])
+        self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def covers(self, start: int, end: int) -> bool:
         index = bisect_right(self._starts, start) - 1

@@ -3,7 +3,8 @@
 Code that writes through ``parameter.data``, through a NumPy view, with ``torch._foreach_*`` on
 DTensors or with its own kernels moves no version counter. A *witness* reads the late sources at the
 call of the save, and compares them with the image after the copies. If a tensor differs, the
-witness returns its name. `Sampled` reads a small part of each source, and `Full` reads all bytes.
+witness returns its name. `SampledWitness` reads a small part of each source, and `Full` reads all
+bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _HOST: Final = ("", False)
 # source would have one place of ``LINE_BYTES``.
 _ELEMENTS: Final = 16
 
-Beside = Callable[[torch.Tensor], AbstractContextManager[None]]
+OnStream = Callable[[torch.Tensor], AbstractContextManager[None]]
 Placement = tuple[Copy, Copy]
 """A copy of a batch, and the same copy with the memory that it has in this save."""
 
@@ -48,7 +49,9 @@ Placement = tuple[Copy, Copy]
 class Witness(Protocol):
     """A record of the values of the late sources at the time when the witness was created."""
 
-    def changed(self, placements: Sequence[Placement] | None, beside: Beside) -> str | None:
+    def changed_name(
+        self, placements: Sequence[Placement] | None, on_stream: OnStream
+    ) -> str | None:
         """Return the name of a tensor whose bytes in the image differ from the record; None if
         there is no difference.
 
@@ -57,7 +60,7 @@ class Witness(Protocol):
         Args:
             placements: The copies to compare, if the image passes through a ring. None for all, if
                 the image is in memory as a whole.
-            beside: A function that returns for a tensor on an accelerator the context manager in
+            on_stream: A function that returns for a tensor on an accelerator the context manager in
                 which it may be read.
         """
         ...
@@ -70,7 +73,7 @@ their number.
 
 
 @dataclass(frozen=True, slots=True)
-class Spaced:
+class Grid:
     """A sequence of equally spaced places of ``nbytes`` bytes each.
 
     ``offsets`` are the offsets in the target. The offsets in the source are larger by ``begin``.
@@ -90,15 +93,15 @@ class Spaced:
     def __iter__(self) -> Iterator[Place]:
         return ((self.begin + offset, offset, self.nbytes) for offset in self.offsets)
 
-    def __getitem__(self, which: slice) -> Spaced:
-        return Spaced(self.begin, self.offsets[which], self.nbytes)
+    def __getitem__(self, part: slice) -> Grid:
+        return Grid(self.begin, self.offsets[part], self.nbytes)
 
 
-Places = Spaced | list[Place]
+Places = Grid | list[Place]
 
 
 class Sample:
-    """The places at which a `Sampled` witness compares the late copies of a batch.
+    """The places at which a `SampledWitness` witness compares the late copies of a batch.
 
     The places are divided into subsets, and each save reads one of them, since the call of the save
     has to wait for the reads. Each subset has a place of every tensor.
@@ -115,28 +118,28 @@ class Sample:
         """
         if not self.subsets:
             places = [(copy, _places(copy)) for copy in sorted(self._copies, key=_kind)]
-            more = sum(len(found) - 1 for _, found in places)
-            count = 1 + more // PLACES_AT_ONCE
+            extra = sum(len(copy_places) - 1 for _, copy_places in places)
+            count = 1 + extra // PLACES_AT_ONCE
             self.subsets = tuple(
                 Subset(
                     [
-                        (copy, found[k::count] or found[k % len(found) :][:1])
-                        for copy, found in places
+                        (copy, copy_places[k::count] or copy_places[k % len(copy_places) :][:1])
+                        for copy, copy_places in places
                     ]
                 )
                 for k in range(count)
             )
-        self.subsets[self._after()].build()
+        self.subsets[self._next_turn()].build()
 
     def next(self) -> Subset:
         """Go on to the next subset and return it, so that successive saves compare all places in
         turn.
         """
         self.build()
-        self._turn = self._after()
+        self._turn = self._next_turn()
         return self.subsets[self._turn]
 
-    def _after(self) -> int:
+    def _next_turn(self) -> int:
         return (self._turn + 1) % len(self.subsets)
 
 
@@ -161,12 +164,14 @@ class Subset:
         self._on_devices: list[list[torch.Tensor]] = []
         self._targets: list[Any] = []
         self._spans: dict[int, tuple[Places, slice]] = {}
-        for kind, together in groupby(places, key=lambda pair: _kind(pair[0])):
+        for kind, group in groupby(places, key=lambda pair: _kind(pair[0])):
             if kind == _HOST:
-                self._addresses = [(copy.source.data_ptr(), found) for copy, found in together]
+                self._addresses = [
+                    (copy.source.data_ptr(), copy_places) for copy, copy_places in group
+                ]
             else:
                 self._on_devices.append(
-                    [view for copy, found in together for view in _views(copy, found)]
+                    [view for copy, copy_places in group for view in _views(copy, copy_places)]
                 )
 
     def build(self) -> None:
@@ -177,15 +182,15 @@ class Subset:
         # Two threads may run this at once. Each works on the list that it has read.
         if addresses := self._addresses:
             self._host = [
-                host_bytes(address + at, nbytes)
-                for address, found in addresses
-                for at, _, nbytes in found
+                host_bytes(address + offset, nbytes)
+                for address, places in addresses
+                for offset, _, nbytes in places
             ]
             self._addresses = []
 
     def __len__(self) -> int:
         """Return the number of places."""
-        return sum(len(found) for _, found in self._places)
+        return sum(len(places) for _, places in self._places)
 
     def read(self) -> tuple[bytes, list[torch.Tensor]]:
         """Read all places of the sources now.
@@ -195,39 +200,43 @@ class Subset:
             accelerators. Reads on accelerators are only queued, on the current streams.
         """
         self.build()
-        return b"".join(self._host), list(map(_gathered, self._on_devices))
+        return b"".join(self._host), list(map(_gather, self._on_devices))
 
-    def differs(self, taken: bytes, placements: Sequence[Placement] | None) -> str | None:
-        """Return the name of a copy whose bytes in the image differ from ``taken``, or None.
+    def differs(self, source_bytes: bytes, placements: Sequence[Placement] | None) -> str | None:
+        """Return the name of a copy whose bytes in the image differ from ``source_bytes``, or None.
 
         Args:
-            taken: The bytes of all places of the sources, in the order of the places.
+            source_bytes: The bytes of all places of the sources, in the order of the places.
             placements: The copies to compare; None for all.
         """
         if not self._spans:
             self._build_spans()
         if placements is not None:
             return next(
-                (copy.name for copy, target in placements if self._differs(copy, target, taken)),
+                (
+                    copy.name
+                    for copy, target in placements
+                    if self._differs(copy, target, source_bytes)
+                ),
                 None,
             )
         if not self._targets:
             self._targets = [view for copy, _ in self._places for view in self._views(copy, copy)]
-        if b"".join(self._targets) == taken:
+        if b"".join(self._targets) == source_bytes:
             return None
         pairs = [(copy, copy) for copy, _ in self._places]
         return next(
-            (copy.name for copy, target in pairs if self._differs(copy, target, taken)), None
+            (copy.name for copy, target in pairs if self._differs(copy, target, source_bytes)), None
         )
 
-    def _differs(self, copy: Copy, target: Copy, taken: bytes) -> bool:
+    def _differs(self, copy: Copy, target: Copy, source_bytes: bytes) -> bool:
         return id(copy) in self._spans and (
-            b"".join(self._views(copy, target)) != taken[self._spans[id(copy)][1]]
+            b"".join(self._views(copy, target)) != source_bytes[self._spans[id(copy)][1]]
         )
 
     def _views(self, copy: Copy, target: Copy) -> Iterator[Any]:
         address, (places, _) = target.target.data_ptr(), self._spans[id(copy)]
-        return (host_bytes(address + at, nbytes) for _, at, nbytes in places)
+        return (host_bytes(address + offset, nbytes) for _, offset, nbytes in places)
 
     def _build_spans(self) -> None:
         """Find the places of each copy. The copying thread calls this, so that the training thread
@@ -239,25 +248,29 @@ class Subset:
             self._spans[id(copy)] = places, slice(begin, end)
 
 
-class Sampled:
+class SampledWitness:
     """A witness that compares the next subset of each sample.
 
-    The training thread creates it, and the copying thread calls ``changed``.
+    The training thread creates it, and the copying thread calls ``changed_name``.
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._samples = list(samples)
         subsets = [sample.next() for sample in self._samples]
-        self._taken = [(subset, *subset.read()) for subset in subsets]
+        self._reads = [(subset, *subset.read()) for subset in subsets]
 
-    def changed(self, placements: Sequence[Placement] | None, beside: Beside) -> str | None:
-        self._taken = [
-            (subset, host + _fetched(there, beside), []) for subset, host, there in self._taken
+    def changed_name(
+        self, placements: Sequence[Placement] | None, on_stream: OnStream
+    ) -> str | None:
+        self._reads = [
+            (subset, host + _fetch(tensors, on_stream), []) for subset, host, tensors in self._reads
         ]
         for sample in self._samples:
             sample.build()  # This saves the training thread the work at the next save
-        found = (subset.differs(taken, placements) for subset, taken, _ in self._taken)
-        return next((name for name in found if name is not None), None)
+        names = (
+            subset.differs(source_bytes, placements) for subset, source_bytes, _ in self._reads
+        )
+        return next((name for name in names if name is not None), None)
 
 
 class Full:
@@ -269,12 +282,14 @@ class Full:
         self._copies = list(copies)
         self._digests = {id(copy): exact_digest(copy.elements) for copy in self._copies}
 
-    def changed(self, placements: Sequence[Placement] | None, beside: Beside) -> str | None:
-        del beside  # The image is in host memory
+    def changed_name(
+        self, placements: Sequence[Placement] | None, on_stream: OnStream
+    ) -> str | None:
+        del on_stream  # The image is in host memory
         own = zip(self._copies, self._copies, strict=True)
         for copy, target in own if placements is None else placements:
-            taken = self._digests.get(id(copy))
-            if taken is not None and exact_digest(target.target) != taken:
+            source_digest = self._digests.get(id(copy))
+            if source_digest is not None and exact_digest(target.target) != source_digest:
                 return copy.name
         return None
 
@@ -286,28 +301,28 @@ def _places(copy: Copy) -> Places:
         return _elements(copy)
     begin = 0 if part is None else part.start * target.itemsize
     if nbytes <= WHOLE_BYTES:
-        return Spaced(begin, range(1), nbytes)
+        return Grid(begin, range(1), nbytes)
     count = max(1, nbytes // SPACING_BYTES)
     free = nbytes - (count - 1) * SPACING_BYTES - LINE_BYTES
-    at = crc32(name.encode(), end) % (free + 1) // 64 * 64
-    return Spaced(begin, range(at, at + count * SPACING_BYTES, SPACING_BYTES), LINE_BYTES)
+    start = crc32(name.encode(), end) % (free + 1) // 64 * 64
+    return Grid(begin, range(start, start + count * SPACING_BYTES, SPACING_BYTES), LINE_BYTES)
 
 
 def _elements(copy: Copy) -> list[Place]:
     """Return the places of a source that is not contiguous. Each is a single element."""
     source, itemsize, count = copy.source, copy.target.itemsize, copy.target.numel()
-    first = 0 if copy.part is None else copy.part.start
+    start = 0 if copy.part is None else copy.part.start
     seed = crc32(copy.name.encode(), copy.end)
     places = min(count, _ELEMENTS * max(1, count * itemsize // SPACING_BYTES))
-    found: list[Place] = []
+    elements: list[Place] = []
     for number in range(places):
         position = (seed + number * count // places) % count
-        at, offset = first + position, 0
+        rest, offset = start + position, 0
         for length, stride in zip(reversed(source.shape), reversed(source.stride()), strict=True):
-            at, index = divmod(at, length)
+            rest, index = divmod(rest, length)
             offset += index * stride
-        found.append((offset * itemsize, position * itemsize, itemsize))
-    return found
+        elements.append((offset * itemsize, position * itemsize, itemsize))
+    return elements
 
 
 def _kind(copy: Copy) -> tuple[str, bool]:
@@ -326,9 +341,9 @@ def _views(copy: Copy, places: Places) -> list[torch.Tensor]:
     places that are equally spaced.
     """
     source = copy.source
-    if not isinstance(places, Spaced):
-        at = [source.storage_offset() + begin // source.itemsize for begin, _, _ in places]
-        return [source.as_strided((1,), (1,), offset).view(torch.uint8) for offset in at]
+    if not isinstance(places, Grid):
+        offsets = [source.storage_offset() + begin // source.itemsize for begin, _, _ in places]
+        return [source.as_strided((1,), (1,), offset).view(torch.uint8) for offset in offsets]
     flat = source.reshape(-1).view(torch.uint8)
     begin = places.begin + places.offsets.start
     if copy.target.nbytes <= WHOLE_BYTES:
@@ -337,15 +352,15 @@ def _views(copy: Copy, places: Places) -> list[torch.Tensor]:
     return [flat.as_strided(shape, (places.offsets.step, 1), flat.storage_offset() + begin)]
 
 
-def _gathered(views: list[torch.Tensor]) -> torch.Tensor:
+def _gather(views: list[torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         return torch.cat(views).flatten()
 
 
-def _fetched(tensors: Iterable[torch.Tensor], beside: Beside) -> bytes:
-    found = b""
+def _fetch(tensors: Iterable[torch.Tensor], on_stream: OnStream) -> bytes:
+    data = b""
     for tensor in tensors:
-        with beside(tensor):
+        with on_stream(tensor):
             host = tensor.cpu()
-        found += bytes(host_bytes(host.data_ptr(), host.nbytes))
-    return found
+        data += bytes(host_bytes(host.data_ptr(), host.nbytes))
+    return data

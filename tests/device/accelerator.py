@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.staging.device import drain, on
+from ckpt.staging.device import drain, use_stream
 
 if _module := os.environ.get("CKPT_TEST_DEVICE_MODULE"):
     importlib.import_module(_module)
@@ -84,7 +84,7 @@ def keep_busy(seconds: float, stream: torch.Stream | None = None) -> torch.Event
     """Queue work on ``stream``, or on the current one, and return an event behind it."""
     chosen = stream or torch.accelerator.current_stream()
     made = delay(torch.device(chosen.device.type, chosen.device_index))
-    with on(chosen):
+    with use_stream(chosen):
         made.queue(seconds)
     return chosen.record_event()
 

@@ -16,7 +16,7 @@ from ckpt import CheckpointManager
 from ckpt.adapters.match import sink
 from ckpt.errors import CkptError
 from ckpt.staging import copies
-from ckpt.staging.copies import Late
+from ckpt.staging.copies import LateCopies
 from ckpt.staging.device import side_stream
 from ckpt.staging.fence import Fence
 from tests.device.accelerator import SECONDS, content, device, keep_busy
@@ -185,13 +185,13 @@ def nowhere(_: object) -> AbstractContextManager[None]:
 
 
 MISTAKES: dict[str, tuple[Scenario, Sequence[tuple[object, str, object]]]] = {
-    "no wait for compute": (of_queued_work, [(Late, "begin", nothing)]),
+    "no wait for compute": (of_queued_work, [(LateCopies, "begin", nothing)]),
     "no hold on the current stream": (
         before_the_next_step,
-        [(Late, "hold_current_streams", nothing)],
+        [(LateCopies, "hold_current_streams", nothing)],
     ),
     "the fence is skipped": (before_the_next_step, [(Fence, "wait", nothing)]),
-    "no event before landing": (when_it_has_landed, [(Late, "events", no_events)]),
+    "no event before landing": (when_it_has_landed, [(LateCopies, "events", no_events)]),
     "no wait after eager copies": (of_what_no_optimizer_owns, [(copies, "_wait", nothing)]),
     "no draining before a restore": (over_queued_work, [(sink, "drain", nothing)]),
     "readers on streams of their own": (

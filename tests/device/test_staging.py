@@ -17,8 +17,8 @@ import torch
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.adapters.walk import prepare
 from ckpt.staging import copies
-from ckpt.staging.copies import Copy, Late, copy_now
-from ckpt.staging.device import background, is_ordered, on, side_stream
+from ckpt.staging.copies import Copy, LateCopies, copy_now
+from ckpt.staging.device import background, is_ordered, side_stream, use_stream
 from ckpt.staging.slot import Slot
 from tests.device.accelerator import SECONDS, content, device, keep_busy, trained
 
@@ -107,7 +107,7 @@ def test_threads_may_be_on_one_stream_at_once(place: torch.device) -> None:
 
     def work() -> None:
         before = torch.accelerator.current_stream(place)
-        with on(stream):
+        with use_stream(stream):
             inside.wait(20)
             seen.append(torch.accelerator.current_stream(place) == stream)
             inside.wait(20)
@@ -164,7 +164,7 @@ def test_what_is_lazy_is_resolved_before_it_is_copied(
         side = side_stream(place)
         assert side is not None
         keep_busy(SECONDS[0], side)
-        beside = Late([place])
+        beside = LateCopies([place])
         beside.begin()
         beside.run([copy])
         beside.synchronize()
@@ -264,13 +264,13 @@ def test_background_threads_work_on_the_device_of_the_state(
 ) -> None:
     second = other()
     seen: list[int] = []
-    run = Late.run
+    run = LateCopies.run
 
-    def look(self: Late, todo: list[Copy]) -> None:
+    def look(self: LateCopies, todo: list[Copy]) -> None:
         seen.append(torch.accelerator.current_device_index())
         run(self, todo)
 
-    monkeypatch.setattr(Late, "run", look)
+    monkeypatch.setattr(LateCopies, "run", look)
     with CheckpointManager(root) as manager:
         manager.save(trained(second), 1)
     assert set(seen) == {1}
@@ -294,18 +294,18 @@ def test_a_slot_is_pinned_for_the_device_and_again_when_it_was_cut(place: torch.
     try:
         slot.prefault()
         slot.pin([place])
-        assert slot.pinned
+        assert slot.is_pinned
         assert slot.tensor.is_pinned()
         os.truncate(path, 2 << 20)
         slot.regrow()
-        assert slot.pinned
+        assert slot.is_pinned
         source = torch.arange(8 << 20, device=place).to(torch.uint8)
         slot.tensor.copy_(source, non_blocking=True)
         torch.accelerator.synchronize(place)
         assert torch.equal(slot.tensor, source.cpu())
     finally:
         slot.close()
-    assert not slot.pinned
+    assert not slot.is_pinned
 
 
 def test_a_manager_pins_what_it_copies_to(root: str, place: torch.device) -> None:
@@ -314,7 +314,7 @@ def test_a_manager_pins_what_it_copies_to(root: str, place: torch.device) -> Non
         state = trained(place)
         manager.prepare(state)
         manager.save(state, 1)
-        assert all(slot.pinned for slot in manager._saver.slots.made)
+        assert all(slot.is_pinned for slot in manager._saver.slots.slots)
 
 
 HOST_STATE = """

@@ -37,7 +37,7 @@ def test_what_stays_is_confirmed_and_what_changes_is_named(
             Copy(name, source, torch.zeros(source.shape), source, source.nbytes)
             for name, source in sources.items()
         )
-        return Snapshot(7, [Batch(eager=(), late=late, checks=())], check=check)  # type: ignore[arg-type]
+        return Snapshot(7, [Batch(eager=(), late_copies=late, checks=())], check=check)  # type: ignore[arg-type]
 
     def confirm(taken: Snapshot) -> None:
         taken.copy_eager()

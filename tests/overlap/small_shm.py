@@ -215,7 +215,7 @@ def a_slot_that_was_let_go_takes_no_memory(root: str) -> None:
     state = state_of(20)
     with CheckpointManager(root, slots=1) as manager:
         manager.prepare(state)
-        while not manager._saver.slots.made:  # the thread that makes slots ahead makes them
+        while not manager._saver.slots.slots:  # the thread that makes slots ahead makes them
             time.sleep(0.01)
         before = anonymous_bytes()
         (SHM / "another").unlink()

@@ -30,7 +30,7 @@ def test_a_machine_that_is_full_is_told_of_at_prepare_and_at_every_save_until_it
     root: str, window: Window, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(shm: str, **how: Any) -> Any:
-        return replace(measure(shm, **how), memory=10_000, shared=10_000)
+        return replace(measure(shm, **how), memory=10_000, shared_bytes=10_000)
 
     state = trained()
     with CheckpointManager(root) as manager:

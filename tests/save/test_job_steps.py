@@ -141,14 +141,14 @@ def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers
 
 def test_a_step_whose_copies_this_node_keeps_stays_on_that_tier_alone(tiers) -> None:
     near, far = tiers
-    steps = JobSteps(tiers, copied=lambda tier: frozenset([ONE] if tier is near else []))
+    steps = JobSteps(tiers, copied_refs=lambda tier: frozenset([ONE] if tier is near else []))
     assert (steps.protected(near), steps.protected(far)) == ({ONE}, frozenset())
 
 
 def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:
     earlier = EarlierSteps(tiers, "b" * 12, 30)
     assert earlier.begin() is None
-    assert earlier.needed(tiers[0]) == frozenset()
+    assert earlier.needed_refs(tiers[0]) == frozenset()
 
 
 def test_a_step_in_a_slot_is_removed_manifest_first_and_stays_kept_if_that_fails(

@@ -36,7 +36,7 @@ class Served:
 
     def run(self) -> None:
         while (turn := self.queue.take()) is not None:
-            self.lost.update({step.ref.step: error for step, error in turn.lost})
+            self.lost.update({step.ref.step: error for step, error in turn.losses})
             if turn.next is not None:
                 turn.next.task()
 
@@ -162,7 +162,7 @@ def test_steps_may_be_left_to_the_agent_while_one_is_chosen(before: bool, ranks:
     assert queue.take() == Turn(None)
     assert [step.task for step in queue.given_up] == ["one"]
     for step, task in ((3, "three"), (2, "two")):
-        queue.push(QueuedStep(StepRef(step, "aa"), task, held=True))
+        queue.push(QueuedStep(StepRef(step, "aa"), task, holds_image=True))
     turn = queue.take()
     assert turn is not None
     assert turn.next is not None

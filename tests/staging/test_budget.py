@@ -30,9 +30,9 @@ def machine(monkeypatch):
 )
 def test_as_many_slots_as_fit_and_shared_if_one_does(memory, shared, slots, is_shared):
     budget = decide(
-        100 * MIB, wanted=2, room=Room(memory=memory * MIB, shared=shared * MIB, ranks=1)
+        100 * MIB, most_slots=2, room=Room(memory=memory * MIB, shared_bytes=shared * MIB, ranks=1)
     )
-    assert (budget.slots, budget.shared, budget.nbytes) == (slots, is_shared, 100 * MIB)
+    assert (budget.slots, budget.is_shared, budget.nbytes) == (slots, is_shared, 100 * MIB)
     assert f"{slots} slot(s) of 100 MiB" in budget.sentence
     assert ("lost with the process" in budget.sentence) != is_shared
     assert ("2 were wanted" in budget.sentence) == (slots < 2)
@@ -42,7 +42,7 @@ def test_when_not_even_one_fits_the_numbers_are_told():
     with pytest.raises(
         HostMemoryExhausted, match=r"100 MiB: 99 MiB may be used by each of the 8 rank"
     ) as caught:
-        decide(100 * MIB, wanted=2, room=Room(memory=99 * MIB, shared=500 * MIB, ranks=8))
+        decide(100 * MIB, most_slots=2, room=Room(memory=99 * MIB, shared_bytes=500 * MIB, ranks=8))
     assert caught.value.needed == 100 * MIB
 
 
@@ -50,7 +50,7 @@ def test_the_ranks_of_a_node_share_what_is_there(tmp_path):
     one, eight = measure(str(tmp_path), ranks=1), measure(str(tmp_path), ranks=8)
     assert one.memory > 0
     assert eight.memory == pytest.approx(one.memory / 8, rel=0.2)
-    assert 0 < eight.shared <= eight.memory
+    assert 0 < eight.shared_bytes <= eight.memory
 
 
 def test_the_last_rank_to_ask_gets_as_much_as_the_first(cgroup, tmp_path):
@@ -58,20 +58,20 @@ def test_the_last_rank_to_ask_gets_as_much_as_the_first(cgroup, tmp_path):
     cgroup(("/job", 1000, 0, 0))
     first = measure(str(tmp_path), ranks=4).memory
     cgroup(("/job", 1000, 3 * first // MIB, 0))
-    assert first <= measure(str(tmp_path), ranks=4, held=3 * first).memory <= 1.1 * first
+    assert first <= measure(str(tmp_path), ranks=4, sibling_bytes=3 * first).memory <= 1.1 * first
     # what it would get if they were foreign processes
     assert measure(str(tmp_path), ranks=4).memory < first / 2
 
 
 def test_a_rank_gets_no_more_than_there_is_whatever_the_others_hold(cgroup, tmp_path):
     cgroup(("/job", 1000, 900, 0))
-    got = measure(str(tmp_path), ranks=2, held=900 * MIB)
+    got = measure(str(tmp_path), ranks=2, sibling_bytes=900 * MIB)
     assert got.memory / MIB / budget._HEADROOM == pytest.approx(100, abs=1)
-    assert got.shared <= got.memory
+    assert got.shared_bytes <= got.memory
 
 
 def test_a_shared_memory_that_is_not_there_has_no_room(tmp_path):
-    assert measure(str(tmp_path / "missing"), ranks=1).shared == 0
+    assert measure(str(tmp_path / "missing"), ranks=1).shared_bytes == 0
 
 
 # -- memory cgroups: a tree of files as the kernel shows it -------------------------------------
@@ -150,7 +150,7 @@ def test_a_cgroup_that_is_over_its_limit_leaves_nothing(cgroup, tmp_path):
     cgroup(("/job", 300, 310, 0))
     assert room(tmp_path) == 0
     with pytest.raises(HostMemoryExhausted, match="memory cgroup"):
-        decide(MIB, wanted=2, room=measure(str(tmp_path), ranks=1))
+        decide(MIB, most_slots=2, room=measure(str(tmp_path), ranks=1))
 
 
 def test_without_a_limit_the_machine_counts(cgroup, tmp_path):
@@ -181,24 +181,26 @@ def test_cgroups_that_cannot_be_read_are_no_limit(own, tmp_path, monkeypatch):
 
 
 def test_a_large_image_passes_through_a_ring_and_the_rest_of_the_memory_is_for_the_spill():
-    room = Room(memory=8000 * MIB, shared=4000 * MIB, ranks=1)
-    found = decide(1000 * MIB, wanted=2, room=room, elastic=True)
-    assert (found.slots, found.slot_bytes, found.shared) == (2, 192 * MIB, False)
+    room = Room(memory=8000 * MIB, shared_bytes=4000 * MIB, ranks=1)
+    found = decide(1000 * MIB, most_slots=2, room=room, elastic=True)
+    assert (found.slots, found.slot_bytes, found.is_shared) == (2, 192 * MIB, False)
     assert found.spill_bytes == (2000 - 2 * 192) * MIB
     assert "192 MiB of anonymous memory in waves" in found.sentence
 
 
 @pytest.mark.parametrize(("nbytes", "memory"), [(192 * MIB, 8000 * MIB), (1000 * MIB, 250 * MIB)])
 def test_a_small_image_is_whole_and_little_memory_is_one_ring(nbytes, memory):
-    found = decide(nbytes, wanted=2, room=Room(memory=memory, shared=memory, ranks=1), elastic=True)
+    found = decide(
+        nbytes, most_slots=2, room=Room(memory=memory, shared_bytes=memory, ranks=1), elastic=True
+    )
     assert (found.slots, found.spill_bytes) == ((2, 0) if nbytes < memory else (1, 0))
     assert found.slot_bytes == (nbytes if nbytes < memory else 160 * MIB)
 
 
 def test_a_ring_grows_with_the_parts_of_a_very_large_image():
     """S3 takes at most 10,000 parts."""
-    room = Room(memory=4 << 40, shared=0, ranks=1)
-    found = decide(2 << 40, wanted=2, room=room, elastic=True)
+    room = Room(memory=4 << 40, shared_bytes=0, ranks=1)
+    found = decide(2 << 40, most_slots=2, room=room, elastic=True)
     part = -(-(2 << 40) // 10_000)
     assert 192 * MIB < found.slot_bytes >= part + 64 * MIB
 
@@ -213,8 +215,8 @@ def test_a_ring_grows_with_the_parts_of_a_very_large_image():
 )
 def test_too_little_memory_is_an_error_with_the_least_and_what_it_is_for(nbytes, part, least):
     def budget_of(memory: int) -> Budget:
-        room = Room(memory=memory * MIB, shared=0, ranks=2)
-        return decide(nbytes * MIB, wanted=2, room=room, elastic=True, part_bytes=part * MIB)
+        room = Room(memory=memory * MIB, shared_bytes=0, ranks=2)
+        return decide(nbytes * MIB, most_slots=2, room=room, elastic=True, part_bytes=part * MIB)
 
     enough = int(least.split()[0])
     assert budget_of(enough).slots == 1

@@ -94,10 +94,10 @@ def test_a_slot_is_pinned_once_for_the_first_cuda_device_and_not_for_others(monk
     slot = Slot(2 << 20, None)
     slot.pin([])
     slot.pin([CPU, OTHER])
-    assert not slot.pinned
+    assert not slot.is_pinned
     for _ in range(2):
         slot.pin([OTHER, torch.device("cuda", 1), torch.device("cuda", 0)])
-    assert slot.pinned
+    assert slot.is_pinned
     slot.close()
     slot.pin([torch.device("cuda", 0)])
     assert runtime.calls == ["on cuda:1", f"pin {2 << 20}", "on cuda:1", "unpin"]

@@ -33,7 +33,12 @@ def trained(build=OPTIMIZERS["SGD"]) -> tuple[torch.nn.Parameter, torch.optim.Op
 def snapshot_of(parameter: torch.nn.Parameter) -> tuple[Snapshot, torch.Tensor]:
     target = torch.zeros(4)
     snapshot = Snapshot(
-        1, [Batch(eager=(), late=(Copy("p", parameter.detach(), target, parameter),), checks=())]
+        1,
+        [
+            Batch(
+                eager=(), late_copies=(Copy("p", parameter.detach(), target, parameter),), checks=()
+            )
+        ],
     )
     snapshot.copy_eager()
     return snapshot, target
@@ -93,7 +98,14 @@ def test_a_failed_snapshot_lets_training_go_on():
     fence = Fence()
     fence.guard([optimizer])
     broken = Snapshot(
-        1, [Batch(eager=(), late=(Copy("p", torch.ones(3), torch.ones(4), parameter),), checks=())]
+        1,
+        [
+            Batch(
+                eager=(),
+                late_copies=(Copy("p", torch.ones(3), torch.ones(4), parameter),),
+                checks=(),
+            )
+        ],
     )
     fence.watch(broken)
     broken.copy_late()
@@ -107,7 +119,7 @@ def test_wait_is_the_fence_for_those_without_an_optimizer():
     fence.watch(snapshot)
     threading.Timer(0.05, snapshot.copy_late).start()
     fence.wait()
-    assert snapshot.landed
+    assert snapshot.has_landed
 
 
 def test_an_optimizer_is_hooked_once():

@@ -8,7 +8,7 @@ from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import plan_save
-from ckpt.staging.image import Image, copyable, over
+from ckpt.staging.image import Image, copyable, view_as
 from ckpt.staging.slots import SlotPool
 
 
@@ -122,4 +122,4 @@ def test_safetensors_reads_the_image_as_it_lies_in_memory(slot):
 def test_bytes_seen_as_a_tensor_are_the_tensor(dtype):
     tensor = random(dtype, (2, 3))
     memory = tensor.view(-1).view(torch.uint8)
-    assert same_bits(over(memory, dtype, (2, 3)), copyable(tensor, dtype))
+    assert same_bits(view_as(memory, dtype, (2, 3)), copyable(tensor, dtype))

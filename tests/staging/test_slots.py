@@ -768,7 +768,7 @@ def test_whoever_waits_for_a_slot_is_told_though_the_step_in_it_cannot_be_taken_
         target=lambda: found.append(pool.acquire(9 * MIB, wait=True)), daemon=True
     )
     waiting.start()
-    condition: Any = pool._changed._condition
+    condition: Any = pool._change._condition
     while not condition._waiters:
         time.sleep(0.001)
     with pytest.raises(StorageError):

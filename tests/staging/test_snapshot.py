@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt.errors import StagingError, TensorChanged
-from ckpt.staging.copies import Copy, Late, copy_now
+from ckpt.staging.copies import Copy, LateCopies, copy_now
 from ckpt.staging.digest import digest
 from ckpt.staging.snapshot import Batch, Check, Snapshot
 
@@ -18,7 +18,9 @@ def copy_of(name: str, source: torch.Tensor) -> Copy:
 
 
 def snapshot_of(*, eager=(), late=(), checks=(), step=7) -> Snapshot:
-    return Snapshot(step, [Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks))])
+    return Snapshot(
+        step, [Batch(eager=tuple(eager), late_copies=tuple(late), checks=tuple(checks))]
+    )
 
 
 def test_eager_sources_are_copied_before_the_call_returns():
@@ -26,7 +28,7 @@ def test_eager_sources_are_copied_before_the_call_returns():
     snapshot = snapshot_of(eager=[copy])
     snapshot.copy_eager()
     copy.source.zero_()
-    assert snapshot.landed
+    assert snapshot.has_landed
     snapshot.wait_landed(0)
     assert copy.target.tolist() == [0, 1, 2, 3, 4]
 
@@ -37,11 +39,11 @@ def test_late_sources_are_copied_later():
     snapshot.copy_eager()
     assert early.target.tolist() == [1, 1]
     assert late.target.tolist() == [0, 0, 0]
-    assert not snapshot.landed
+    assert not snapshot.has_landed
     with pytest.raises(TimeoutError, match="step 7 is not staged"):
         snapshot.wait_landed(0.01)
     snapshot.copy_late()
-    assert snapshot.landed
+    assert snapshot.has_landed
     assert late.target.tolist() == [1, 1, 1]
 
 
@@ -58,8 +60,8 @@ def test_a_part_of_a_tensor_goes_to_its_place_whatever_its_strides():
 def test_batches_are_copied_together():
     copies = [copy_of(name, torch.ones(1)) for name in "abcd"]
     batches = [
-        Batch(eager=(copies[0],), late=(copies[1],), checks=()),
-        Batch(eager=(copies[2],), late=(copies[3],), checks=()),
+        Batch(eager=(copies[0],), late_copies=(copies[1],), checks=()),
+        Batch(eager=(copies[2],), late_copies=(copies[3],), checks=()),
     ]
     snapshot = Snapshot(1, batches)
     snapshot.copy_eager()
@@ -86,7 +88,7 @@ def test_a_tensor_changed_before_its_copy_fails_the_save_with_its_name(change, p
     with pytest.raises(TensorChanged, match="'model/weight' was changed while step 7") as caught:
         snapshot.wait_landed(0)
     assert (caught.value.name, caught.value.step) == ("model/weight", 7)
-    assert snapshot.landed
+    assert snapshot.has_landed
 
 
 def test_a_change_after_the_copy_is_no_fault():
@@ -114,7 +116,7 @@ def test_sources_are_let_go_when_all_has_landed():
     alive = weakref.ref(source)
     snapshot = snapshot_of(
         late=[Copy("x", source, torch.zeros(4), source)],
-        checks=[Check("x", "b", (source,), late=True)],
+        checks=[Check("x", "b", (source,), is_late=True)],
     )
     snapshot.copy_eager()
     snapshot.copy_late()
@@ -144,7 +146,10 @@ def test_digests_are_taken_with_the_copies_they_belong_to():
     early, late = torch.ones(3), torch.ones(3)
     snapshot = snapshot_of(
         late=[copy_of("l", late)],
-        checks=[Check("e", "all", (early,), late=False), Check("l", "all", (late,), late=True)],
+        checks=[
+            Check("e", "all", (early,), is_late=False),
+            Check("l", "all", (late,), is_late=True),
+        ],
     )
     snapshot.copy_eager()
     assert snapshot.digests == {"e": f"all={digest(early)}"}
@@ -157,7 +162,7 @@ def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
     values.
     """
     tensor = torch.ones(3)
-    snapshot = snapshot_of(checks=[Check("w", "all", (tensor,), late=True)])
+    snapshot = snapshot_of(checks=[Check("w", "all", (tensor,), is_late=True)])
     snapshot.copy_eager()
     snapshot.copy_late()
     snapshot.wait_landed(0)
@@ -165,7 +170,7 @@ def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
 
 
 class Queued:
-    """A device that queues copies at once, as a substitute for ``Late``."""
+    """A device that queues copies at once, as a substitute for ``LateCopies``."""
 
     thread = staticmethod(nullcontext)
 
@@ -196,7 +201,9 @@ def test_a_fence_holds_the_stream_alone_and_waits_for_no_late_digest(monkeypatch
 
     monkeypatch.setattr("ckpt.staging.snapshot.digest_of", read)
     monkeypatch.setattr("ckpt.staging.snapshot.folded", lambda _: ())
-    snapshot = snapshot_of(checks=[Check("w", "all", (torch.ones(3, device="meta"),), late=True)])
+    snapshot = snapshot_of(
+        checks=[Check("w", "all", (torch.ones(3, device="meta"),), is_late=True)]
+    )
     stand_in(snapshot, Queued())
     copying = threading.Thread(target=snapshot.copy_late)
     copying.start()
@@ -321,7 +328,7 @@ def test_what_is_lazy_is_resolved_before_a_copy_that_is_only_launched(monkeypatc
         "_foreach_copy_",
         lambda to, of, non_blocking=False: (launched.extend(of), copy(to, of)),
     )
-    late: Any = Late(())
+    late: Any = LateCopies(())
     late._streams = {torch.device("cpu"): None}
     late.run(copies)
     assert not any(value.is_conj() or value.is_neg() for value in launched)

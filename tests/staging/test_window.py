@@ -146,7 +146,7 @@ def refuse(*_: object) -> None:
 
 @pytest.mark.parametrize("why", ["pages", "budget"])
 def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, caplog, why):
-    room = Room(memory=STEP - 1, shared=0, ranks=1)
+    room = Room(memory=STEP - 1, shared_bytes=0, ranks=1)
     with monkeypatch.context() as patched:
         if why == "pages":
             patched.setattr("ckpt.staging.frames.Slot.prefault", refuse)

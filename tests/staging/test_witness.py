@@ -34,7 +34,7 @@ def copy_of(source: torch.Tensor, name: str = "model/weight", end: int = 0) -> C
 
 
 def snapshot_of(*late: Copy, check: str = "sampled") -> Snapshot:
-    return Snapshot(7, [Batch(eager=(), late=late, checks=())], check=check)  # type: ignore[arg-type]
+    return Snapshot(7, [Batch(eager=(), late_copies=late, checks=())], check=check)  # type: ignore[arg-type]
 
 
 def confirmed(snapshot: Snapshot) -> None:
@@ -165,7 +165,7 @@ def test_a_sample_keeps_few_objects():
 
 def test_a_change_that_is_made_at_each_save_is_seen_once_all_places_were_read():
     source = torch.zeros(300 * MIB, dtype=torch.uint8)
-    batch = Batch(eager=(), late=(copy_of(source),), checks=())
+    batch = Batch(eager=(), late_copies=(copy_of(source),), checks=())
     batch.sample.build()
     changed = source.data[offsets_of(batch.sample.subsets[2])[7] :][:LINE_BYTES]
     seen = []
@@ -181,7 +181,7 @@ def test_a_change_that_is_made_at_each_save_is_seen_once_all_places_were_read():
 
 def test_a_batch_is_sampled_again_and_again():
     source = torch.ones(3000)
-    batch = Batch(eager=(), late=(copy_of(source),), checks=())
+    batch = Batch(eager=(), late_copies=(copy_of(source),), checks=())
     for number in range(3):
         snapshot = Snapshot(number, [batch])
         if number == 1:
@@ -222,7 +222,7 @@ def test_in_a_ring_each_part_is_compared_before_others_take_its_place(check, mon
     def run(change: Callable[[], object]) -> bytes:
         window = RingWindow(ring_of(2, step=part), 7 * part)
         snapshot = Snapshot(
-            7, [Batch(eager=(), late=tuple(late()), checks=())], window, check=check
+            7, [Batch(eager=(), late_copies=tuple(late()), checks=())], window, check=check
         )
         snapshot.copy_eager()
         change()
@@ -258,7 +258,7 @@ def test_the_fence_does_not_wait_for_the_comparison(monkeypatch):
     copier = threading.Thread(target=snapshot.copy_late)
     copier.start()
     snapshot.fence()
-    passed.append(snapshot.landed)
+    passed.append(snapshot.has_landed)
     waiter = threading.Thread(target=lambda: (snapshot.confirm(), passed.append(True)))
     waiter.start()
     assert passed == [True]

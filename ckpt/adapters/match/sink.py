@@ -15,8 +15,8 @@ from ckpt.model.box import flat_start
 from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead
-from ckpt.staging.device import drain, is_ordered, on, refuse_capture
-from ckpt.staging.image import copyable, over
+from ckpt.staging.device import drain, is_ordered, refuse_capture, use_stream
+from ckpt.staging.image import copyable, view_as
 
 _LARGE_BYTES: Final = 256 << 10
 
@@ -111,7 +111,7 @@ class TensorSink:
         # A decoded chunk may begin at any address, but conversions of torch need aligned elements.
         if raw.data_ptr() % DTYPES[read.dtype].itemsize:
             raw = raw.clone()
-        plain = over(raw, read.dtype, read.box.shape)
+        plain = view_as(raw, read.dtype, read.box.shape)
         for index, target in enumerate(read.targets):
             # A conversion needs the values in their own dtype. For some dtypes, ``plain`` has an
             # integer dtype, which is enough for copies.
@@ -121,7 +121,7 @@ class TensorSink:
             )
             part = chunk[target.part.relative_to(read.box).slices()]
             region = self._region(read, index)
-            with on(self._streams.get(region.device)):
+            with use_stream(self._streams.get(region.device)):
                 region.copy_(part)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:

@@ -120,11 +120,11 @@ class PreparedPlan:
         """Return the image in ``slot``, and the copies of each of ``parts`` into it. The image and
         the copies of segments are kept with the slot.
         """
-        layout: tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]] | None = slot.laid.get(
+        layout: tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]] | None = slot.layouts.get(
             self
         )
         if layout is None:
-            layout = slot.laid[self] = Image(self.plan, self.leaves, slot), {}
+            layout = slot.layouts[self] = Image(self.plan, self.leaves, slot), {}
         image, batches = layout
         part_batches: list[Batch] = []
         leaf_index = 0
@@ -179,7 +179,7 @@ class PreparedPlan:
         late_copies.sort(key=attrgetter("end"))
         return Batch(
             eager=tuple(eager),
-            late=tuple(late_copies),
+            late_copies=tuple(late_copies),
             checks=tuple(checks),
             wrappers=tuple(wrappers),
         )

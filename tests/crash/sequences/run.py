@@ -500,7 +500,7 @@ def keep_too_few() -> None:
 
 def forget_farther_tiers() -> None:
     """Let retention remove steps of earlier jobs that farther tiers still lack."""
-    EarlierSteps.needed = lambda *_: frozenset()  # type: ignore[method-assign]
+    EarlierSteps.needed_refs = lambda *_: frozenset()  # type: ignore[method-assign]
 
 
 MUTANTS = {"keep too few": keep_too_few, "forget farther tiers": forget_farther_tiers}
