@@ -17,7 +17,7 @@ from ckpt.errors import ConfigError, ManifestCorrupt
 FOLDERS: Final = "step-"
 """What the names of the folders of all steps begin with."""
 MANIFEST: Final = "manifest.json"
-CLAIM_MARKER: Final = "verdict"
+CLAIM_MARKER: Final = "claim"
 """The name of the claim marker in the folder of a step."""
 OWNER: Final = "writer.json"
 """The key of the record that names the owner of the root."""
@@ -33,7 +33,7 @@ _DIGITS: Final = str.maketrans("abcdefghij", "0123456789")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
 _FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
 _END_NOTE: Final = re.compile(r"rank-([0-9]{5,})\.ended")
-_RANK_MARKER: Final = re.compile(r"rank-([0-9]{5,})\.verdict")
+_RANK_MARKER: Final = re.compile(r"rank-([0-9]{5,})\.claim")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -96,7 +96,7 @@ class StepRef:
         marker: either the rank, which then removes its files of the step, or the agent of another
         node, which then copies these files to the tier.
         """
-        return f"{self.folder}/rank-{rank:05d}.verdict"
+        return f"{self.folder}/rank-{rank:05d}.claim"
 
     def key(self, name: str) -> str:
         """Return the key of the file ``name`` of this attempt.

@@ -38,7 +38,7 @@ def marked(cluster: Cluster) -> list[str]:
     """Return the markers on the shared tier of agents that have brought the files of
     other nodes.
     """
-    return [name for name in listed(cluster.shared) if name.endswith(".verdict")]
+    return [name for name in listed(cluster.shared) if name.endswith(".claim")]
 
 
 def names_of(cluster: Cluster, step: int) -> list[str]:
@@ -58,7 +58,7 @@ def test_a_step_becomes_whole_without_the_node_that_is_lost(cluster: Cluster) ->
     assert holds(cluster.shared, 3)
     done = run([Path(sys.executable).with_name("ckpt"), "verify", cluster.shared], timeout=60)
     assert done.returncode == 0, done.stdout
-    assert marked(cluster) == ["rank-00002.verdict", "rank-00003.verdict"]
+    assert marked(cluster) == ["rank-00002.claim", "rank-00003.claim"]
     assert not any(cluster.memory(node).exists() for node in (0, 1))
 
 
@@ -122,7 +122,7 @@ def test_a_copy_is_used_while_the_ranks_of_the_other_node_live(cluster: Cluster)
     """They may hang until a collective fails. What they do later removes nothing."""
     with cluster.training(3, "kill copied live"):
         assert until(lambda: whole(cluster.shared) == [3])
-        assert marked(cluster) == ["rank-00002.verdict", "rank-00003.verdict"]
+        assert marked(cluster) == ["rank-00002.claim", "rank-00003.claim"]
     assert [job.error for job in cluster.await_end()] == ["", ""]
     assert holds(cluster.shared, 3)
     assert not any(cluster.memory(node).exists() for node in (0, 1))

@@ -71,7 +71,7 @@ def test_the_same_bytes_and_a_word_about_it(
     assert events == [CommitFinished(step=2, tier=finished[0][1])]
     assert next(root.glob("step-*2.*/manifest.json")).read_bytes() == manifest
     assert "has finished its commit" in caplog.text
-    assert not list(root.glob("*/verdict"))
+    assert not list(root.glob("*/claim"))
     assert restored(root)[:2] == (2, ())
 
 

@@ -211,7 +211,7 @@ def test_a_step_that_is_encoded_again_and_removed_meanwhile_does_not_come_back(
     assert is_removed == (moment < 4), "the marker of the mending keeps the step from then on"
     assert whole(damaged.url) == ([] if is_removed else [1])
     assert is_removed or look(damaged).intact
-    assert not list(Path(damaged.url).glob("*/verdict"))
+    assert not list(Path(damaged.url).glob("*/claim"))
 
 
 @pytest.mark.parametrize("roots", ["none to zstd"], indirect=True)

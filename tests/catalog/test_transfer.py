@@ -382,7 +382,7 @@ def test_the_manifest_is_written_last(source: StorageBackend, workers: Workers) 
         key.rpartition("/")[2].rpartition(".")[2] if "manifest" not in key else "manifest"
         for key in order
     ]
-    assert kinds == ["safetensors", "safetensors", "json", "json", "verdict", "manifest"]
+    assert kinds == ["safetensors", "safetensors", "json", "json", "claim", "manifest"]
 
 
 def test_a_lost_reply_to_the_commit_is_no_failure(

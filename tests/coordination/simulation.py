@@ -184,7 +184,7 @@ class Store:
         data = b"".join(parts)
         task = self.sim.gate(f"put {key}")
         fault, task.fault = task.fault, ""
-        if fault == "full" and not key.endswith("verdict"):  # there is room for an empty file
+        if fault == "full" and not key.endswith("claim"):  # there is room for an empty file
             raise OutOfSpace(key)
         if fault in {"late", "arrives"}:
             self.sim.in_flight.append((self, key, data, if_absent))
@@ -415,7 +415,7 @@ def check_tiers(
         for who, key in tier.deleted:
             owner = who.split("/")[0].split()[-1]
             assert key.startswith(f"step-{STEP:09d}.{owner}/"), (who, key)
-            if "/" in who and not key.endswith("verdict"):
+            if "/" in who and not key.endswith("claim"):
                 assert f"rank-{int(who.split('/')[1]):05d}." in key, (who, key)
 
 

@@ -91,7 +91,7 @@ def test_nothing_is_cleared_away_while_somebody_finishes_it(left):
     before = names(left)
     assert claim_for_finish(left, REF)
     assert not clear(left, 0)
-    assert names(left) == before | {"verdict"}
+    assert names(left) == before | {"claim"}
     finish(left)
     assert not clear(left, 0)
     assert names(left) == before | {"manifest.json"}
@@ -107,7 +107,7 @@ def test_a_rank_removes_nothing_that_an_agent_brings(left):
     assert claim_rank_to_bring(left, REF, 1)
     assert claim_rank_to_bring(left, REF, 1)  # Two buddies may have copies
     assert not clear(left, 1, marked=True)
-    assert names(left) == before | {"rank-00001.verdict"}
+    assert names(left) == before | {"rank-00001.claim"}
     assert clear(left, 0, marked=True)
 
 
@@ -124,7 +124,7 @@ def test_the_marker_of_a_rank_stays_while_another_rank_deletes_that_of_the_step(
     assert claim_rank_to_remove(left, REF, 1)
     assert claim_for_removal(left, REF)
     assert clear(left, 0, marked=True)  # It deletes the marker that both have put
-    assert names(left) == {"rank-00001.json", "rank-00001.safetensors", "rank-00001.verdict"}
+    assert names(left) == {"rank-00001.json", "rank-00001.safetensors", "rank-00001.claim"}
     assert not claim_rank_to_bring(left, REF, 1)
 
 
@@ -155,7 +155,7 @@ def test_who_comes_second_finds_it_finished(left):
     manifest = read_object(left, REF.manifest, limit=1 << 20)
     finish(left)
     assert read_object(left, REF.manifest, limit=1 << 20) == manifest
-    assert "verdict" not in names(left)
+    assert "claim" not in names(left)
 
 
 @pytest.mark.parametrize("verb", ["folders", "list", "head", "read_into", "put"])
@@ -185,7 +185,7 @@ def test_a_pruner_leaves_what_is_being_finished(left):
 
 
 def test_on_a_full_disk_only_what_no_fragment_tells_of_goes(left):
-    full = FaultyBackend(left, [Rule(verb="put", key="verdict", fault=Raise(OutOfSpace))])
+    full = FaultyBackend(left, [Rule(verb="put", key="claim", fault=Raise(OutOfSpace))])
     before = names(left)
     with pytest.raises(OutOfSpace):
         clear(full, 0)
@@ -263,6 +263,6 @@ def test_a_step_that_is_being_finished_once_more_is_not_removed(left):
 
 def test_a_full_disk_without_room_for_a_mark_keeps_no_step_from_going(left):
     finish(left)
-    full = FaultyBackend(left, [Rule(verb="put", key="verdict", fault=Raise(OutOfSpace))])
+    full = FaultyBackend(left, [Rule(verb="put", key="claim", fault=Raise(OutOfSpace))])
     assert removed(left, full)
     assert names(left) == set()

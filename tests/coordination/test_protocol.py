@@ -53,14 +53,14 @@ class Protocol(RuleBasedStateMachine):
         match begun:
             case "refused" | "finished too":  # all parts are there, and the step is refused
                 self.come_to("tell", last)
-                self.come_to("/verdict", first, second)
+                self.come_to("/claim", first, second)
                 if begun == "finished too":
-                    self.come_to("/verdict", start_finisher(self.sim, self.attempts[0], 0))
+                    self.come_to("/claim", start_finisher(self.sim, self.attempts[0], 0))
             case "late":
                 # the leader is about to refuse; the message that it waited for has arrived, and
                 # another rank wants to commit
                 self.come_to("tell", last)
-                self.come_to("verdict", second)
+                self.come_to("claim", second)
                 self.come_to("/intent", first)
                 self.sim.let(last)
                 self.come_to("decide", second)

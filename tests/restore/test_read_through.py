@@ -266,7 +266,7 @@ def test_what_somebody_else_is_about_to_list_there_is_not_taken_back_from_a_full
     array, *_ = node.rank(written.ref, World(1).coordinator(0), ALL)
     assert np.array_equal(array, ARRAY)
     kept = {info.key.rpartition("/")[2] for info in near.list(f"{written.ref.folder}/")}
-    assert {"rank-00000.json", "rank-00000.safetensors", "verdict"} <= kept
+    assert {"rank-00000.json", "rank-00000.safetensors", "claim"} <= kept
 
 
 def test_a_full_disk_takes_back_no_file_that_the_restore_has_not_put_there(

@@ -203,7 +203,7 @@ def test_what_a_finisher_left_that_never_came_back_goes_in_the_end(tmp_path: Pat
 
     def days_later(days: float) -> list[int]:
         """Return how many files are left, and the size of the mark."""
-        if (mark := left / "verdict").exists():
+        if (mark := left / "claim").exists():
             os.utime(mark, (time.time() - days * 86400,) * 2)
         prune(backend, Retention(keep_last=1), PruneContext(own=TWO))
         return [len(list(left.iterdir())), mark.stat().st_size] if left.exists() else []
