@@ -484,7 +484,7 @@ manager.save_async({"x": torch.ones(3)}, 1)
 try:
     manager.close()
 except KeyboardInterrupt:
-    print(*[slot.path for slot in manager._saver.slots.made])
+    print(*[slot.path for slot in manager._saver.slots.slots])
 """
     said = run_code(script, tmp_path / "run", timeout=100, finalize=True)
     slots = [word for word in said.split() if word.startswith("/dev/shm/")]

@@ -402,4 +402,3 @@ def _vote_of(data: bytes) -> Vote:
         return decode_vote(data)
     except msgspec.MsgspecError as error:
         return Failure(f"its vote cannot be read: {error}")
-

@@ -83,7 +83,7 @@ def one_at_a_time(
 
 def check_alone(manager: Any, name: str) -> None:
     """Raise ``ConfigError`` if ``manager`` is open and this thread is inside one of its methods."""
-    outer = manager._inside.get(threading.get_ident())
+    outer = manager._calls.get(threading.get_ident())
     if outer is not None and not manager._closed:
         error = ConfigError(
             f"{name}() was called inside of {outer}() in the same thread, as by a signal "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpt.adapters.match.tree import MakeTensor, StateTree
-from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader, ReadRequest
+from ckpt.catalog.tensor_reader import LIST_NAMES, ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError, EntryMissing
 from ckpt.errors.frames import frameless

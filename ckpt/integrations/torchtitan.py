@@ -184,7 +184,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     def _wait_for_saving(self) -> None:
         pending, self.save_future = self.save_future, None
         pending.wait()
-        if pending.unreported is not None:  # Other errors were raised or logged
+        if pending.unreported_error is not None:  # Other errors were raised or logged
             pending.result()
 
     def _maybe_wait_for_staging(self) -> None:

@@ -570,7 +570,7 @@ class _Run:
         """
         for pending in self._pending:
             pending.wait()
-            if pending.unreported is not None:  # Other errors were raised or logged
+            if pending.unreported_error is not None:  # Other errors were raised or logged
                 pending.result()
 
 

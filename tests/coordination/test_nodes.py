@@ -33,7 +33,7 @@ def test_ranks_that_see_the_same_root_share_a_node_however_they_spell_it(tmp_pat
 
     found = World(5).run(nodes)
     assert set(found.values()) == {Nodes((0, 1, 0, 1, 2))}
-    assert found[0].firsts == (0, 1, 4)
+    assert found[0].lowest_ranks == (0, 1, 4)
     assert [found[0].mates(rank) for rank in (2, 1, 4)] == [(0, 2), (1, 3), (4,)]
 
 

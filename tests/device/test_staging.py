@@ -328,7 +328,7 @@ with CheckpointManager("memory://host") as manager:
         optimizer.step()
         manager.save({"model": model, "optimizer": optimizer}, step)
     manager.restore({"model": model, "optimizer": optimizer})
-    assert not any(slot.pinned for slot in manager._saver.slots.made)
+    assert not any(slot.is_pinned for slot in manager._saver.slots.slots)
 assert not torch.cuda.is_initialized()
 driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
 driver.cuInit(0)

@@ -178,11 +178,11 @@ def test_a_small_slot_with_what_is_nowhere_else_stays_until_a_larger_image_may_r
     pool.release(one)
     pool.release(two)
     larger = take(pool, 8 * MIB)
-    assert pool.made == [one, larger]
+    assert pool.slots == [one, larger]
     assert pool.acquire(8 * MIB, wait=False) is None  # The image in ``larger`` may be lost
     contents.path = larger.path
     assert take(pool, 8 * MIB) is not larger
-    assert one not in pool.made
+    assert one not in pool.slots
 
 
 def test_a_small_slot_that_is_not_needed_any_more_makes_room_for_another(pools):
@@ -193,7 +193,7 @@ def test_a_small_slot_that_is_not_needed_any_more_makes_room_for_another(pools):
     contents.path = larger.path  # It is committed
     pool.release(larger)
     assert take(pool, 8 * MIB) is not larger
-    assert one not in pool.made
+    assert one not in pool.slots
 
 
 def test_a_small_slot_with_what_is_nowhere_else_stays_beside_a_larger_one_that_is_free(pools):
@@ -203,7 +203,7 @@ def test_a_small_slot_with_what_is_nowhere_else_stays_beside_a_larger_one_that_i
     larger = take(pool, 8 * MIB)
     pool.release(larger)  # Its image was not committed
     pool.reserve(8 * MIB)
-    assert pool.made == [one, larger]
+    assert pool.slots == [one, larger]
     assert take(pool, 8 * MIB) is larger
 
 
@@ -217,10 +217,10 @@ def test_small_slots_that_all_hold_what_is_nowhere_else_stay(pools):
     for wait in (False, True):
         with pytest.raises(CommitError, match="start the job again"):
             pool.acquire(8 * MIB, wait=wait)
-    assert pool.made == [one, two]
+    assert pool.slots == [one, two]
     contents.path = None
     assert take(pool, 8 * MIB) not in (one, two)
-    assert two in pool.made
+    assert two in pool.slots
 
 
 def test_a_small_slot_that_is_released_with_what_is_nowhere_else_stays(pools):
@@ -230,14 +230,14 @@ def test_a_small_slot_that_is_released_with_what_is_nowhere_else_stays(pools):
     larger = take(pool, 8 * MIB)
     contents.path = one.path
     pool.release(one)
-    assert pool.made == [one, larger]
+    assert pool.slots == [one, larger]
 
 
 def test_the_only_slot_grows_whatever_it_holds(pools):
     _, pool, (one,) = with_needed(pools, 1)
     pool.release(one)
     larger = take(pool, 8 * MIB)
-    assert pool.made == [larger]
+    assert pool.slots == [larger]
 
 
 def test_a_slot_with_what_is_nowhere_else_is_not_taken_while_another_is_in_use(pools):
@@ -790,7 +790,7 @@ def test_ctrl_c_loses_no_slot_wherever_it_interrupts_acquire(pools, slot: str, e
         if slot != "new":
             pool.release(take(pool, MIB))
         if slot == "lost":
-            os.unlink(pool.made[0].path)
+            os.unlink(pool.slots[0].path)
         with interrupted_call(files, turn, event=event):
             try:
                 pool.acquire(MIB, wait=False)
@@ -798,7 +798,7 @@ def test_ctrl_c_loses_no_slot_wherever_it_interrupts_acquire(pools, slot: str, e
                 was_interrupted = True
         if was_interrupted:
             take(pool, MIB)
-        assert len(pool.made) == 1
+        assert len(pool.slots) == 1
         pool.close()
     assert turn > 4
 
@@ -834,14 +834,14 @@ def test_the_second_ring_is_given_back_when_the_last_saves_did_not_need_it(pools
     overlap()
     for _ in range(6):
         pool.release(take(pool, size))
-        assert len(pool.made) == 2
+        assert len(pool.slots) == 2
     overlap()  # the count begins again
     for saves in range(7):
-        assert len(pool.made) == 2, saves
+        assert len(pool.slots) == 2, saves
         pool.release(take(pool, size))
-    assert len(pool.made) == 1
+    assert len(pool.slots) == 1
     overlap()
-    assert len(pool.made) == 2
+    assert len(pool.slots) == 2
 
 
 def test_a_multiple_of_the_image_limits_the_memory_of_a_pool():
