@@ -66,8 +66,7 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def whole(name: str, value: object, least: int, largest: int) -> None:
-    """Raise unless the value is an int from ``least`` to ``largest``. True and False do not count.
-    """
+    """Raise unless the value is an int from ``least`` to ``largest``. A bool does not count."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
         raise ConfigError(f"{name}={text_of(value)}: give a whole number from {least} to {largest}")
 

@@ -589,8 +589,7 @@ class Saver:
                         self.steps.end_waiting(turn.next.ref, url)
 
     def _lose(self, url: str, losses: Sequence[tuple[QueuedStep[Task], CkptError]]) -> None:
-        """Fail the steps in ``losses``, which never get to the tier ``url``, each with its error.
-        """
+        """Fail each step of ``losses``, which never gets to the tier ``url``, with its error."""
         for step, error in losses:
             self.steps.end_waiting(step.ref, url)
             self._fail(step.task, error)

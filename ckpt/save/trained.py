@@ -52,8 +52,7 @@ class Trainable:
 
     @classmethod
     def of(cls, collection: WalkResult, era: int) -> Trainable:
-        """Return the tensors of the optimizers in ``collection``. Call it on the training thread.
-        """
+        """Return the tensors of the optimizers of a save. Call it on the training thread."""
         still_ids: list[int] = []
         moving_ids: list[int] = []
         for optimizer in collection.optimizers:
