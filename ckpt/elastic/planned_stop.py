@@ -71,10 +71,10 @@ def one_at_a_time(
             # between ``method`` and ``pop``. Otherwise ``pop`` might not be reached, and the
             # manager would refuse every later call.
             try:
-                self._inside[thread] = name
+                self._calls[thread] = name
                 return method(self, *args, **kwargs)
             finally:
-                self._inside.pop(thread, None)
+                self._calls.pop(thread, None)
 
         return call
 
