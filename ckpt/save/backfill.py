@@ -67,26 +67,26 @@ class Backfill:
 
     Thread safety: ``begin`` may be called from any thread. The owner calls ``close`` once. All
     fields are set once, or are thread-safe objects, except that the backfill's thread alone changes
-    ``_owed``.
+    ``_owed_refs``.
     """
 
     def __init__(
         self,
         near: TierWriter,
-        far: Sequence[TierWriter],
+        farther_writers: Sequence[TierWriter],
         earlier: EarlierSteps,
         steps: JobSteps,
         config: SaveConfig,
     ) -> None:
-        self._near, self._far, self._earlier = near, tuple(far), earlier
+        self._near, self._farther_writers, self._earlier = near, tuple(farther_writers), earlier
         self._steps, self._config, self._backlog = steps, config, config.backlog
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds
         self._retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus).start()
-        self._restored: StepRef | None = None
-        self._owed: dict[str, frozenset[StepRef]] = {}
-        self._tries: dict[str, _Tries] = {writer.url: _Tries() for writer in self._far}
+        self._restored_ref: StepRef | None = None
+        self._owed_refs: dict[str, frozenset[StepRef]] = {}
+        self._tries: dict[str, _Tries] = {writer.url: _Tries() for writer in self._farther_writers}
 
     def begin(self, url: str) -> None:
         """Start to copy in the background, and return at once.
@@ -95,11 +95,15 @@ class Backfill:
         the copies. Later calls start those again that the tier ``url`` has not taken, each time
         after twice as many commits as before.
         """
-        if (restored := self._earlier.begin()) is not None:
-            self._restored = restored
-            self._watcher.submit(self._run, restored)
-        elif self._restored is not None and self._owed.get(url) and self._tries[url].is_due():
-            self._watcher.submit(self._again, url, self._restored)
+        if (restored_ref := self._earlier.begin()) is not None:
+            self._restored_ref = restored_ref
+            self._watcher.submit(self._run, restored_ref)
+        elif (
+            self._restored_ref is not None
+            and self._owed_refs.get(url)
+            and self._tries[url].is_due()
+        ):
+            self._watcher.submit(self._retry_tier, url, self._restored_ref)
 
     def close(self) -> None:
         """Wait until the backfill has copied its steps or has failed to copy them. A failure is
@@ -113,14 +117,16 @@ class Backfill:
         self._steps.wake()
         self._watcher.close()
 
-    def _run(self, restored: StepRef) -> None:
+    def _run(self, restored_ref: StepRef) -> None:
         try:
-            lines = [self._line(index, restored) for index in range(len(self._far))]
-            for writer, line in zip(self._far, lines, strict=True):
+            lines = [self._line(index, restored_ref) for index in range(len(self._farther_writers))]
+            for writer, line in zip(self._farther_writers, lines, strict=True):
                 # Until the tier was asked, it may lack any of the steps that it takes.
-                self._set_owed(writer, [held for held in line if writer.tier.takes(held.ref.step)])
-            lacking = [self._lacking(*tier) for tier in zip(self._far, lines, strict=True)]
-            for writer, steps in zip(self._far, lacking, strict=True):
+                self._set_owed(writer, [step for step in line if writer.tier.takes(step.ref.step)])
+            missing_steps = [
+                self._missing_on(*tier) for tier in zip(self._farther_writers, lines, strict=True)
+            ]
+            for writer, steps in zip(self._farther_writers, missing_steps, strict=True):
                 self._go(writer, steps)
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning(
@@ -131,124 +137,136 @@ class Backfill:
         finally:
             self._prune_later()
 
-    def _again(self, url: str, restored: StepRef) -> None:
+    def _retry_tier(self, url: str, restored_ref: StepRef) -> None:
         """Copy to the tier ``url`` what it has not taken before, if it still lacks that."""
-        index = next(index for index, writer in enumerate(self._far) if writer.url == url)
+        index = next(
+            index for index, writer in enumerate(self._farther_writers) if writer.url == url
+        )
         try:
-            if self._owed[url]:
-                writer = self._far[index]
-                self._go(writer, self._lacking(writer, self._line(index, restored)))
+            if self._owed_refs[url]:
+                writer = self._farther_writers[index]
+                self._go(writer, self._missing_on(writer, self._line(index, restored_ref)))
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", url, error)
         finally:
             self._prune_later()
 
     def _prune_later(self) -> None:
-        for writer in (self._near, *self._far[:-1]):
+        for writer in (self._near, *self._farther_writers[:-1]):
             writer.prune_later()  # The tier need not keep all of these steps any more
 
     def _set_owed(self, writer: TierWriter, steps: Iterable[StoredStep]) -> None:
         """Note that the tier of ``writer`` wants and lacks ``steps``, and no others."""
-        self._owed[writer.url] = frozenset(held.ref for held in steps)
-        if len(self._owed) == len(self._far):  # Before that, all steps of earlier jobs stay
-            self._earlier.set_owed(frozenset[StepRef]().union(*self._owed.values()))
+        self._owed_refs[writer.url] = frozenset(step.ref for step in steps)
+        # Before all farther tiers were asked, all steps of earlier jobs stay.
+        if len(self._owed_refs) == len(self._farther_writers):
+            self._earlier.set_owed(frozenset[StepRef]().union(*self._owed_refs.values()))
 
-    def _line(self, index: int, restored: StepRef) -> list[StoredStep]:
-        """Return the steps up to ``restored`` on the durable tiers that are nearer than the farther
-        tier ``index``, newest step first.
+    def _line(self, index: int, restored_ref: StepRef) -> list[StoredStep]:
+        """Return the steps up to ``restored_ref`` on the durable tiers that are nearer than the
+        farther tier ``index``, newest step first.
 
         Of the tiers between the nearest and that one, only steps count that the nearest tier does
         not have and whose folders that one lacks: at most ``backlog`` of each tier.
         """
-        own, target = self._near.root.own, self._far[index].tier
-        steps = [held for held in Inventory(self._near.tier.backend).look() if held.ref.job != own]
-        for between in self._far[:index]:
-            store = between.tier.backend
+        own, target = self._near.root.own, self._farther_writers[index].tier
+        steps = [step for step in Inventory(self._near.tier.backend).look() if step.ref.job != own]
+        for nearer_writer in self._farther_writers[:index]:
+            store = nearer_writer.tier.backend
             absent = (
-                {*step_refs(store)} - {*step_refs(target.backend)} - {held.ref for held in steps}
+                {*step_refs(store)} - {*step_refs(target.backend)} - {step.ref for step in steps}
             )
-            absent = {ref for ref in absent if ref <= restored and target.takes(ref.step)}
+            absent = {ref for ref in absent if ref <= restored_ref and target.takes(ref.step)}
             newest = sorted((ref for ref in absent if ref.job != own), reverse=True)
             steps += Inventory(store).look(among={*newest[: self._backlog]})
-        return history(steps, restored)
+        return history(steps, restored_ref)
 
-    def _lacking(self, writer: TierWriter, line: Sequence[StoredStep]) -> list[StoredStep]:
+    def _missing_on(self, writer: TierWriter, line: Sequence[StoredStep]) -> list[StoredStep]:
         """Return the steps of ``line`` that the tier of ``writer`` wants and lacks, and note them.
 
         If the tier cannot be asked, return none. The nearer tiers then keep the newest steps that
         it takes.
         """
-        taken = [held for held in line if writer.tier.takes(held.ref.step)]
+        wanted_steps = [step for step in line if writer.tier.takes(step.ref.step)]
         try:
-            lacking = self._retry.call(partial(self._copier(writer).lacking, taken, self._backlog))
+            missing = self._retry.call(
+                partial(self._copier(writer).lacking, wanted_steps, self._backlog)
+            )
         except CkptError as error:
             _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", writer.url, error)
-            self._set_owed(writer, taken[: self._backlog])
+            self._set_owed(writer, wanted_steps[: self._backlog])
             return []
-        self._set_owed(writer, lacking)
-        return lacking
+        self._set_owed(writer, missing)
+        return missing
 
     def _copier(self, writer: TierWriter) -> StepCopier:
-        others = [self._near.tier, *(other.tier for other in self._far if other is not writer)]
-        durable = [other.backend for other in others if not other.in_memory]
-        farther = [other.url for other in self._far if other.tier.index > writer.tier.index]
-        owed_farther = frozenset[StepRef]().union(*(self._owed[url] for url in farther))
+        sources = [
+            self._near.tier,
+            *(candidate.tier for candidate in self._farther_writers if candidate is not writer),
+        ]
+        durable = [candidate.backend for candidate in sources if not candidate.in_memory]
+        farther_urls = [
+            candidate.url
+            for candidate in self._farther_writers
+            if candidate.tier.index > writer.tier.index
+        ]
+        owed_farther = frozenset[StepRef]().union(*(self._owed_refs[url] for url in farther_urls))
         guard = FixedGuard(owed_farther, durable)
         return StepCopier(writer.tier, writer.root, durable, guard, self._retry)
 
-    def _go(self, writer: TierWriter, going: Sequence[StoredStep]) -> None:
-        """Copy the steps ``going`` to the tier of ``writer``, which lacks them."""
-        if not going:
+    def _go(self, writer: TierWriter, steps: Sequence[StoredStep]) -> None:
+        """Copy ``steps`` to the tier of ``writer``, which lacks them."""
+        if not steps:
             return
-        far, copier = writer.url, self._copier(writer)
+        url, copier = writer.url, self._copier(writer)
         _log.info(
             "ckpt: of earlier jobs, %s lacks steps %s: they follow from %s",
-            far,
-            _numbers(going),
+            url,
+            _numbers(steps),
             self._near.url,
         )
         try:
             writer.claim()
         except CkptError as error:
-            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", far, error)
+            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", url, error)
             return
-        owed = {held.ref: held for held in going}
-        for index, held in enumerate(going):
-            self._steps.wait_idle(far, self._hurry)
+        owed_steps = {step.ref: step for step in steps}
+        for index, step in enumerate(steps):
+            self._steps.wait_idle(url, self._hurry)
             if self._hurry.is_set() and self._steps.last_step is not None:
                 _log.warning(
                     "ckpt: steps %s of earlier jobs are not taken to %s: a planned stop ends "
                     "this job",
-                    _numbers(going[index:]),
-                    far,
+                    _numbers(steps[index:]),
+                    url,
                 )
                 return
-            if self._take(copier, held):
-                del owed[held.ref]
-                self._set_owed(writer, owed.values())
+            if self._take(copier, step):
+                del owed_steps[step.ref]
+                self._set_owed(writer, owed_steps.values())
             writer.prune_later()
 
-    def _take(self, copier: StepCopier, held: StoredStep) -> bool:
-        """Copy the step ``held``. A failure is logged, and does not stop the other copies.
+    def _take(self, copier: StepCopier, step: StoredStep) -> bool:
+        """Copy ``step``. A failure is logged, and does not stop the other copies.
 
         Return True if the tier has the step, or can never get it since its files are damaged.
         """
         config, began = self._config, time.perf_counter()
         try:
-            sources = [store for store in copier.sources if is_committed(store, held.ref)]
+            sources = [store for store in copier.sources if is_committed(store, step.ref)]
             with Workers("backfill", config.threads, nice=config.nice, cpus=config.cpus) as workers:
-                report = replace(copier, sources=sources).copy(held, workers)
+                report = replace(copier, sources=sources).copy(step, workers)
         except CkptError as error:
             _log.warning(
                 "ckpt: step %d of an earlier job is not taken to %s: %s",
-                held.ref.step,
+                step.ref.step,
                 copier.tier.url,
                 error,
             )
             return isinstance(error, IntegrityError)
         _log.info(
             "ckpt: step %d of an earlier job is on %s now: %s in %.2f s",
-            held.ref.step,
+            step.ref.step,
             copier.tier.url,
             size(report.copied_bytes),
             time.perf_counter() - began,
@@ -257,4 +275,4 @@ class Backfill:
 
 
 def _numbers(steps: Sequence[StoredStep]) -> str:
-    return ", ".join(str(held.ref.step) for held in steps)
+    return ", ".join(str(step.ref.step) for step in steps)

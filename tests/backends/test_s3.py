@@ -490,7 +490,7 @@ def test_a_server_that_is_not_of_amazon_gets_no_checksums(moto_server, monkeypat
     data = payload(20 << 20)
     upload: Any = backend.upload("key", len(data))
     send(upload, memoryview(data))
-    assert [part.get("ChecksumCRC32") for part, _ in upload._done.values()] == [None] * 3
+    assert [part.get("ChecksumCRC32") for part, _ in upload._parts.values()] == [None] * 3
     upload.finish()
     assert fetch(backend, "key") == data
     backend.close()
@@ -503,7 +503,7 @@ def test_checksums_of_parts_are_sent_where_asked_for(moto_server, checksums):
     data = payload(20 << 20)
     upload: Any = backend.upload("key", len(data))
     send(upload, memoryview(data))
-    sent = [part.get("ChecksumCRC32") for part, _ in upload._done.values()]
+    sent = [part.get("ChecksumCRC32") for part, _ in upload._parts.values()]
     if checksums is True:
         first = zlib.crc32(data[: 8 << 20]).to_bytes(4, "big")
         assert base64.b64decode(sent[0]) == first
