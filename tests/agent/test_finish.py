@@ -298,7 +298,9 @@ def test_a_root_that_is_lost_during_the_work_is_no_root_of_another_job(tmp_path:
     backend = PosixBackend(str(tmp_path / "root"), is_shared=False)
     backend.mark()
     tier = OpenTier(0, Tier(backend.url), backend)
-    root = _Root(tier, None, Claim(backend, Owner.of_this_process("abcabcabcabc")), Inventory(backend))
+    root = _Root(
+        tier, None, Claim(backend, Owner.of_this_process("abcabcabcabc")), Inventory(backend)
+    )
     finishing = finish_of(
         Owner.of_this_process("abcabcabcabc"), _memory=[], _on_node=[], _durable=[]
     )

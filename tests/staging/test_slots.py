@@ -302,7 +302,7 @@ def test_two_slots_share_no_memory(pools):
 def test_a_slot_is_a_private_file_with_its_pages_reserved(pools):
     slot = take(pools(1), 5 * MIB)
     status = os.stat(slot.path)
-    assert slot.shared
+    assert slot.is_shared
     assert slot.path.startswith("/dev/shm/")
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_blocks * 512 >= 5 * MIB
@@ -424,7 +424,7 @@ def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(
     monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     with caplog.at_level(logging.WARNING, logger="ckpt"):
         slot = take(pools(1), MIB)
-    assert not slot.shared
+    assert not slot.is_shared
     assert "anonymous memory" in caplog.text
     assert "lost with the process" in caplog.text
     slot.tensor.fill_(3)
@@ -452,7 +452,7 @@ def test_a_full_shared_memory_is_met_before_the_first_byte_and_leaves_no_file(
     pool = pools(2)
     slot = take(pool, 16 * MIB)
     slot.tensor.fill_(1)  # this would be a SIGBUS if the pages did not exist
-    assert not slot.shared
+    assert not slot.is_shared
     assert list(tiny_shm.iterdir()) == []
 
 
@@ -635,8 +635,8 @@ def test_shared_memory_that_was_freed_is_taken_instead_of_anonymous(pools, monke
         slot = take(pool, MIB)
     pool.release(slot)
     pool.reconsider()
-    assert not slot.shared
-    assert take(pool, MIB).shared
+    assert not slot.is_shared
+    assert take(pool, MIB).is_shared
 
 
 def test_a_slot_whose_step_cannot_be_taken_off_is_let_go_all_the_same():
@@ -695,7 +695,7 @@ def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_ther
     monkeypatch.setattr(slot_files, "SHM", str(tiny_shm))
     pool = pools(1)
     slot = take(pool, MIB)
-    assert slot.shared
+    assert slot.is_shared
     os.truncate(slot.path, MIB)
     pool.release(slot)
     another = fill(tiny_shm)
@@ -704,11 +704,11 @@ def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_ther
             slot = take(pool, MIB)
             slot.tensor.fill_(1)
             pool.release(slot)
-            if slot.shared:  # the slot that was released has made room
+            if slot.is_shared:  # the slot that was released has made room
                 another.unlink()
                 os.truncate(slot.path, MIB)
                 another = fill(tiny_shm)
-    assert not slot.shared
+    assert not slot.is_shared
     assert caplog.text.count("using anonymous memory") == 1
     again = take(pool, MIB)
     assert again is slot  # a save does not make a new one each time
@@ -716,7 +716,7 @@ def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_ther
     with caplog.at_level(logging.INFO, logger="ckpt"):
         pool.release(again)
     assert "in /dev/shm" in caplog.messages[-1]
-    assert take(pool, MIB).shared
+    assert take(pool, MIB).is_shared
 
 
 def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(
@@ -730,7 +730,7 @@ def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(
     assert pool.release(two)
     pool.reserve(MIB)
     assert len(own_files()) == 2
-    assert take(pool, MIB).shared
+    assert take(pool, MIB).is_shared
 
 
 def mapped() -> int:
@@ -744,7 +744,7 @@ def test_a_slot_that_is_let_go_is_not_mapped_any_more(pools):
     pool = pools(1)
     slot = take(pool, MIB)
     plan = threading.Event()
-    slot.laid[plan] = slot.tensor[:10]
+    slot.layouts[plan] = slot.tensor[:10]
     assert mapped() == 1
     pool.release(slot)
     slot = None

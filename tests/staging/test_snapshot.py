@@ -182,7 +182,7 @@ class Queued:
     def events(self) -> dict:
         return {}
 
-    def beside(self, tensor) -> nullcontext:
+    def on_stream(self, tensor) -> nullcontext:
         return nullcontext()
 
 
@@ -200,7 +200,7 @@ def test_a_fence_holds_the_stream_alone_and_waits_for_no_late_digest(monkeypatch
         return "read"
 
     monkeypatch.setattr("ckpt.staging.snapshot.digest_of", read)
-    monkeypatch.setattr("ckpt.staging.snapshot.folded", lambda _: ())
+    monkeypatch.setattr("ckpt.staging.snapshot.fold", lambda _: ())
     snapshot = snapshot_of(
         checks=[Check("w", "all", (torch.ones(3, device="meta"),), is_late=True)]
     )
