@@ -102,7 +102,7 @@ class SaveSuspicious:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDamaged:
-    """A restore has found a step that is intact on no tier, and goes on with the step before.
+    """A restore has found a step that is intact on no tier, and goes on with the previous step.
 
     Attributes:
         tier: The nearest tier that lists the step.

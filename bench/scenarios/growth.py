@@ -25,7 +25,7 @@ _WHO: Final[tuple[str, ...]] = (
 @dataclass(frozen=True, kw_only=True)
 class Options:
     from_mib: int = option(64, "the smallest state")
-    to_mib: int = option(8192, "the largest; each is twice the one before")
+    to_mib: int = option(8192, "the largest; each is twice the previous one")
     repeats: int = option(5, "saves after the first")
     budget_seconds: float = option(120.0, "after which nothing larger is begun")
 

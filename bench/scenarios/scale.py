@@ -58,7 +58,7 @@ _NOTES: Final = (
     "Seconds are processor time of the one process that does the work (the wall-clock seconds are "
     "in the JSON): the machine is shared. The merge reads all fragments from files, checks and "
     "merges them, and packs the manifest.",
-    "`merge, every later one`: the layout is as in the save before; checksums, digests of "
+    "`merge, every later one`: the layout is as in the previous save; checksums, digests of "
     "replicas and plain values are compared all the same.",
     "A restore plan goes from the bytes of the manifest to what is read where, the fragments that "
     "it needs read and checked on the way; one rank's, in a process of its own.",

@@ -13,7 +13,7 @@ Three numbers, since each alone can be made to look good at the cost of the othe
   thread beside the training loop, so that it never counts as their stall.
 
 After each of these comes a save with nothing else running (*idle*). It follows right after one in
-training: pages of the file cache that the save before has freed are warm then, which favours
+training: pages of the file cache that the previous save has freed are warm then, which favours
 contenders that write through it. After seconds of training they may not be (a virtual machine may
 have to get them from its host again): in training a buffered writer can take several times as long
 as idle.

@@ -430,7 +430,7 @@ class Finish:
             try:
                 copy_part(memory.tier.backend, folder, here, meter.add, confirm)
             except (IntegrityError, StorageError) as error:
-                _log.warning("ckpt: step %d does not come to %s: %s", newest.step, tier.url, error)
+                _log.warning("ckpt: step %d was not copied to %s: %s", newest.step, tier.url, error)
                 continue
             self._report(Copied(newest.step, tier.url))
             _log.info("ckpt: step %d is on %s now", newest.step, tier.url)

@@ -139,7 +139,7 @@ class Rounds:
 
     def _take_in(self, run: _Round, report: Report) -> None:
         """Record a report of the worker. Call ``notify`` for each result for which ``_is_news`` is
-        True. Log the error of the round if it differs from the error before.
+        True. Log the error of the round if it differs from the previous error.
         """
         match report:
             case Verifying():
@@ -194,8 +194,8 @@ class Rounds:
 
 def _is_news(run: _Round, report: Verified) -> bool:
     """Store the result for a step in ``run``, and log the mended files and the damage of the step.
-    If the step was already damaged in the result before, is still damaged, and no file was mended,
-    log nothing and return False. Otherwise return True.
+    If the step was already damaged in the previous result, is still damaged, and no file was
+    mended, log nothing and return False. Otherwise return True.
     """
     key = f"{report.tier} {report.folder}"
     _, before = run.seen.get(key, (0.0, None))

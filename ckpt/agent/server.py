@@ -272,7 +272,9 @@ class Agent:
             try:
                 caller.connection.sendall(encode(report))
             except OSError as error:  # The trainer notices the end of the connection
-                _log.warning("ckpt: the trainer of job %s is left: %s", attempt, error)
+                _log.warning(
+                    "ckpt: the trainer of job %s was not told of a verification: %s", attempt, error
+                )
                 self._leave(caller)
 
     def _is_held_up(self, job: WatchedJob) -> bool:
@@ -454,7 +456,7 @@ class Agent:
                     return
                 caller.connection.sendall(encode(answer))
         except (OSError, AgentError, msgspec.MsgspecError) as error:
-            _log.warning("ckpt: a caller of the agent is left: %s", error)
+            _log.warning("ckpt: a connection to the agent is closed: %s", error)
             data = b""
         if not data:
             self._leave(caller)

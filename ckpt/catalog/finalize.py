@@ -246,7 +246,7 @@ class Finisher:
 
     Only the owner, the later steps, the fragments and the sizes of the files are checked. The data
     is not read: the restore that follows reads the data that it needs and compares it with its
-    checksums. If the data is damaged, the restore takes the step before.
+    checksums. If the data is damaged, the restore takes the previous step.
 
     Thread safety: one thread.
 

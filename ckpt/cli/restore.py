@@ -292,7 +292,7 @@ def _next(ref: StepRef, candidate: Candidate | None) -> str:
         return f"trying another attempt at it, {candidate.ref.attempt}"
     if candidate.ref.step > ref.step:
         return f"trying step {candidate.ref.step}, which was saved meanwhile"
-    return f"trying step {candidate.ref.step}, the one before"
+    return f"trying step {candidate.ref.step}, the previous one"
 
 
 def _attempts(store: StorageBackend) -> list[StepRef]:

@@ -189,7 +189,7 @@ class SaveSkipped(StagingError):
     """
 
     def __init__(
-        self, step: int, reason: str = 'the save before still streams and on_busy="skip"'
+        self, step: int, reason: str = 'the previous save still streams and on_busy="skip"'
     ) -> None:
         self.step, self.reason = step, reason
         super().__init__(f"step {step} was skipped: {reason}")
@@ -222,8 +222,8 @@ class SuspiciousState(CkptError):
 
     Attributes:
         names: The names of some of the tensors with NaN or Inf, or of some unchanged tensors.
-        since: The step of the save before, if no trained tensor has changed since then; None if the
-            tensors hold NaN or Inf.
+        since: The step of the previous save, if no trained tensor has changed since then; None if
+            the tensors hold NaN or Inf.
     """
 
     def __init__(self, step: int, names: Sequence[str], *, since_step: int | None) -> None:

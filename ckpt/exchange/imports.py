@@ -165,7 +165,9 @@ def _read(foreign: ForeignCheckpoint, report: ImportReport, scratch: str | None)
     report.notes += contents.notes
     report.leftovers = contents.leftovers
     if report.leftovers:
-        _log.info("ckpt: import of %s leaves aside %s", foreign.path, ", ".join(report.leftovers))
+        _log.info(
+            "ckpt: the import of %s does not take %s", foreign.path, ", ".join(report.leftovers)
+        )
     return contents.state
 
 

@@ -73,7 +73,7 @@ class Live:
                 try:
                     self._look()
                 except Exception as error:  # noqa: BLE001 - the next look may succeed
-                    _log.warning("ckpt: the runs could not be looked at: %r", error)
+                    _log.warning("ckpt: the runs could not be read: %r", error)
 
     def _look(self) -> None:
         views = self._looks.look(_PATIENCE_SECONDS)

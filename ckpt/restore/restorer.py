@@ -7,7 +7,7 @@
 4. After all ranks have read everything, plain values are set and objects are loaded. Before that,
    only the memory of tensors is changed.
 
-If a rank needs a chunk that is intact on no tier, all ranks go on with the step before.
+If a rank needs a chunk that is intact on no tier, all ranks go on with the previous step.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Backfill:
                 self._go(writer, steps)
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning(
-                "ckpt: what earlier jobs left on %s was not taken farther: %s",
+                "ckpt: steps of earlier jobs on %s were not copied to farther tiers: %s",
                 self._near.url,
                 error,
             )
@@ -147,7 +147,7 @@ class Backfill:
                 writer = self._farther_writers[index]
                 self._go(writer, self._missing_on(writer, self._line(index, restored_ref)))
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
-            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", url, error)
+            _log.warning("ckpt: steps of earlier jobs were not copied to %s: %s", url, error)
         finally:
             self._prune_later()
 
@@ -193,7 +193,7 @@ class Backfill:
                 partial(self._copier(writer).lacking, wanted_steps, self._backlog)
             )
         except CkptError as error:
-            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", writer.url, error)
+            _log.warning("ckpt: steps of earlier jobs were not copied to %s: %s", writer.url, error)
             self._set_owed(writer, wanted_steps[: self._backlog])
             return []
         self._set_owed(writer, missing)
@@ -220,7 +220,7 @@ class Backfill:
             return
         url, copier = writer.url, self._copier(writer)
         _log.info(
-            "ckpt: of earlier jobs, %s lacks steps %s: they follow from %s",
+            "ckpt: %s lacks steps %s of earlier jobs: they are copied from %s",
             url,
             _numbers(steps),
             self._near.url,
@@ -228,14 +228,14 @@ class Backfill:
         try:
             writer.claim()
         except CkptError as error:
-            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", url, error)
+            _log.warning("ckpt: steps of earlier jobs were not copied to %s: %s", url, error)
             return
         owed_steps = {step.ref: step for step in steps}
         for index, step in enumerate(steps):
             self._steps.wait_idle(url, self._hurry)
             if self._hurry.is_set() and self._steps.last_step is not None:
                 _log.warning(
-                    "ckpt: steps %s of earlier jobs are not taken to %s: a planned stop ends "
+                    "ckpt: steps %s of earlier jobs are not copied to %s: a planned stop ends "
                     "this job",
                     _numbers(steps[index:]),
                     url,
@@ -258,7 +258,7 @@ class Backfill:
                 report = replace(copier, sources=sources).copy(step, workers)
         except CkptError as error:
             _log.warning(
-                "ckpt: step %d of an earlier job is not taken to %s: %s",
+                "ckpt: step %d of an earlier job was not copied to %s: %s",
                 step.ref.step,
                 copier.tier.url,
                 error,

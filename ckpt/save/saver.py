@@ -407,10 +407,10 @@ class Saver:
             "went on from: all after it"
         )
         _log.warning(
-            "ckpt: %s is lost with this machine's memory, in which step %d is: save the last step "
-            "to a durable tier too",
-            text,
+            "ckpt: step %d is in this machine's memory only: %s is lost with it. Save the last "
+            "step to a durable tier too",
             newest_kept,
+            text,
         )
         return True
 

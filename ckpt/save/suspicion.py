@@ -1,11 +1,11 @@
 """Detects, from the tensors that are saved, that training is dead.
 
-Training counts as dead if the step has advanced and no trained tensor has changed since the save
-before, or if a trained tensor holds NaN or Inf. Each rank checks its own image: it compares the
-checksums of its chunks with those of the save before. A step without changes is reported if no rank
-has seen a change. Each rank posts its finding when it commits, and does not wait for other ranks in
-the commit. A rank that has seen no change waits for the findings of other ranks on a separate
-thread, so that neither commits nor slots wait for a rank that has died.
+Training counts as dead if the step has advanced and no trained tensor has changed since the
+previous save, or if a trained tensor holds NaN or Inf. Each rank checks its own image: it compares
+the checksums of its chunks with those of the previous save. A step without changes is reported if
+no rank has seen a change. Each rank posts its finding when it commits, and does not wait for other
+ranks in the commit. A rank that has seen no change waits for the findings of other ranks on a
+separate thread, so that neither commits nor slots wait for a rank that has died.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ alive.
 """
 _KEPT_MESSAGES: Final = 2
 """The number of steps for which this rank keeps its message. When a step commits, all ranks have
-posted for the step before, and the leader reads their messages soon.
+posted for the previous step, and the leader reads their messages soon.
 """
 _MOST_NAMES: Final = 8
 
@@ -54,7 +54,7 @@ class _Finding(msgspec.Struct, frozen=True):
     Attributes:
         changed: True if a trained tensor has changed, or may have; False if none has; None if the
             rank writes no trained tensor.
-        since: The step of the save before; -1 if there is none.
+        since: The step of the previous save; -1 if there is none.
         unchanged: The names of some of the trained tensors, if none has changed.
         not_finite: The names of some of the tensors that hold NaN or Inf.
     """

@@ -151,7 +151,7 @@ def decide(
     )
     loss = "" if is_shared else "; images are lost with the process"
     fewer = (
-        f"; {most_slots} were wanted, so a save may wait for the one before"
+        f"; {most_slots} were wanted, so a save may wait for the previous one"
         if slots < most_slots
         else ""
     )

@@ -236,7 +236,7 @@ def restore() -> str:
         "The path of a restore",
         "Rank 0 proposes the newest complete step. Every rank matches it with its state before anything is "
         "changed, reads and verifies chunks from the nearest tier that has them intact, and reports. If a "
-        "chunk is intact on no tier, all ranks take the step before.",
+        "chunk is intact on no tier, all ranks take the previous step.",
         738,
         parts,
     )

@@ -194,7 +194,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 16])
 def test_storage_that_was_freed_since_the_last_save_is_refused_by_name(nbytes: int) -> None:
-    """The plan is that of the save before, since shape and dtype are the same."""
+    """The plan is that of the previous save, since shape and dtype are the same."""
     model = nn.Linear(3, 4)
     with CheckpointManager(new_root()) as manager:
         for step in range(2):

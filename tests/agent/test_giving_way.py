@@ -168,7 +168,7 @@ def test_a_job_after_it_on_the_same_roots_ends_its_turn(tmp_path: Path, dead: Jo
 
 
 def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dead: Job) -> None:
-    """The far tier still names the job before, which has detached. The near one knows that it has
+    """The far tier still names the previous job, which has detached. The near one knows that it has
     ended.
     """
     first = msgspec.structs.replace(dead.owner, attempt="feedbeefzzzz", pid=NO_PROCESS)

@@ -132,7 +132,7 @@ def test_a_folder_of_a_node_that_takes_no_files_holds_up_nothing(cluster: Cluste
     assert [job.error for job in cluster.await_end()] == ["", ""]
     assert whole(cluster.shared) == [3]
     assert not any(cluster.memory(node).exists() for node in (0, 1))
-    assert "does not come to" in Path(cluster.places[0].log).read_text()
+    assert "was not copied to" in Path(cluster.places[0].log).read_text()
 
 
 def test_a_node_removes_nothing_that_the_shared_tier_lacks(cluster: Cluster) -> None:

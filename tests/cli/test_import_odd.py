@@ -284,7 +284,7 @@ def test_files_that_an_import_does_not_take_are_named(
         ran = cli("import", "c", "runs", "--step", 1)
     assert ran.code == 0, ran.err
     assert "warning: not taken from c: common.pt, logs" in ran.err
-    assert "leaves aside common.pt, logs" in caplog.text
+    assert "does not take common.pt, logs" in caplog.text
     ran = cli("import", "c", "runs", "--step", 2, "--json")
     assert ran.json["left_aside"] == ["common.pt", "logs"]
 

@@ -274,7 +274,7 @@ def test_what_is_damaged_everywhere_gives_way_to_the_step_before(
     assert ran.code == 0
     assert ran.json["step"] == 200
     assert "no tier has" in ran.err
-    assert "trying step 200, the one before" in ran.err
+    assert "trying step 200, the previous one" in ran.err
 
 
 def test_a_restore_that_was_cut_goes_on_where_it_was(

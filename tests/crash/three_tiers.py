@@ -3,7 +3,7 @@
 It runs as a script.
 
 random ROOT TIMES NUMBERS SEED: kill a trainer TIMES times at random moments; each one resumes from
-what the one before has left. steps ROOT NUMBERS STRIDE: kill trainers before and after every
+what the previous one has left. steps ROOT NUMBERS STRIDE: kill trainers before and after every
 STRIDE-th call to any of the three stores.
 """
 

@@ -101,7 +101,7 @@ def sweep(
             tried[kind] += 1
         if (
             path.suffix == ".safetensors"
-        ):  # half of the image is missing here: this tier alone has the step before
+        ):  # half of the image is missing here: this tier alone has the previous step
             victim.write_bytes(content[: len(content) - 100])
             assert restored(place, (tier,)) == STEP - 1
         victim.write_bytes(content)

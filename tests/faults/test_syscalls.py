@@ -82,7 +82,7 @@ def save_with_a_failure(
         for step in (1, 2):
             try:
                 reported[step] = manager.save_async(state(step), step).exception(wait)
-            except CkptError as error:  # the error of the save before, on a farther tier
+            except CkptError as error:  # the error of the previous save, on a farther tier
                 reported[step] = error
         try:
             manager.close()

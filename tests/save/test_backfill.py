@@ -125,7 +125,7 @@ def test_a_far_tier_that_does_not_take_it_costs_a_warning(near, far, monkeypatch
     faulty(monkeypatch, far, [Rule(verb="upload", key="step-000000002", fault=Raise(AccessDenied))])
     go_on(near, far, step=3)
     assert whole(far) == [1, 3]
-    assert "step 2 of an earlier job is not taken to" in caplog.text
+    assert "step 2 of an earlier job was not copied to" in caplog.text
 
 
 def test_a_far_tier_that_was_away_has_it_in_the_end(near, far, monkeypatch):
@@ -221,7 +221,7 @@ def test_a_far_tier_that_cannot_be_asked_keeps_no_more_near_than_the_backlog(
         assert manager.restore(state(0), 3) is not None
         manager.save_async(state(4), 4).result(20, tier=str(near))
     assert whole(near) == [2, 3, 4]
-    assert "what earlier jobs left is not taken to" in caplog.text
+    assert "steps of earlier jobs were not copied to" in caplog.text
 
 
 def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
@@ -278,7 +278,7 @@ def test_what_was_evicted_while_it_was_on_its_way_is_not_listed(near, far, monke
         held.open.set()
     assert whole(far) == [2, 3]
     assert not list(far.glob("step-000000001.*/manifest.json"))
-    assert "step 1 of an earlier job is not taken to" in caplog.text
+    assert "step 1 of an earlier job was not copied to" in caplog.text
 
 
 class Newest(Gated):
@@ -313,7 +313,7 @@ def test_a_planned_stop_waits_for_the_copy_under_way_only(near, far, monkeypatch
         manager.save(state(last), last)
         assert store.begun.wait(60)
     assert whole(far) == ([3, last] if stops else [1, 2, 3, last])
-    assert ("steps 2, 1 of earlier jobs are not taken to" in caplog.text) == stops
+    assert ("steps 2, 1 of earlier jobs are not copied to" in caplog.text) == stops
 
 
 def test_what_several_jobs_in_a_row_could_not_copy_follows(near, far):

@@ -66,7 +66,7 @@ def test_a_job_that_goes_back_needs_the_step_that_it_goes_on_from(tmp_path: Path
 class Watched(Wrapped):
     """A tier in memory that holds the manifest of one step back until ``go`` is set.
 
-    It also goes on when the files of the step before are deleted.
+    It also goes on when the files of the previous step are deleted.
     """
 
     def __init__(self, inner: StorageBackend, held: int = 2) -> None:

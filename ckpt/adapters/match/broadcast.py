@@ -2,7 +2,7 @@
 and verifies the chunk, and sends it to the other ranks over gloo.
 
 The restore proceeds in rounds. In each round, a rank reads its next parcels (groups of chunks)
-while the parcels of the round before are sent. The next round begins only after all ranks have
+while the parcels of the previous round are sent. The next round begins only after all ranks have
 agreed that the round has succeeded. So if a rank finds damage, no other rank waits for it in a
 collective. If another rank ends or hangs during a collective, the wait for it ends after
 ``TIMEOUT``. Ranks verify the chunks that they receive by the same checksums as the chunks that they

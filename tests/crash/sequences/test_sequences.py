@@ -23,7 +23,7 @@ def test_jobs_in_random_sequences_leave_what_is_promised(tmp_path: Path) -> None
     assert "ALL WELL" in run(tmp_path, 1, 2, 6, timeout=280)
 
 
-@pytest.mark.slow
+@pytest.mark.torture  # It takes minutes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutant", ["keep too few", "forget farther tiers"])
 def test_the_sequences_notice_a_retention_that_keeps_too_little(

@@ -172,8 +172,8 @@ def sharded(root: Path) -> None:
     report = job.restore("fsdp", saved, 3)
     assert (data_of(asked), report.cached_bytes) == ([], 0)
 
-    # one node is lost: no node has the newest step as a whole, and the one before is on the shared
-    # tier
+    # one node is lost: no node has the newest step as a whole, and the previous one is on the
+    # shared tier
     lost = copy_of(base, "lost", without=["node1"])
     report = Job(lost).restore("fsdp", saved, 2)
     assert [number for number, _ in report.skipped] == [3]

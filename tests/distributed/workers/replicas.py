@@ -123,7 +123,7 @@ def on_disk(root: Path) -> None:
         if isinstance(event, NodeReplicated):
             copied.release()
 
-    def await_copies() -> None:  # Until then, retention keeps the step before
+    def await_copies() -> None:  # Until then, retention keeps the previous step
         assert copied.acquire(timeout=60)
         dist.barrier()
 
@@ -569,7 +569,7 @@ def go_on_without_copies(manager: CheckpointManager) -> None:
 def come_back(root: Path) -> None:
     assert restored(in_memory(root)) == STEPS[-1]
     with CheckpointManager(in_memory(root)) as manager:
-        save(manager, (7,))  # the steps of the job before are removed
+        save(manager, (7,))  # the steps of the previous job are removed
     dist.barrier()
     found = list(Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*/step-*/*"))
     assert {path.parent.name[:14] for path in found} <= {"step-000000007"}, found

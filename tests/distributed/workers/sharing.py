@@ -217,7 +217,7 @@ def sending() -> Callable[[], None]:
 def damaged(folder: Path) -> None:
     """A chunk that only one rank reads is damaged.
 
-    All ranks restore the step before, or none if there is none.
+    All ranks restore the previous step, or none if there is none.
     """
     saved, newer, state = job(1, "ddp"), job(3, "ddp"), job(2, "ddp")
     with CheckpointManager(str(folder / "damaged"), chunk_bytes=1 << 17) as manager:

@@ -1,4 +1,4 @@
-"""Two ranks whose newest step is damaged resume from the one before.
+"""Two ranks whose newest step is damaged resume from the previous one.
 
 torchrun trainer_damaged.py FOLDER
 """
