@@ -37,6 +37,7 @@ from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload
 from tests.kit.disks import mount
 from tests.kit.file_servers import SHARES, need_module, served
+from tests.kit.waiting import until
 from tests.servers import SECRET, Server, free_port
 
 __all__ = ["mount"]
@@ -71,6 +72,23 @@ class TestFileServer(BackendConformance):
             return {fetch(backend, "flip")}
 
         assert set().union(*at_once(work, 10)) <= set(versions)
+
+    def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, backend):
+        """WebDAV has no request that removes an empty folder alone. The folder is renamed, and what
+        was put into it at that moment is missing until it is put back.
+        """
+        if not backend.url.startswith("webdav"):
+            super().test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(backend)
+            return
+
+        def work(number):
+            for turn in range(5):
+                backend.put(f"busy/{number}", [payload(100, turn)])
+                assert until(lambda: backend.head(f"busy/{number}") is not None)
+                backend.delete(f"busy/{number}")
+
+        at_once(work, 8)
+        assert list(backend.list("busy/")) == []
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def run(*words: object, timeout: float) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_jobs_in_random_sequences_leave_what_is_promised(tmp_path: Path) -> None:
-    assert "ALL WELL" in run(tmp_path, 1, 2, 6, timeout=280)
+    assert "ALL WELL" in run(tmp_path, 1, 1, 6, timeout=280)
 
 
 @pytest.mark.torture  # It takes minutes
