@@ -15,11 +15,13 @@ from __future__ import annotations
 import pkgutil
 import posixpath
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final, Protocol, cast
 
 from ckpt.errors import (
@@ -136,6 +138,51 @@ class Connection(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class _Folders:
+    """The folders that threads of this process put files into, or remove.
+
+    A protocol may have no request that removes an empty folder alone. A file that is put while its
+    folder is removed would then be missing for a moment.
+
+    Thread safety: any thread may call all methods.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._uses = Counter[str]()
+        self._removals: set[str] = set()
+
+    @contextmanager
+    def use(self, path: str) -> Generator[None]:
+        """Keep the folders above ``path`` from being removed inside of the block."""
+        folders = {str(folder) for folder in PurePosixPath(path).parents}
+        with self._changed:
+            self._changed.wait_for(lambda: not folders & self._removals)
+            self._uses.update(folders)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._uses -= Counter(folders)
+
+    @contextmanager
+    def removal(self, folder: str) -> Generator[bool]:
+        """Yield whether no file is put into ``folder``. If so, puts wait for the end of the
+        block.
+        """
+        with self._changed:
+            is_alone = not self._uses[folder] and folder not in self._removals
+            if is_alone:
+                self._removals.add(folder)
+        try:
+            yield is_alone
+        finally:
+            if is_alone:
+                with self._changed:
+                    self._removals.remove(folder)
+                    self._changed.notify_all()
 
 
 class _Connections:
@@ -272,6 +319,7 @@ class FileServerBackend:
     ) -> None:
         self._root, self.url, self._secrets = root.rstrip("/"), url, tuple(secrets)
         self._connections = _Connections(connect)
+        self._folders = _Folders()
         self.capabilities = Capabilities(
             put_if_absent=False,
             shared=True,
@@ -283,7 +331,7 @@ class FileServerBackend:
         path, views = self._path(key), [memoryview(part).cast("B") for part in parts]
         if if_absent and is_there(self, key):
             raise ObjectExists(key)
-        with self._connection(key) as connection:
+        with self._connection(key) as connection, self._folders.use(path):
             _place(connection, path, views)
         return ObjectInfo(key=key, size=sum(view.nbytes for view in views))
 
@@ -352,10 +400,11 @@ class FileServerBackend:
     def _remove_empty(self, connection: Connection, folder: str) -> None:
         """Remove ``folder`` and its parents inside of the root, up to the first one in use."""
         while folder.startswith(f"{self._root}/") and folder != "/":
-            with suppress(StorageError), foreign(folder):
-                connection.remove_folder(folder)
-                folder = posixpath.dirname(folder)
-                continue
+            with suppress(StorageError), foreign(folder), self._folders.removal(folder) as is_alone:
+                if is_alone:
+                    connection.remove_folder(folder)
+                    folder = posixpath.dirname(folder)
+                    continue
             return
 
     def _path(self, key: str) -> str:

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import uuid
 from dataclasses import replace
@@ -35,9 +36,9 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload
+from ckpt_backends.file_server import _Folders
 from tests.kit.disks import mount
 from tests.kit.file_servers import SHARES, need_module, served
-from tests.kit.waiting import until
 from tests.servers import SECRET, Server, free_port
 
 __all__ = ["mount"]
@@ -73,22 +74,28 @@ class TestFileServer(BackendConformance):
 
         assert set().union(*at_once(work, 10)) <= set(versions)
 
-    def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, backend):
-        """WebDAV has no request that removes an empty folder alone. The folder is renamed, and what
-        was put into it at that moment is missing until it is put back.
-        """
-        if not backend.url.startswith("webdav"):
-            super().test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(backend)
-            return
 
-        def work(number):
-            for turn in range(5):
-                backend.put(f"busy/{number}", [payload(100, turn)])
-                assert until(lambda: backend.head(f"busy/{number}") is not None)
-                backend.delete(f"busy/{number}")
+def test_a_folder_does_not_go_while_a_file_is_put_into_it():
+    folders = _Folders()
+    with folders.use("/root/a/b"), folders.removal("/root/a") as is_alone:
+        assert not is_alone
+    with folders.removal("/root/a") as is_alone:
+        assert is_alone
 
-        at_once(work, 8)
-        assert list(backend.list("busy/")) == []
+
+def test_a_file_is_put_after_its_folder_went():
+    folders, order = _Folders(), []
+
+    def put():
+        with folders.use("/root/a/b"):
+            order.append("put")
+
+    with folders.removal("/root/a"):
+        thread = threading.Thread(target=put)
+        thread.start()
+        order.append("removed")
+    thread.join()
+    assert order == ["removed", "put"]
 
 
 @pytest.fixture
