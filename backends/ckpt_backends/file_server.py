@@ -150,7 +150,7 @@ class _Folders:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._uses = Counter[str]()
         self._removals: set[str] = set()
 
@@ -158,13 +158,13 @@ class _Folders:
     def use(self, path: str) -> Generator[None]:
         """Keep the folders above ``path`` from being removed inside of the block."""
         folders = {str(folder) for folder in PurePosixPath(path).parents}
-        with self._changed:
-            self._changed.wait_for(lambda: not folders & self._removals)
+        with self._condition:
+            self._condition.wait_for(lambda: not folders & self._removals)
             self._uses.update(folders)
         try:
             yield
         finally:
-            with self._changed:
+            with self._condition:
                 self._uses -= Counter(folders)
 
     @contextmanager
@@ -172,7 +172,7 @@ class _Folders:
         """Yield whether no file is put into ``folder``. If so, puts wait for the end of the
         block.
         """
-        with self._changed:
+        with self._condition:
             is_alone = not self._uses[folder] and folder not in self._removals
             if is_alone:
                 self._removals.add(folder)
@@ -180,9 +180,9 @@ class _Folders:
             yield is_alone
         finally:
             if is_alone:
-                with self._changed:
+                with self._condition:
                     self._removals.remove(folder)
-                    self._changed.notify_all()
+                    self._condition.notify_all()
 
 
 class _Connections:
