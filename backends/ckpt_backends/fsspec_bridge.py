@@ -382,7 +382,7 @@ class _StreamUpload:
             while (part := self._parts.get(offset)) is not None and part.nbytes:
                 stored = bytearray(part.nbytes)
                 self._backend.read_into(self._key, offset, memoryview(stored))
-                if stored != part:
+                if stored != bytearray(part):
                     return False
                 offset += part.nbytes
         return offset == self._size
