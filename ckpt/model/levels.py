@@ -33,8 +33,12 @@ _ALL_CONTAINERS: Final = CONTAINERS | {OrderedDict}
 _LARGE: Final = 1 << 10
 """The most values of a level that is never looked at for shared containers."""
 _MOST_TIMES: Final = 128
-"""How many times more values a level may have than all distinct containers together. A default that
-100,000 entries share has a few times more.
+"""How many times more values a large level may have than all distinct containers together. A
+default that 100,000 entries share has a few times more.
+"""
+_MANY: Final = 1 << 18
+"""The most values of a level on which containers may be shared in any way. A walk over so many takes
+a fraction of a second.
 """
 _NOT_PLAIN: Final = UnsupportedValue("", "value that is not plain")
 
@@ -69,7 +73,7 @@ class Growth:
         others again and again.
         """
         self.distinct(containers)
-        return size_of(containers) <= max(_LARGE, _MOST_TIMES * self._total)
+        return size_of(containers) <= max(_MANY, _MOST_TIMES * self._total)
 
 
 def size_of(containers: Mapping[type, Sequence[Any]]) -> int:

@@ -133,6 +133,16 @@ def test_a_value_that_is_shared_many_times_is_encoded_as_often() -> None:
     assert node == [{"lr": 0.1, "betas": {"$": "tuple", "v": [0.9, 0.99]}}] * 100_000
 
 
+@pytest.mark.parametrize("row", [0.5, torch.ones(1)], ids=["plain", "tensor"])
+def test_a_table_of_one_row_again_and_again_is_saved(row: object, tmp_path: Path) -> None:
+    default = {f"column {number}": number for number in range(200)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"x": [default] * 1000 + [row]}, 1)
+        state: dict[str, Any] = {"x": [dict.fromkeys(default) for _ in range(1000)] + [row]}
+        manager.restore(state)
+    assert state["x"][999] == default
+
+
 @pytest.mark.parametrize(
     "work",
     [
