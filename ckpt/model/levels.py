@@ -37,8 +37,8 @@ _MOST_TIMES: Final = 128
 default that 100,000 entries share has a few times more.
 """
 _MANY: Final = 1 << 18
-"""The most values of a level on which containers may be shared in any way. A walk over so many takes
-a fraction of a second.
+"""The most values of a level on which containers may be shared in any way. A walk over so many
+values takes a fraction of a second.
 """
 _NOT_PLAIN: Final = UnsupportedValue("", "value that is not plain")
 

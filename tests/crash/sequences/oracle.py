@@ -156,9 +156,7 @@ class Oracle:
         return sorted((ref for ref in line if numbers.count(ref.step) == 1), reverse=True)
 
     def untold(self, facts: Facts) -> list[str]:
-        """Return a sentence for each step of which a job, which was closed, was not told what
-        became of it on a tier.
-        """
+        """Return a sentence for each step and tier of which a closed job got no result."""
         return [
             f"nothing was told of step {ref} on {place}"
             for ref, places in facts.begun.items()
@@ -168,8 +166,8 @@ class Oracle:
         ]
 
     def missing_farther(self, job: JobPlan, facts: Facts) -> list[str]:
-        """Return a sentence for each step that a job, which has ended in order or has an agent,
-        should have brought to a farther tier.
+        """Return a sentence for each step that a farther tier lacks, although the job has ended in
+        order or has an agent.
         """
         near, *farther = job.tiers
         # An agent learns from the job's steps on nearer tiers which earlier steps led to them.

@@ -334,7 +334,7 @@ def content(step: int, value: int) -> dict[str, Any]:
 
 
 def content_of(state: dict[str, Any]) -> int:
-    """Return the value of a state, all of which must have the same."""
+    """Return the value that all elements of the tensor in ``state`` have."""
     (value,) = set(state["x"].tolist())  # An operation of torch may not start threads in a fork
     return int(value)
 
