@@ -31,10 +31,12 @@ def load(
 ) -> Any:
     """Return the values of a committed checkpoint, as ``torch.load`` returns those of a file.
 
-    A module becomes a dict of tensors by the names of its ``state_dict()``, and an optimizer the
-    dict that ``Optimizer.state_dict()`` gives. Whole tensors are returned, whatever ranks wrote
-    their parts. Names that were tied share a tensor. A value of `PerRank` becomes a list with the
-    value of each rank, and a NumPy array becomes a tensor.
+    A module becomes a dict of tensors by the names of its ``state_dict()``, sorted and with the
+    versions of the modules inside. An optimizer becomes the dict that ``Optimizer.state_dict()``
+    gives, and any other object with a ``state_dict()`` what that gave. Whole tensors are returned,
+    whatever ranks wrote their parts. Names that were tied share a tensor; every other tensor has
+    memory of its own. A value of `PerRank` becomes a list with the value of each rank, a NumPy
+    array becomes a tensor, and a tensor subclass becomes a dict of the tensors inside of it.
 
     ::
 
@@ -47,7 +49,8 @@ def load(
             for the whole state. Nothing else is read.
         step: The number of the step; None for the newest checkpoint.
         device: The device of the tensors.
-        dtype: The dtype of the floating-point tensors; None for the saved dtypes.
+        dtype: The dtype of all floating-point tensors, those of an optimizer included; None for
+            the saved dtypes.
 
     Raises:
         NoCheckpoint: The root has no checkpoint of ``step``, or no checkpoint at all.

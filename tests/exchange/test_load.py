@@ -56,6 +56,32 @@ def test_a_model_loads_what_is_read_of_it(root: Path, state: dict[str, Any]) -> 
     assert weights["head.weight"] is weights["blocks.0.weight"]
 
 
+class Renamed(nn.Module):
+    """Since its second version, its only entry has another name."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):  # type: ignore[no-untyped-def]
+        if local_metadata.get("version") != 2:
+            state_dict[prefix + "scale"] = state_dict.pop(prefix + "factor")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_modules_are_told_the_versions_that_were_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(Renamed(), nn.Sequential(nn.BatchNorm1d(1), Renamed()), nn.ReLU())
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"model": model}, step=1)
+    weights = ckpt.load(tmp_path, "model")
+    saved = model.state_dict()._metadata  # type: ignore[attr-defined]
+    assert weights._metadata == {name: saved[name] for name in ("", "0", "1", "1.0", "1.1")}
+    model.load_state_dict(weights)
+    assert ckpt.load(tmp_path)["model"]._metadata == weights._metadata
+
+
 def test_an_optimizer_loads_what_is_read_of_it(root: Path, state: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(Net().parameters())
     optimizer.load_state_dict(ckpt.load(root, "optimizer"))

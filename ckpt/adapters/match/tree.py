@@ -1,7 +1,8 @@
 """Convert a manifest to a nested state of plain containers, for exports and integrations. The
 caller decides which objects represent the tensors in the state.
 
-A module becomes a dict whose keys are canonical names. An optimizer becomes
+A module becomes an ``OrderedDict`` whose keys are canonical names, and which has the versions of
+the modules inside as an attribute, as ``Module.state_dict`` gives them. An optimizer becomes
 ``{"state": ..., "param_groups": ...}``. Its parameters have numbers, as in
 ``Optimizer.state_dict``, or names, as in ``torch.distributed.checkpoint``.
 """
@@ -9,7 +10,7 @@ A module becomes a dict whose keys are canonical names. An optimizer becomes
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckpt.adapters.match.remake import torch_value
+from ckpt.adapters.walk.items import FIRST_VERSION
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.key_order import KeyOrder, in_order
 from ckpt.model.manifest import Manifest
@@ -218,7 +220,13 @@ class StateTree:
             if name not in inner_names
         }
         entries |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
-        return self._mapping(entries, path)
+        mapping = self._mapping(entries, path, OrderedDict)
+        if isinstance(mapping, OrderedDict) and "versions" in node:
+            versions = decode(node["versions"], torch_value)
+            vars(mapping)[VERSIONS] = {
+                name: dict(versions.get(name, FIRST_VERSION)) for name in _owners(mapping)
+            }
+        return mapping
 
     def _optimizer(self, node: Mapping[str, Node], path: str) -> Any:
         value_nodes: Mapping[str, Node] = node["state"]
@@ -265,6 +273,12 @@ class StateTree:
         if len(self._modules) == 1 and path.startswith(f"{self._modules[0]}/"):
             return path[len(self._modules[0]) + 1 :]
         return path
+
+
+def _owners(fqns: Iterable[str]) -> list[str]:
+    """Return the names of the modules that the entries ``fqns`` are in, at any depth."""
+    parts = [fqn.split(".")[:-1] for fqn in fqns]
+    return sorted({".".join(names[:depth]) for names in parts for depth in range(len(names) + 1)})
 
 
 def _modules(node: Node, path: str) -> list[str]:
