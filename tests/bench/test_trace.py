@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 MOST = {
-    "a save to one tier": (470, 88),
-    "a save to near and far": (570, 100),
-    "a restore": (660, 114),
+    "a save to one tier": (445, 85),
+    "a save to near and far": (510, 92),
+    "a restore": (640, 112),
 }
-"""The most functions and files, with a few more for what depends on the timing of threads."""
+"""The most functions and files."""
 
 
 def test_a_save_and_a_restore_enter_no_more_functions_and_files() -> None:
