@@ -23,7 +23,7 @@ from ckpt.errors import AgentError
 from ckpt.processes import Process
 from ckpt.version import __version__
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 """The number of the message format. It rises when the messages change between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20

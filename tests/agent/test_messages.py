@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -11,10 +12,15 @@ import pytest
 from ckpt import Tier
 from ckpt.agent.messages import (
     MOST_BYTES,
+    PROTOCOL,
+    Answer,
     AskStatus,
+    CopyFile,
     Job,
     Request,
     Stop,
+    Stopped,
+    Welcome,
     encode,
     fields_of,
     frames,
@@ -24,6 +30,36 @@ from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.processes import Process
 
+FIELDS = {
+    7: {
+        "Abort": "reason failures kind names ranks",
+        "AgentStatus": "version pid started idle_seconds works jobs",
+        "AskStatus": "",
+        "AskWorker": "job",
+        "CopyFile": "folder rank source target threads nice cpus",
+        "Detach": "attempt",
+        "Done": "",
+        "FileCopied": "lengths",
+        "FileFailed": "reason",
+        "Forget": "attempt",
+        "Job": "owner processes ranks tiers backlog environment scrub_mb_per_s before here roots "
+        "marks",
+        "JobStatus": "attempt state tiers processes since in_parts next_at step to done_bytes "
+        "total_bytes copied error scrub",
+        "Lent": "process",
+        "Owner": "attempt host machine pid started program root ended unseen",
+        "Process": "pid start_time",
+        "Progress": "done_bytes",
+        "Refused": "reason",
+        "ScrubStatus": "step tier done_bytes total_bytes verified mended damaged error",
+        "Stop": "at_once keep_memory",
+        "Stopped": "given_up",
+        "Tier": "url options every keep_last keep_every keep_best capacity required codec local "
+        "buddies best_counts",
+        "Welcome": "version pid",
+    }
+}
+"""The fields of the messages by the number of the format. A change of the fields changes it too."""
 TIERS = (
     Tier("/a", keep_last=2, keep_best=("loss", "min", 3), capacity="1GB", codec="zstd"),
     Tier("s3://b/c", {"key": "AKID", "secret": "S3CRET"}, every=5, required=False),
@@ -39,6 +75,26 @@ def job() -> Job:
         backlog=4,
         environment={"AWS_SECRET_ACCESS_KEY": "S3CRET"},
     )
+
+
+def structs(kind: object) -> Iterator[msgspec.inspect.StructType]:
+    if isinstance(kind, msgspec.inspect.StructType):
+        yield kind
+    children = kind if isinstance(kind, tuple | list) else ()
+    if isinstance(kind, msgspec.Struct):
+        children = [getattr(kind, name) for name in kind.__struct_fields__]
+    for child in children:
+        yield from structs(child)
+
+
+def test_the_messages_have_the_fields_that_the_number_of_the_format_stands_for() -> None:
+    kinds = msgspec.inspect.multi_type_info((Request, Answer, Welcome, Stopped, CopyFile))
+    fields = {
+        kind.cls.__name__: " ".join(field.encode_name for field in kind.fields)
+        for kind in structs(kinds)
+    }
+    fields["Tier"] = " ".join(Tier.__dataclass_fields__)
+    assert fields == FIELDS[PROTOCOL]
 
 
 def test_a_job_arrives_as_it_was_and_does_not_show_its_secrets() -> None:
