@@ -163,7 +163,7 @@ def test_a_damaged_step_is_passed_over_with_a_warning(
         "'step-000000300.abcxyz/rank-00000.safetensors'"
     )
     assert "bytes 4096 to 4104" in ran.err
-    assert ran.err.endswith("trying step 200, the one before\n")
+    assert ran.err.endswith("trying step 200, the previous one\n")
     assert not Path("there/step-000000300.abcxyz/manifest.json").exists()
 
 
