@@ -96,7 +96,9 @@ def measure(folder: Path) -> dict[str, Trace]:
             traces[name] = _least(rounds[1:])
     with CheckpointManager(folder / "one") as manager:
         manager.restore(state)
-        traces["a restore"] = _least([trace(lambda: manager.restore(state)) for _ in range(_ROUNDS)])
+        traces["a restore"] = _least(
+            [trace(lambda: manager.restore(state)) for _ in range(_ROUNDS)]
+        )
     sys.setprofile(None)
     threading.setprofile(None)
     return traces

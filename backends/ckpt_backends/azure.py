@@ -218,7 +218,7 @@ class AzureBackend(StorageBackendOnFsspec):
             key: The key of the object.
             method: The name of the method of ``azure.storage.blob.aio.BlobClient``.
             *arguments: The arguments of the method.
-            **named: More arguments of the method.
+            **options: More arguments of the method.
         """
         return self._with_blob(
             key, lambda blob: getattr(blob, method)(*arguments, **options, **_LIMITS)

@@ -139,7 +139,7 @@ class _Outcome:
         copied_bytes: The number of these bytes that were copied, since the destination did not have
             them intact.
         seconds: The time that the copy took; 0 if the attempt was skipped or the copy has failed.
-        skipped: Whether the destination had the attempt already, so that no data was read.
+        is_skipped: Whether the destination had the attempt already, so that no data was read.
         error: The reason why the attempt was not copied; None if it was copied or skipped.
     """
 

@@ -4,9 +4,9 @@ A rank votes ``Durable`` once its file and its fragment are durable, and ``Failu
 the save has failed. The ranks then agree in two stages. Each stage is a compare-and-set in the
 job's store: several ranks may propose a value, and the first value is the one that all ranks use.
 
-1. The *intent* is ``Go`` with the checksum of the manifest, or ``Aborted``. ``Go`` means that all
+1. The *intent* is ``Go`` with the checksum of the manifest, or ``Abort``. ``Go`` means that all
    parts are durable and that the fragments merge. No rank acts against the intent.
-2. The *outcome* is ``Committed``, ``Aborted`` or ``Unknown``. All ranks receive it.
+2. The *outcome* is ``Committed``, ``Abort`` or ``Unknown``. All ranks receive it.
 
 The leader proposes both values. If the leader is silent, the other ranks step in, lowest rank
 first, and complete the commit from the same votes and the same fragments.
@@ -142,7 +142,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class ProposeTurn:
-    """Take the turn if ``turn`` is `TurnTaken`, or withdraw the intent if it is `Aborted`.
+    """Take the turn if ``turn`` is `TurnTaken`, or withdraw the intent if it is `Abort`.
 
     This has no effect if a rank has done either already. The resulting event is `TurnAnswer`.
     """
@@ -207,7 +207,7 @@ class MergeFailure:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """The turn in the job's store: `TurnTaken`, or `Aborted` after a withdrawal of the intent."""
+    """The turn in the job's store: `TurnTaken`, or `Abort` after a withdrawal of the intent."""
 
     turn: Turn
 
@@ -218,7 +218,7 @@ class PutResult:
 
     Attributes:
         reason: Why the put failed; empty if the manifest exists.
-        abort: The reason as an `Aborted` if the put failed and can never make the manifest appear
+        abort: The reason as an `Abort` if the put failed and can never make the manifest appear
             later; else None.
     """
 

@@ -25,7 +25,7 @@ class Wait:
 
     Attributes:
         seconds: How long to wait for all ranks together.
-        what: The name, in the error, of the message that the ranks must post, such as "the size".
+        topic: The name, in the error, of the message that the ranks must post, such as "the size".
         step: The step that the wait belongs to; -1 if it belongs to no step.
     """
 

@@ -139,7 +139,7 @@ class RestoreRounds:
             The result of ``work`` on this rank, and the names that every rank has reported.
 
         Raises:
-            Damaged: A rank has met damaged data.
+            DamageError: A rank has met damaged data.
             RestoreError: A rank has failed in another way, or has not answered in time. If ``work``
                 has raised a ``CkptError`` on this rank, this rank raises that error instead.
             CommitTimeout: The leader has not answered in time.

@@ -56,7 +56,7 @@ class ImportReport:
         names: A text that describes each entry of the state, by the name of the entry.
         notes: Notes for the user about differences between the source and the checkpoint.
         kind: The kind of the source.
-        aside: The files and subfolders of the source folder that are not in the checkpoint.
+        leftovers: The files and subfolders of the source folder that are not in the checkpoint.
     """
 
     names: dict[str, str] = field(default_factory=dict[str, str])

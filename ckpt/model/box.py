@@ -87,7 +87,7 @@ def split_rows(box: Box, limit: int) -> list[Box]:
         return []
     if box.numel <= limit:
         return [box]
-    # ``dim`` is the first dimension whose rows have at most ``most`` elements each. The loop goes
+    # ``dim`` is the first dimension whose rows have at most ``limit`` elements each. The loop goes
     # through all indices of the dimensions before ``dim``.
     dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= limit)
     rows = max(1, limit // math.prod(box.shape[dim + 1 :]))

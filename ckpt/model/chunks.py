@@ -63,7 +63,7 @@ def _whole_rows(shape: tuple[int, ...], target: int, limit: int) -> int:
     """Return a chunk length near ``target`` elements, and at most ``limit``, that is a whole number
     of rows.
 
-    This is the length of one row if some dimension has rows of ``target`` to ``2 * wanted``
+    This is the length of one row if some dimension has rows of ``target`` to ``2 * target``
     elements. Otherwise it is the length of several rows, whose number is chosen so that the last
     chunk is not much smaller than the others.
     """

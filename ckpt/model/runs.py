@@ -229,7 +229,9 @@ def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _steps(count: int, step: int, least: int, largest: int) -> range:
-    """Return the range of all ``i`` from 0 to ``count - 1`` with ``least <= i * step <= most``."""
+    """Return the range of all ``i`` from 0 to ``count - 1`` with
+    ``least <= i * step <= largest``.
+    """
     if step == 0:
         return range(count) if least <= 0 <= largest else range(0)
     if step < 0:

@@ -37,7 +37,8 @@ class Copying:
 
     Attributes:
         workers: The threads that write.
-        pace: The limit of the rate. Once ``pace.stopped`` is True, the copying ends with an error.
+        pace: The limit of the rate. Once ``pace.is_stopped`` is True, the copying ends with an
+            error.
     """
 
     workers: Workers
@@ -133,7 +134,7 @@ def reading(
         ref: The step.
         files: The sizes of the data files, by name. The store gives these files, their fragments
             and the manifest.
-        pace: Once ``pace.stopped`` is True, the store reads nothing more and raises an error.
+        pace: Once ``pace.is_stopped`` is True, the store reads nothing more and raises an error.
     """
     announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
     encryption = tier.nodes.encryption if tier.nodes else None

@@ -15,7 +15,7 @@ class PendingSave:
 
     Attributes:
         nbytes: The size of this rank's image of the step, in bytes.
-        since: The value of ``time.monotonic()`` when the step was staged.
+        start_time: The value of ``time.monotonic()`` when the step was staged.
     """
 
     nbytes: int

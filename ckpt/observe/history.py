@@ -71,7 +71,7 @@ class History:
         restores: The restores, oldest first.
         failures: The records of saves that failed, were skipped, or were given up on a tier that is
             behind, oldest first.
-        verified: The record of the last verification of a step on a tier, by (step, URL of the
+        verifications: The record of the last verification of a step on a tier, by (step, URL of the
             tier). Its ``reason`` is empty if the step was intact. A step that was committed again
             has none until it is verified again.
     """

@@ -14,7 +14,8 @@ class Pace:
         mb_per_s: The limit in 10**6 bytes per second; None for no limit.
 
     Attributes:
-        stopped: True after ``end(at_once=True)``. The threads read this flag and stop their work.
+        is_stopped: True after ``end(at_once=True)``. The threads read this flag and stop their
+            work.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_free_at``.
     """

@@ -42,7 +42,7 @@ class MergeCache:
 
     Attributes:
         forms: The forms of the fragments of the last merge, unpacked and checked, by the keys of
-            ``Gathered.forms``. See `ckpt.model.packed` about forms.
+            ``Fragments.forms``. See `ckpt.model.packed` about forms.
         layouts: The tensors and layouts of the last manifest; None before the first merge.
     """
 

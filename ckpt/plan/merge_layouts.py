@@ -43,7 +43,7 @@ class Light:
         ref: The reference to the fragment.
         part: The fragment without ``tree``, ``replicas`` and ``metadata``. If ``in_manifest`` is
             False, ``per_rank`` is left out, too.
-        form: The key of the fragment's form in ``Gathered.forms``.
+        form: The key of the fragment's form in ``Fragments.forms``.
         layout: A key that two fragments share if they have the same tensors, boxes, positions in
             the file and chunk lengths.
         tree: The JSON of the tree.
@@ -171,7 +171,7 @@ def merge_layouts(
 
     Args:
         fragments: All fragments.
-        ranks: ``gathered.ranks``, sorted by rank.
+        ranks: ``fragments.ranks``, sorted by rank.
         previous: The result of the last merge; None if there is none. The function returns it again
             if the layouts of all ranks are the same.
 

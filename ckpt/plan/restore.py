@@ -30,7 +30,7 @@ class Target:
     """A region that a part of a chunk fills.
 
     Attributes:
-        leaf: The index of the leaf in the argument ``wanted`` of ``plan_restore``.
+        leaf: The index of the leaf in the argument ``leaves`` of ``plan_restore``.
         piece: The index of the box among the boxes of the leaf.
         part: The region, as a box of the global tensor.
     """

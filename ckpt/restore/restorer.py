@@ -323,7 +323,7 @@ class Restorer:
             without ``seconds`` and ``skipped``.
 
         Raises:
-            Damaged: Some rank needs data that is intact on no tier. All ranks raise this.
+            DamageError: Some rank needs data that is intact on no tier. All ranks raise this.
             RestoreError: The state does not fit on some rank. If the misfit was found while
                 matching, nothing was changed on any rank.
         """

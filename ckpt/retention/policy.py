@@ -263,8 +263,8 @@ class PruneContext:
         own: The running attempt; empty for none. Its newest step stays, even if other attempts have
             later steps.
         alive: Whether the running attempt is known to be alive. If so, its steps that are not
-            complete stay until they are old. If their age is not known (``StoredStep.touched`` is
-            None), they always stay.
+            complete stay until they are old. If their age is not known
+            (``StoredStep.last_change`` is None), they always stay.
         grace_seconds: The age from which a step that is not complete counts as remains.
         undated: Whether a step that is not complete also counts as remains if its age is not known.
         guard: The steps that the policy may not remove. ``judge`` reads them after the steps were
@@ -327,7 +327,7 @@ def judge(
 
 def is_old(held: StoredStep, grace_seconds: float) -> bool:
     """Return True if no file of the step was put, and no unfinished write of it has changed, in the
-    last ``grace_seconds``. Return False if this is not known (``held.touched`` is None).
+    last ``grace_seconds``. Return False if this is not known (``held.last_change`` is None).
 
     A save that is under way puts files all the time.
     """

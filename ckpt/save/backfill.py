@@ -60,7 +60,7 @@ class Backfill:
 
     Args:
         near: The writer of the nearest durable tier.
-        far: The writers of farther tiers, nearest first.
+        farther_writers: The writers of farther tiers, nearest first.
         earlier: Gets the steps to copy, so that the pruners of the nearer tiers keep them.
         steps: The steps of the running job.
         config: The threads to use, the backlog, and how long to retry requests.

@@ -109,8 +109,8 @@ class JobSteps:
     Args:
         tiers: All tiers, nearest first.
         earlier: The steps that the backfill copies, if this rank has a backfill.
-        copied: Returns the steps that must stay on a tier because later steps may lack their copies
-            on other nodes; None if no tier has replicas.
+        copied_refs: Returns the steps that must stay on a tier because later steps may lack their
+            copies on other nodes; None if no tier has replicas.
 
     Attributes:
         restored: The step that the job has restored; None if it has restored none.

@@ -89,7 +89,7 @@ class Spill:
     """The frames that the rings of a pool share.
 
     Args:
-        wanted: Returns False once no more memory is to be taken (see `Slot`).
+        is_wanted: Returns False once no more memory is to be taken (see `Slot`).
         frame_bytes: The size of a frame; None for that of a piece.
 
     Thread safety: any thread may call all methods. ``change`` guards all fields.

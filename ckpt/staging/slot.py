@@ -63,7 +63,7 @@ class Slot:
         Raises:
             OSError: The file cannot be created, or /dev/shm has no room for it.
             HostMemoryExhausted: Anonymous memory cannot be mapped.
-            NotWanted: ``is_wanted`` has returned False.
+            NoNeed: ``is_wanted`` has returned False.
         """
         self._is_wanted = is_wanted
         self.capacity = capacity_of(nbytes)
@@ -122,7 +122,7 @@ class Slot:
         Raises:
             HostMemoryExhausted: There is not enough memory. Without this check, the kernel would
                 end the process when it writes to the slot.
-            NotWanted: The function ``wanted`` has returned False.
+            NoNeed: The function ``is_wanted`` has returned False.
         """
         for start in range(0, self.capacity, _STEP_BYTES):
             ask(self._is_wanted)

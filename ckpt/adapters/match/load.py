@@ -269,7 +269,7 @@ class _Match:
         set them, it passes this dict to ``target.load_state_dict``, as
         ``torch.distributed.checkpoint.load`` does.
         """
-        # The tensors of a ``Refilled`` object keep their shapes. In any other object, the restore
+        # The tensors of a ``Refillable`` object keep their shapes. In any other object, the restore
         # replaces a tensor that was saved with another shape (see ``_leaf``).
         was_in_object, self._in_object = self._in_object, not isinstance(target, Refillable)
         self._mapping(live, path, source)

@@ -31,7 +31,7 @@ _ASK: Final = "convert it on the way with restore(cast=True)"
 
 @dataclass(slots=True)
 class StateMatch:
-    """The work of a restore. The restore reads ``wanted[i]`` into ``targets[i]``, and then calls
+    """The work of a restore. The restore reads ``leaves[i]`` into ``targets[i]``, and then calls
     ``apply``, which sets all other values.
 
     Attributes:

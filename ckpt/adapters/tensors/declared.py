@@ -100,7 +100,7 @@ def declaration_of(value: Any) -> DeclaredPart | None:
 
 
 def declarations(tensors: Iterable[torch.Tensor]) -> list[DeclaredPart | None]:
-    """Return ``declared(tensor)`` for each of ``tensors``. The call is fast for thousands of
+    """Return ``declaration_of(tensor)`` for each of ``tensors``. The call is fast for thousands of
     tensors.
     """
     return list(map(getattr, tensors, repeat(_MARK), repeat(None)))

@@ -193,7 +193,8 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
 
     Args:
         replicas: For a plain tensor, the ranks that are known to hold the same tensor. For a
-            DTensor, the ``around`` of ``replicas_of``. ``LocalShards`` have replicas of their own.
+            DTensor, the ``unit_ranks`` of ``replicas_of``. ``LocalShards`` have replicas of their
+            own.
 
     Raises:
         UnsupportedValue: The tensor cannot be saved, since it is partial, sparse, quantized,

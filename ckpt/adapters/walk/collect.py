@@ -93,7 +93,7 @@ class WalkResult:
     Attributes:
         parts: The tensors. The tensors of a module, an optimizer or a large dict form one segment,
             which is the same object as in the last walk if nothing in it has changed. Any other
-            tensor is a ``Held`` of its own.
+            tensor is a ``NamedTensor`` of its own.
         ties: The name of each tensor that is tied to an earlier one (see ``Registry``) -> the name
             under which the bytes of the earlier tensor are stored.
         views: The tensors that share a buffer with others, each with its place in the buffer.

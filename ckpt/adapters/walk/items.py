@@ -28,7 +28,7 @@ class Entry:
         piece: The piece of a larger tensor that ``value`` holds; None if ``value`` is the whole
             tensor.
         replicas: If ``value`` is a plain tensor, the ranks that are known to hold the same tensor.
-            If it is a DTensor, the ``around`` of ``layout.replicas_of``.
+            If it is a DTensor, the ``unit_ranks`` of ``layout.replicas_of``.
         is_delegated: True if another of ``replicas`` saves the entry and this rank does not. The
             values on the two ranks may differ.
     """

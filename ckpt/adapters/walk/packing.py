@@ -77,7 +77,7 @@ def after_state_dict(
 
 
 def _has_same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return True if two results of ``packed`` have the same parameters, and the same objects as
+    """Return True if two results of ``pack`` have the same parameters, and the same objects as
     their state.
     """
     groups, groups_b = a[_GROUPS], b[_GROUPS]

@@ -33,7 +33,7 @@ class NamedTensor(NamedTuple):
         tensor: The tensor.
         is_late: True if only an optimizer's step changes the tensor, and the fence holds this step.
         replicas: If it is a plain tensor, the ranks that are known to hold the same tensor. If it
-            is a DTensor, the ``around`` of ``layout.replicas_of``.
+            is a DTensor, the ``unit_ranks`` of ``layout.replicas_of``.
         is_delegated: True if another of ``replicas`` saves the tensor and this rank does not. The
             values on the two ranks may differ.
         outer_tensors: The wrapper tensors around the tensor. They have version counters of their
