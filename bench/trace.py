@@ -4,9 +4,9 @@
 
 One process saves and restores a model of 16 parameters under AdamW, and a profile hook on every
 thread notes each function that it enters. The first save and the first restore are not counted,
-since imports and the reservation of memory belong to them. What an act enters depends on which of
-its threads waits for which, so each act runs five times and the run that enters the fewest functions
-counts. ``--list`` prints the functions by file.
+since imports and the reservation of memory belong to them. Each act runs five times and the run
+that enters the fewest functions counts, since the threads of a busy machine wait for each other in
+more ways. ``--list`` prints the functions by file.
 """
 
 from __future__ import annotations
