@@ -25,7 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -385,13 +385,12 @@ class Finish:
         )
 
     def _copy(self, copier: StepCopier, held: StoredStep) -> None:
-        """Make a step a checkpoint on the tier of ``copier``, from the sources that have it."""
+        """Make a step a checkpoint on the tier of ``copier``, from the tiers that have it."""
         step, url = held.ref.step, copier.tier.url
         on_progress = progress_of(step, url, self._report)
         copier.confirm()
-        sources = [store for store in copier.sources if is_committed(store, held.ref)]
         began = time.perf_counter()
-        replace(copier, sources=sources).copy(held, self._workers, on_progress=on_progress)
+        copier.copy(held, self._workers, on_progress=on_progress)
         self._report(Copied(step, url))
         _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import StoredStep
 from ckpt.config import Best, Tier, check_retention
+from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import Claim
 from ckpt.storage.api import StorageBackend
@@ -225,7 +227,8 @@ class FixedGuard(StepGuard):
 
     Args:
         refs: The steps that must stay.
-        elsewhere: The stores of the other durable tiers.
+        elsewhere: The stores of the other durable tiers. One that does not answer counts as one
+            that has no step.
 
     Thread safety: all methods may be called from any thread.
     """
@@ -239,7 +242,11 @@ class FixedGuard(StepGuard):
         return self._refs
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        return any(is_committed(store, ref) for store in self._elsewhere)
+        for store in self._elsewhere:
+            with suppress(CkptError):
+                if is_committed(store, ref):
+                    return True
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

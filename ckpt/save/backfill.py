@@ -20,10 +20,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.index import is_committed, step_refs
+from ckpt.catalog.index import step_refs
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError, IntegrityError
@@ -135,6 +136,7 @@ class Backfill:
                 error,
             )
         finally:
+            self._earlier.end_listing()
             self._prune_later()
 
     def _retry_tier(self, url: str, restored_ref: StepRef) -> None:
@@ -167,18 +169,27 @@ class Backfill:
         farther tier ``index``, newest step first.
 
         Of the tiers between the nearest and that one, only steps count that the nearest tier does
-        not have and whose folders that one lacks: at most ``backlog`` of each tier.
+        not have and whose folders that one lacks: at most ``backlog`` of each tier. Steps on a tier
+        between them that cannot be listed do not count, and stay there.
         """
         own, target = self._near.root.own, self._farther_writers[index].tier
         steps = [step for step in Inventory(self._near.tier.backend).look() if step.ref.job != own]
+        target_refs = set[StepRef]()
+        if index > 0:
+            with suppress(CkptError):  # If the target lacks nothing after all, nothing is copied
+                target_refs = {*step_refs(target.backend)}
         for nearer_writer in self._farther_writers[:index]:
             store = nearer_writer.tier.backend
-            absent = (
-                {*step_refs(store)} - {*step_refs(target.backend)} - {step.ref for step in steps}
-            )
-            absent = {ref for ref in absent if ref <= restored_ref and target.takes(ref.step)}
-            newest = sorted((ref for ref in absent if ref.job != own), reverse=True)
-            steps += Inventory(store).look(among={*newest[: self._backlog]})
+            try:
+                absent = {*step_refs(store)} - target_refs - {step.ref for step in steps}
+                absent = {ref for ref in absent if ref <= restored_ref and target.takes(ref.step)}
+                newest = sorted((ref for ref in absent if ref.job != own), reverse=True)
+                steps += Inventory(store).look(among={*newest[: self._backlog]})
+            except CkptError as error:
+                _log.warning(
+                    "ckpt: steps of earlier jobs on %s are not known: %s", store.url, error
+                )
+                self._earlier.set_unlisted(nearer_writer.tier)
         return history(steps, restored_ref)
 
     def _missing_on(self, writer: TierWriter, line: Sequence[StoredStep]) -> list[StoredStep]:
@@ -253,9 +264,8 @@ class Backfill:
         """
         config, began = self._config, time.perf_counter()
         try:
-            sources = [store for store in copier.sources if is_committed(store, step.ref)]
             with Workers("backfill", config.threads, nice=config.nice, cpus=config.cpus) as workers:
-                report = replace(copier, sources=sources).copy(step, workers)
+                report = copier.copy(step, workers)
         except CkptError as error:
             _log.warning(
                 "ckpt: step %d of an earlier job was not copied to %s: %s",

@@ -38,7 +38,9 @@ class EarlierSteps:
         self._lock = threading.Lock()
         self._restored_ref: StepRef | None = None
         self._has_begun = False
-        self._owed_refs: frozenset[StepRef] = frozenset()
+        self._owed_refs: frozenset[StepRef] | None = None
+        self._unlisted: frozenset[int] = frozenset()
+        """The indices of the tiers whose steps the backfill could not list."""
         self._listing_end = threading.Event()
 
     def set_restored(self, ref: StepRef) -> None:
@@ -58,6 +60,7 @@ class EarlierSteps:
                 return None
             self._has_begun = True
             if self._restored_ref is None:
+                self._owed_refs = frozenset()
                 self._listing_end.set()
             return self._restored_ref
 
@@ -65,15 +68,28 @@ class EarlierSteps:
         """Set the steps that a farther tier wants and lacks."""
         with self._lock:
             self._owed_refs = frozenset(refs)
+        self.end_listing()
+
+    def set_unlisted(self, tier: OpenTier) -> None:
+        """Note that the steps on ``tier`` cannot be listed. All of them that a farther tier takes
+        then stay there, since the steps of ``set_owed`` may lack some.
+        """
+        with self._lock:
+            self._unlisted |= {tier.index}
+
+    def end_listing(self) -> None:
+        """Let no call of ``needed_refs`` wait any more. If ``set_owed`` was not called, all steps
+        stay that a farther tier takes.
+        """
         self._listing_end.set()
 
     def needed_refs(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the steps of earlier jobs that must stay on ``tier``, since a farther tier wants
         and lacks them.
 
-        Until the backfill has listed them, these are all steps of other jobs on ``tier`` that a
-        farther tier takes, or none if this job has restored no step. After ``begin`` the call waits
-        for the backfill, at most for ``patience_seconds``.
+        Until the backfill has listed them, and if it cannot, these are all steps of other jobs on
+        ``tier`` that a farther tier takes, or none if this job has restored no step. After
+        ``begin`` the call waits for the backfill, at most for ``patience_seconds``.
 
         Raises:
             StorageError: The tier cannot be listed.
@@ -83,18 +99,20 @@ class EarlierSteps:
         if has_begun:
             self._listing_end.wait(self._patience_seconds)
         with self._lock:
-            if self._listing_end.is_set():
-                return self._owed_refs
             if self._restored_ref is None:
                 return frozenset()
+            if self._owed_refs is not None and tier.index not in self._unlisted:
+                return self._owed_refs
         return frozenset(ref for ref in step_refs(tier.backend) if self._may_be_owed(tier, ref))
 
     def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         """Return True if ``needed_refs`` has ``ref``. The call neither waits nor lists the tier."""
         with self._lock:
-            if self._listing_end.is_set():
+            if self._restored_ref is None:
+                return False
+            if self._owed_refs is not None and tier.index not in self._unlisted:
                 return ref in self._owed_refs
-            return self._restored_ref is not None and self._may_be_owed(tier, ref)
+        return self._may_be_owed(tier, ref)
 
     def _may_be_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         farther_tiers = (candidate for candidate in self._tiers if candidate.index > tier.index)

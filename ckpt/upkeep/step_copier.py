@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.catalog.index import own_objects, step_refs
+from ckpt.catalog.index import is_committed, own_objects, step_refs
 from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.codec.registry import encoder_of
+from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef, data_name
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -56,7 +57,7 @@ class StepCopier:
     Attributes:
         tier: The tier to which the steps are copied.
         claim: The claim of the job on the root of the tier.
-        sources: The stores that have the steps, nearest first. Some of them may be in memory.
+        sources: The stores that may have the steps, nearest first. Some of them may be in memory.
         guard: The steps of the tier that must stay when room is made for a copy.
         retry: How requests are retried.
         confirm: Called before a manifest is put. It raises if the steps must not become checkpoints
@@ -90,6 +91,7 @@ class StepCopier:
             CkptError: The step could not be copied or committed. Files that were copied stay for
                 the next try.
         """
+        sources = self._sources_of(held.ref)
         self.claim.bring(held.ref)
         far, codec = self.tier, self.tier.tier.codec
         has_capacity = far.tier.capacity is not None
@@ -105,11 +107,27 @@ class StepCopier:
             evictor.free_space(held.ref, nbytes, restored=None, stored=known)
         folder = StepFolder(far.backend, held.ref, workers, self.retry)
         report = fetch_step(
-            self.sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm
+            sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm
         )
         if has_capacity and not known:
             evictor.settle(held.ref, restored=None)
         return report
+
+    def _sources_of(self, ref: StepRef) -> list[StorageBackend]:
+        """Return the sources that have the checkpoint ``ref``. One that does not answer is left
+        out, unless no other one has the checkpoint.
+        """
+        sources: list[StorageBackend] = []
+        failure: CkptError | None = None
+        for store in self.sources:
+            try:
+                if is_committed(store, ref):
+                    sources.append(store)
+            except CkptError as error:
+                failure = error
+        if failure is not None and not sources:
+            raise failure
+        return sources
 
     def _left(self, held: StoredStep, *, encoded: bool) -> int:
         """Return the size of the data files that an interrupted copy of ``held`` has left on the

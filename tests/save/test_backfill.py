@@ -23,7 +23,7 @@ from ckpt.storage.testing import Raise, Rule
 from ckpt.upkeep.step_copier import StepCopier
 from tests.coordination.world import World, WorldCoordinator
 from tests.kit.states import IMAGE, state
-from tests.kit.stores import Gated, faulty, whole, wrap_stores
+from tests.kit.stores import Gated, Wrapped, faulty, whole, wrap_stores
 
 
 def left_by_a_job(near: Tier | Path | list[Path], *steps: int) -> None:
@@ -222,6 +222,45 @@ def test_a_far_tier_that_cannot_be_asked_keeps_no_more_near_than_the_backlog(
         manager.save_async(state(4), 4).result(20, tier=str(near))
     assert whole(near) == [2, 3, 4]
     assert "steps of earlier jobs were not copied to" in caplog.text
+
+
+class Leaving(Wrapped):
+    """A store that denies access once it has ``left``."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.left = False
+
+    def __getattr__(self, name):
+        if self.left and name in {"folders", "list", "head", "read_into", "put", "upload"}:
+            raise AccessDenied(name)
+        return super().__getattr__(name)
+
+
+@pytest.mark.parametrize("lost", ["between", "far"])
+def test_a_tier_that_is_lost_keeps_no_step_from_the_others(
+    near, far, tmp_path, monkeypatch, caplog, lost
+):
+    places = {"near": near, "between": tmp_path / "between", "far": far}
+    left_by_a_job(near, 1, 2, 3)
+    stores: dict[str, Leaving] = {}
+    wrap_stores(monkeypatch, lambda url, store: stores.setdefault(url, Leaving(store)))
+    with CheckpointManager(
+        [
+            Tier(str(near), keep_last=1),
+            Tier(str(places["between"]), required=False),
+            Tier(str(far), required=False),
+        ],
+        backlog=2,
+        commit_timeout_seconds=30,
+    ) as manager:
+        assert manager.restore(state(0)) is not None
+        stores[str(places[lost])].left = True
+        manager.save_async(state(4), 4).result(20, tier=str(near))
+    (other,) = {"between", "far"} - {lost}
+    assert whole(places[other]) == [2, 3, 4]
+    assert whole(near) == [2, 3, 4]
+    assert f"steps of earlier jobs were not copied to {places[lost]}" in caplog.text
 
 
 def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(

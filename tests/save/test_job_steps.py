@@ -139,6 +139,31 @@ def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers
     assert steps.protected(tiers[0]) == {THREE}
 
 
+def test_all_steps_stay_on_a_tier_that_the_backfill_cannot_list(tiers) -> None:
+    near, far = tiers
+    farthest = OpenTier(2, far.tier, far.backend)
+    for tier in tiers:
+        tier.backend.put(ONE.manifest, [b"{}"])
+    earlier = EarlierSteps((near, far, farthest), "b" * 12, 30)
+    earlier.set_restored(ONE)
+    assert earlier.begin() == ONE
+    earlier.set_unlisted(far)
+    earlier.set_owed([])
+    assert (earlier.needed_refs(near), earlier.needed_refs(far)) == (frozenset(), {ONE})
+    assert (earlier.is_owed(near, ONE), earlier.is_owed(far, ONE)) == (False, True)
+
+
+def test_no_pruner_waits_for_a_backfill_that_has_failed(tiers) -> None:
+    near, _ = tiers
+    near.backend.put(ONE.manifest, [b"{}"])
+    earlier = EarlierSteps(tiers, "b" * 12, patience_seconds=3600)
+    earlier.set_restored(ONE)
+    assert earlier.begin() == ONE
+    earlier.end_listing()
+    assert earlier.needed_refs(near) == {ONE}
+    assert earlier.is_owed(near, ONE)
+
+
 def test_a_step_whose_copies_this_node_keeps_stays_on_that_tier_alone(tiers) -> None:
     near, far = tiers
     steps = JobSteps(tiers, copied_refs=lambda tier: frozenset([ONE] if tier is near else []))
