@@ -138,7 +138,7 @@ class _Copies:
         self._target, self._ref = target, ref
         manifest, _ = read_packed(source, ref)
         sizes = {file.name: file.size for file in manifest.files}
-        tiers = {0: {ref.folder: Step(listed=True, files=sizes)}}
+        tiers = {0: {ref.folder: Step(has_manifest=True, files=sizes)}}
         known = Peer(peer.rank, peer.addresses, peer.port, peer.token, tiers)
         store = NodeStore(0, source.url, [known], encryption_of(tls))
         self._stored: list[StoredFile] = []

@@ -453,7 +453,7 @@ class CheckpointManager:
         with self._saver.owners_told(self._listers), readers as workers:
             context = RestoreContext(
                 tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,
-                observers=self._observers, steps_in_use=self._saver.steps.waiting,
+                observers=self._observers, steps_in_use=self._saver.steps.awaited_refs,
                 claim_of=self._saver.claim_of,
             )  # fmt: skip
             restorer = Restorer(context, options, workers, serial=self._restores)

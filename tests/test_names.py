@@ -33,7 +33,7 @@ IRREGULAR = """
 """
 
 NOUNS = """
-    bring embed encoding ending feed finding heading listing mapping meaning need padding ping ring
+    bring embed encoding ending feed finding heading holding listing mapping meaning need padding ping ring
     seed setting speed string striping succeed thing timing
 """
 TERMS = "cached closed committed missing out pending required sharded"

@@ -332,7 +332,7 @@ class Finish:
             # farther tiers still need must stay.
             waiting = self._waiting(near) if near.tier.tier.capacity is not None and line else ()
             copier = self._copier(near, [root, *self._durable[1:]], waiting)
-            going = {held.ref: held for held in (*line[:1], *copier.lacking(line, len(line)))}
+            going = {held.ref: held for held in (*line[:1], *copier.missing_steps(line, len(line)))}
             for held in going.values():
                 self._copy(copier, held)
 
@@ -363,7 +363,7 @@ class Finish:
         first. Return at most one step more than the trainer's tier queue holds, since the trainer
         may also have been copying a step that had left the queue.
         """
-        return copier.lacking(line, self._job.backlog + 1)
+        return copier.missing_steps(line, self._job.backlog + 1)
 
     def _copier(
         self, target: _Root, sources: Sequence[_Root], waiting: Iterable[StepRef] = ()

@@ -311,7 +311,7 @@ class NodeParts:
         there = self._newest_there()
         line = [part.stored for part in parts.values() if part.is_committed]
         newest = [held for held in line[:1] if held.ref.step > there]
-        lacking = self._copier.lacking(line, self._job.backlog + 1)
+        lacking = self._copier.missing_steps(line, self._job.backlog + 1)
         begun = [ref for ref in self._begun() if ref in parts and ref.step > there]
         going = {*(held.ref for held in (*newest, *lacking)), *begun}
         return sorted(going, reverse=True)

@@ -29,17 +29,17 @@ from ckpt.model.keys import StepRef
 from ckpt.retention.policy import (
     YOUNG,
     FixedGuard,
-    Judged,
     Metrics,
     PruneContext,
     Retention,
+    Verdict,
     judge,
     unknown_metric,
 )
-from ckpt.retention.pruner import Pruned, carry_out
+from ckpt.retention.pruner import Removal, carry_out
 from ckpt.storage.tiers import resolve_tier
 from ckpt.upkeep.look import checkpoints
-from ckpt.upkeep.plan import lacking
+from ckpt.upkeep.plan import missing_steps
 
 
 def prune(
@@ -116,13 +116,13 @@ def prune(
         PruneContext(
             own=owner.attempt if owner else "",
             alive=owner is not None and owner.alive,
-            undated=owner is None,
+            includes_undated=owner is None,
             guard=FixedGuard(missing_refs),
         ),
     )
     with silence_notes(backend):
         removals = carry_out(backend, verdicts, dry_run=dry_run)
-    kept_steps = [verdict for verdict in verdicts if verdict.kept]
+    kept_steps = [verdict for verdict in verdicts if verdict.reasons]
     if json:
         output.show_json(
             {
@@ -229,7 +229,9 @@ def _missing_farther(
                 f"the steps that {tier.url} lacks are not known, so all that it takes stay: {error}"
             )
             settings = Tier(tier.url, every=tier.every)
-        missing_refs |= {step.ref for step in committed_steps if lacking(settings, present, [step])}
+        missing_refs |= {
+            step.ref for step in committed_steps if missing_steps(settings, present, [step])
+        }
     return frozenset(missing_refs)
 
 
@@ -238,7 +240,7 @@ def _warn_of_names(rule: Retention, steps: Sequence[StoredStep]) -> None:
         output.warn(text)
 
 
-def _show(removals: Sequence[Pruned], kept_steps: Sequence[Judged], *, dry_run: bool) -> None:
+def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run: bool) -> None:
     rows = [
         (
             str(removal.ref.step),
@@ -251,11 +253,11 @@ def _show(removals: Sequence[Pruned], kept_steps: Sequence[Judged], *, dry_run: 
     ]
     rows += [
         (
-            str(verdict.held.ref.step),
-            verdict.held.ref.attempt,
-            output.size(verdict.held.nbytes),
-            _state_text(verdict.held.state),
-            f"stays: {', '.join(verdict.kept)}",
+            str(verdict.step.ref.step),
+            verdict.step.ref.attempt,
+            output.size(verdict.step.nbytes),
+            _state_text(verdict.step.state),
+            f"stays: {', '.join(verdict.reasons)}",
         )
         for verdict in (kept_steps if dry_run else ())
     ]
@@ -265,7 +267,7 @@ def _show(removals: Sequence[Pruned], kept_steps: Sequence[Judged], *, dry_run: 
     output.show_line(
         f"{output.count(len(removals), 'step')} {'would be ' if dry_run else ''}removed, {total}"
     )
-    if young := sum(YOUNG in verdict.kept for verdict in kept_steps):
+    if young := sum(YOUNG in verdict.reasons for verdict in kept_steps):
         output.show_line(
             f"remains of {output.count(young, 'save')} stay until they are a day old, since a job "
             "may still finish them"
@@ -299,7 +301,7 @@ def _state_text(state: State) -> str:
     }[state]
 
 
-def _as_json(removal: Pruned) -> dict[str, object]:
+def _as_json(removal: Removal) -> dict[str, object]:
     return {
         "step": removal.ref.step,
         "attempt": removal.ref.attempt,
@@ -309,10 +311,10 @@ def _as_json(removal: Pruned) -> dict[str, object]:
     }
 
 
-def _kept_as_json(verdict: Judged) -> dict[str, object]:
+def _kept_as_json(verdict: Verdict) -> dict[str, object]:
     return {
-        "step": verdict.held.ref.step,
-        "attempt": verdict.held.ref.attempt,
-        "why": list(verdict.kept),
-        "metrics": dict(verdict.held.metrics),
+        "step": verdict.step.ref.step,
+        "attempt": verdict.step.ref.attempt,
+        "why": list(verdict.reasons),
+        "metrics": dict(verdict.step.metrics),
     }

@@ -32,7 +32,7 @@ from ckpt.storage.tiers import OpenTier
 
 
 @dataclass(frozen=True, slots=True)
-class Copying:
+class CopyExecutor:
     """The threads that make copies, and their rate.
 
     Attributes:
@@ -54,8 +54,8 @@ class StepCopies:
         manifest: The manifest of the step.
         own_bytes: The size of this node's own files of the step in bytes. The copies leave at least
             this much room for the next save.
-        how: The threads that make the copies, and their rate.
-        kept: The keys of the objects that were written, in the order of writing.
+        executor: The threads that make the copies, and their rate.
+        written_keys: The keys of the objects that were written, in the order of writing.
 
     Thread safety: one thread.
     """
@@ -63,8 +63,8 @@ class StepCopies:
     tier: OpenTier
     manifest: Manifest
     own_bytes: int
-    how: Copying
-    kept: list[str] = field(default_factory=list[str])
+    executor: CopyExecutor
+    written_keys: list[str] = field(default_factory=list[str])
 
     @property
     def ref(self) -> StepRef:
@@ -81,23 +81,23 @@ class StepCopies:
             CkptError: A file cannot be read from the other node, or cannot be written on this node.
         """
         backend, ref, files = self.tier.backend, self.ref, self.manifest.file_map()
-        theirs = [part for part in self.manifest.fragments if part.rank in ranks]
-        sizes = {files[part.rank].name: files[part.rank].size for part in theirs}
-        store = reading(self.tier, peer, ref, sizes, self.how.pace)
+        peer_parts = [part for part in self.manifest.fragments if part.rank in ranks]
+        sizes = {files[part.rank].name: files[part.rank].size for part in peer_parts}
+        store = peer_store(self.tier, peer, ref, sizes, self.executor.pace)
         parts = [
             (part.name, *load_fragment(store, ref, self.manifest, part, files[part.rank]))
-            for part in theirs
+            for part in peer_parts
         ]
-        stored = [found for _, fragment, _ in parts if (found := _stored(ref, fragment))]
-        self._check_room(sum(file.size for file in stored))
-        self.kept += [file.key for file in stored]
-        folder = StepFolder(backend, ref, self.how.workers, RetryPolicy(patience_seconds=0))
-        fetch = _fetch(store, stored, self.how.pace)
-        copy_files(fetch, stored, folder, on_bytes=self.how.pace.spend)
+        stored_files = [file for _, part, _ in parts if (file := _stored_file(ref, part))]
+        self._check_room(sum(file.size for file in stored_files))
+        self.written_keys += [file.key for file in stored_files]
+        folder = StepFolder(backend, ref, self.executor.workers, RetryPolicy(patience_seconds=0))
+        fetch = _fetch(store, stored_files, self.executor.pace)
+        copy_files(fetch, stored_files, folder, on_bytes=self.executor.pace.spend)
         for name, _, data in parts:
-            self.kept.append(ref.key(name))
+            self.written_keys.append(ref.key(name))
             backend.put(ref.key(name), [data])
-        return sum(file.size for file in stored)
+        return sum(file.size for file in stored_files)
 
     def _check_room(self, nbytes: int) -> None:
         """Raise ``OutOfSpace`` if copies of ``nbytes`` bytes would take the room of the next save.
@@ -111,19 +111,19 @@ class StepCopies:
 
     def remove(self) -> None:
         """Remove the objects that were written, in the opposite order of their writing."""
-        remove(self.tier.backend, self.kept)
+        remove(self.tier.backend, self.written_keys)
 
 
-def remove(backend: StorageBackend, kept: Sequence[str]) -> None:
-    """Remove the objects ``kept`` in the opposite order of their writing. Errors of the store are
+def remove(backend: StorageBackend, keys: Sequence[str]) -> None:
+    """Remove the objects ``keys`` in the opposite order of their writing. Errors of the store are
     ignored.
     """
-    for key in reversed(kept):
+    for key in reversed(keys):
         with suppress(CkptError):
             delete_files(backend, [key])
 
 
-def reading(
+def peer_store(
     tier: OpenTier, peer: Peer, ref: StepRef, files: Mapping[str, int], pace: Pace
 ) -> NodeStore:
     """Return a store that reads files of one step from the node ``peer``.
@@ -136,10 +136,10 @@ def reading(
             and the manifest.
         pace: Once ``pace.is_stopped`` is True, the store reads nothing more and raises an error.
     """
-    announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
+    tiers = {tier.index: {ref.folder: Step(has_manifest=True, files=dict(files))}}
     encryption = tier.nodes.encryption if tier.nodes else None
-    known = msgspec.structs.replace(peer, tiers=announced)
-    return NodeStore(tier.index, tier.url, [known], encryption, lambda: pace.is_stopped)
+    peer_part = msgspec.structs.replace(peer, tiers=tiers)
+    return NodeStore(tier.index, tier.url, [peer_part], encryption, lambda: pace.is_stopped)
 
 
 def _fetch(
@@ -161,7 +161,7 @@ def _fetch(
     return fetch
 
 
-def _stored(ref: StepRef, fragment: Fragment) -> StoredFile | None:
+def _stored_file(ref: StepRef, fragment: Fragment) -> StoredFile | None:
     """Return the data file that ``fragment`` describes, or None if its rank has no data file."""
     if fragment.file is None:
         return None

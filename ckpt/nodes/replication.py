@@ -27,8 +27,8 @@ from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.errors import CkptError, ConfigError
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replica_fetch import Copying
-from ckpt.nodes.ring import Held, Node, Ring, ring_of
+from ckpt.nodes.replica_fetch import CopyExecutor
+from ckpt.nodes.ring import Holding, Node, Ring, ring_of
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.wire import Peer
 from ckpt.pipeline.pace import Pace
@@ -67,9 +67,9 @@ class NodeReplicas:
         config: The settings of the save: the rate of copying, niceness and cores.
         observers: They get a `NodeReplicated` event for each step that was copied.
 
-    Thread safety: any thread may call ``committed`` and ``copied``. Only the owner calls
-    ``set_restored`` and, once, ``close``. ``_lock`` guards ``_restored`` and ``_restores``, and
-    the fields ``newest``, ``copied`` and ``outdate`` of each ring. The other fields are set once,
+    Thread safety: any thread may call ``committed`` and ``copied_refs``. Only the owner calls
+    ``set_restored`` and, once, ``close``. ``_lock`` guards ``_restored_ref`` and ``_restores``, and
+    the fields ``newest``, ``copied_ref`` and ``outdate`` of each ring. The other fields are set once,
     or belong to the owner or to the thread that copies.
     """
 
@@ -84,13 +84,15 @@ class NodeReplicas:
     ) -> None:
         self._server, self._coordinator, self._observers = server, coordinator, observers
         self._pace = Pace(config.replicate_mb_per_s)
-        self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus).start()
-        self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
+        self._copy_thread = Workers("replicas", 1, nice=config.nice, cpus=config.cpus).start()
+        self._write_thread = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()
-        self._restored: StepRef | None = None
+        self._restored_ref: StepRef | None = None
         self._restores = 0
-        how = Copying(self._writing, self._pace)
-        self._rings = {tier.index: ring_of(tier, nodes, coordinator.rank, how) for tier in tiers}
+        executor = CopyExecutor(self._write_thread, self._pace)
+        self._rings = {
+            tier.index: ring_of(tier, nodes, coordinator.rank, executor) for tier in tiers
+        }
 
     @classmethod
     def of(
@@ -109,31 +111,31 @@ class NodeReplicas:
             ConfigError: A tier with buddies is not local.
             CommitTimeout: A node has not posted its address in time.
         """
-        wanted = [tier for tier in tiers if tier.tier.buddies]
-        for tier in wanted:
+        tiers_with_buddies = [tier for tier in tiers if tier.tier.buddies]
+        for tier in tiers_with_buddies:
             if not tier.local:
                 raise ConfigError(
                     f"buddies={tier.tier.buddies} of {tier.url}: all nodes share this tier, so "
                     "its steps outlive any node: leave buddies out, or declare local=True"
                 )
-        apart = [(tier, tier.nodes) for tier in wanted if tier.nodes is not None]
-        if not apart:
-            if wanted:
+        node_tiers = [(tier, tier.nodes) for tier in tiers_with_buddies if tier.nodes is not None]
+        if not node_tiers:
+            if tiers_with_buddies:
                 _log.info("ckpt: the job has one node: there is no other to keep copies on")
             return None
-        mine = [tier for tier, nodes in apart if coordinator.rank in nodes.lowest_ranks]
-        stores = {tier.index: tier.backend for tier in mine}
-        encryption = apart[0][1].encryption
+        own_tiers = [tier for tier, nodes in node_tiers if coordinator.rank in nodes.lowest_ranks]
+        stores = {tier.index: tier.backend for tier in own_tiers}
+        encryption = node_tiers[0][1].encryption
         server = (
             NodeServer(stores, nice=config.nice, cpus=config.cpus, encryption=encryption)
-            if mine
+            if own_tiers
             else None
         )
         try:
-            nodes = _exchange([nodes for _, nodes in apart], server, coordinator)
+            nodes = _exchange([nodes for _, nodes in node_tiers], server, coordinator)
             if server is None:
                 return None
-            return cls(mine, nodes, server, coordinator, config, observers)
+            return cls(own_tiers, nodes, server, coordinator, config, observers)
         except BaseException:
             if server is not None:
                 server.close()
@@ -149,19 +151,19 @@ class NodeReplicas:
     def set_restored(self, ref: StepRef) -> None:
         """Note that the job has restored ``ref`` and continues from it. Return at once.
 
-        ``copied`` returns this step until the copies of a later step are made. All nodes call this.
+        ``copied_refs`` returns this step until the copies of a later step are made. All nodes call this.
         After the loss of a node, some files of the step may have too few copies. They are copied in
         the background, if the nodes together have all files of the step.
         """
         with self._lock:
-            self._restored = ref
+            self._restored_ref = ref
             self._restores += 1
             for ring in self._rings.values():
                 # The job may have gone back, so a step that was copied before may be abandoned.
-                ring.copied = None
+                ring.copied_ref = None
         for index, ring in self._rings.items():
             self._server.allow(ref, index)
-            self._copying.submit(self._copy_restored, ring, ref, self._restores)
+            self._copy_thread.submit(self._copy_restored, ring, ref, self._restores)
 
     def committed(self, tier: OpenTier, ref: StepRef, outdate: Callable[[], None]) -> None:
         """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
@@ -186,9 +188,9 @@ class NodeReplicas:
             waits = ring.newest is not None
             ring.newest, ring.outdate = (ref, self._restores), outdate
         if not waits:
-            self._copying.submit(self._copy, ring)
+            self._copy_thread.submit(self._copy, ring)
 
-    def copied(self, tier: OpenTier) -> frozenset[StepRef]:
+    def copied_refs(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the step that retention must keep on ``tier``, since later steps may not have
         their copies yet.
 
@@ -199,8 +201,8 @@ class NodeReplicas:
         """
         ring = self._rings.get(tier.index)
         with self._lock:
-            found = None if ring is None else ring.copied or self._restored
-        return frozenset() if found is None else frozenset({found})
+            ref = None if ring is None else ring.copied_ref or self._restored_ref
+        return frozenset() if ref is None else frozenset({ref})
 
     def close(self, *, wait: bool) -> None:
         """Stop the copying and the server.
@@ -211,10 +213,10 @@ class NodeReplicas:
         """
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
         self._pace.end(at_once=not wait)
-        if wait and not futures.wait([self._copying.submit(int)], _END_SECONDS).done:
+        if wait and not futures.wait([self._copy_thread.submit(int)], _END_SECONDS).done:
             self._pace.end(at_once=True)
-        self._copying.close(cancel=True)
-        self._writing.close(cancel=True)
+        self._copy_thread.close(cancel=True)
+        self._write_thread.close(cancel=True)
         for ring in self._rings.values():
             ring.end(warn=wait)
         self._meet_buddies(deadline)
@@ -232,16 +234,16 @@ class NodeReplicas:
         try:
             nbytes = self._try(ring, ref)
         except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
-            ring.missed(ref, error)
+            ring.note_failure(ref, error)
             if ring.fails and ring.unheard:
-                self._say_first(ring)  # Other nodes need not wait for this node any more
+                self._post_first_copy(ring)  # Other nodes need not wait for this node any more
                 ring.unheard.clear()
                 self._end_earlier(ring)
             return
         if nbytes is not None:
             with self._lock:
                 if restores == self._restores:
-                    ring.copied = ref
+                    ring.copied_ref = ref
             self._report(ring, ref, nbytes, began)
             if ring.unheard and self._all_have_copied(ring):
                 self._end_earlier(ring)
@@ -252,8 +254,8 @@ class NodeReplicas:
         """
         began = time.perf_counter()
         try:
-            held = self._exchange_held(ring, ref, number)
-            nbytes = ring.copy_restored(ref, held)
+            holdings = self._exchange_holdings(ring, ref, number)
+            nbytes = ring.copy_restored(ref, holdings)
         except Exception as error:  # noqa: BLE001 - the job goes on without these copies
             _log.log(
                 logging.DEBUG if self._pace.is_stopped else logging.WARNING,
@@ -274,7 +276,7 @@ class NodeReplicas:
             NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
         )
 
-    def _exchange_held(self, ring: Ring, ref: StepRef, number: int) -> dict[int, Held]:
+    def _exchange_holdings(self, ring: Ring, ref: StepRef, number: int) -> dict[int, Holding]:
         """Post which files of a step this node has. Return which files each node has, by the number
         of the node.
 
@@ -284,22 +286,25 @@ class NodeReplicas:
         Raises:
             CommitTimeout: A node has not posted in time, or the copying was stopped.
         """
-        firsts, before = ring.nodes.lowest_ranks, ring.posted
+        ranks, subjects = ring.nodes.lowest_ranks, ring.posted_subjects
         subject = f"{_SUBJECT}/restored{ring.tier.index}/{number}"
-        self._coordinator.post(subject, msgspec.json.encode(ring.held(ref)))
-        before.append(subject)
-        found, deadline = dict[int, bytes](), time.monotonic() + _END_SECONDS
-        while missing := set(firsts) - found.keys():
-            left = deadline - time.monotonic()
-            if self._pace.is_stopped or left <= 0:
+        self._coordinator.post(subject, msgspec.json.encode(ring.holding(ref)))
+        subjects.append(subject)
+        messages, deadline = dict[int, bytes](), time.monotonic() + _END_SECONDS
+        while missing := set(ranks) - messages.keys():
+            seconds_left = deadline - time.monotonic()
+            if self._pace.is_stopped or seconds_left <= 0:
                 raise Wait(_END_SECONDS, "what its node has").timeout_error(missing)
             # The wait is short, so that the loop notices when ``close`` stops the copying.
-            found |= self._coordinator.collect(subject, missing, timeout=min(left, _LOOK_SECONDS))
-        for earlier in before[:-1]:
+            messages |= self._coordinator.collect(
+                subject, missing, timeout=min(seconds_left, _LOOK_SECONDS)
+            )
+        for earlier in subjects[:-1]:
             self._coordinator.forget(earlier)
-        before[:] = [subject]
+        subjects[:] = [subject]
         return {
-            node: msgspec.json.decode(found[first], type=Held) for node, first in enumerate(firsts)
+            node: msgspec.json.decode(messages[rank], type=Holding)
+            for node, rank in enumerate(ranks)
         }
 
     def _try(self, ring: Ring, ref: StepRef) -> int | None:
@@ -326,24 +331,24 @@ class NodeReplicas:
         """Post that this node has copied a step of this job. Return True if all nodes have posted
         the same within ``_LOOK_SECONDS``. If not, the caller asks again after the next copied step.
         """
-        self._say_first(ring)
+        self._post_first_copy(ring)
         deadline = time.monotonic() + _LOOK_SECONDS
         try:
-            while ring.unheard and (left := deadline - time.monotonic()) > 0:
+            while ring.unheard and (seconds_left := deadline - time.monotonic()) > 0:
                 ring.unheard -= self._coordinator.collect(
-                    _first(ring), set(ring.unheard), timeout=left
+                    _subject_of_first_copy(ring), set(ring.unheard), timeout=seconds_left
                 ).keys()
         except CkptError as error:
             _log.debug("ckpt: whether other nodes have copied a step is unknown: %s", error)
         return not ring.unheard
 
-    def _say_first(self, ring: Ring) -> None:
+    def _post_first_copy(self, ring: Ring) -> None:
         """Post that this node has copied a step of this job, or has failed to copy several steps in
         a row. The message is the same in both cases. Do nothing if this node has posted it before.
         """
         if (rank := self._coordinator.rank) in ring.unheard:
             with suppress(CkptError):
-                self._coordinator.post(_first(ring), b"")
+                self._coordinator.post(_subject_of_first_copy(ring), b"")
                 ring.unheard.discard(rank)
 
     def _meet_buddies(self, deadline: float) -> None:
@@ -356,8 +361,8 @@ class NodeReplicas:
         keepers = {rank for ring in self._rings.values() for rank in ring.keepers}
         try:
             self._coordinator.post(subject, b"done")
-            if (left := deadline - time.monotonic()) > 0:
-                gather(self._coordinator, subject, Wait(left, "the copies"), ranks=keepers)
+            if (seconds_left := deadline - time.monotonic()) > 0:
+                gather(self._coordinator, subject, Wait(seconds_left, "the copies"), ranks=keepers)
         except CkptError as error:
             _log.warning(
                 "ckpt: whether other nodes have copied the last step is unknown: %s", error
@@ -388,12 +393,12 @@ def _exchange(
         return [msgspec.json.decode(message, type=Node) for message in messages.values()]
 
     wait = Wait(_START_SECONDS + 30, "the addresses of the nodes")
-    decided = leader_decides(coordinator, _SUBJECT, decide, wait, list[Node])
+    all_nodes = leader_decides(coordinator, _SUBJECT, decide, wait, list[Node])
     coordinator.forget(_SUBJECT)
-    return {node.peer.rank: node for node in decided}
+    return {node.peer.rank: node for node in all_nodes}
 
 
-def _first(ring: Ring) -> str:
+def _subject_of_first_copy(ring: Ring) -> str:
     """Return the subject of the messages by which nodes post that they have copied a step of this
     job on the tier of ``ring``.
     """

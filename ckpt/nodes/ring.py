@@ -17,12 +17,12 @@ from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import CkptError
 from ckpt.model.keys import MANIFEST, StepRef, whole_ranks
 from ckpt.model.manifest import Manifest
-from ckpt.nodes.replica_fetch import Copying, StepCopies, reading, remove
+from ckpt.nodes.replica_fetch import CopyExecutor, StepCopies, peer_store, remove
 from ckpt.nodes.wire import Peer
 from ckpt.plan.buddies import buddies, missing_copies
 from ckpt.storage.tiers import Nodes, OpenTier
 
-_MISSED: Final = 3
+_WARNING_COUNT: Final = 3
 """A warning is logged once the copying of this many steps in a row has failed."""
 
 _log = logging.getLogger("ckpt")
@@ -40,15 +40,15 @@ class Node(msgspec.Struct, frozen=True):
     domain: str
 
 
-class Held(msgspec.Struct, frozen=True):
+class Holding(msgspec.Struct, frozen=True):
     """The files of a step that a node has on a tier.
 
     Attributes:
-        listed: Whether the node has the manifest.
+        has_manifest: Whether the node has the manifest.
         ranks: The ranks whose data file and fragment the node has, in ascending order.
     """
 
-    listed: bool
+    has_manifest: bool
     ranks: tuple[int, ...]
 
 
@@ -60,7 +60,7 @@ class Ring:
     Attributes:
         tier: The tier.
         nodes: The nodes that share the tier.
-        here: The number of this node.
+        own_node: The number of this node.
         peers: The server of each node, by the number of the node.
         domains: The failure domain of each node, by the number of the node.
         sources: The numbers of the nodes whose files this node keeps.
@@ -68,34 +68,35 @@ class Ring:
         unheard: For a tier in memory, the lowest ranks of the nodes that have not yet posted that
             they have copied a step of this job. Once it is empty, the steps of earlier jobs are not
             needed any more. For other tiers it is always empty.
-        how: The threads that make the copies, and their rate.
+        executor: The threads that make the copies, and their rate.
         newest: The step to be copied next, and how many restores came before it; None if no step
             waits.
-        copied: The newest step that was copied since the last restore.
+        copied_ref: The newest step that was copied since the last restore.
         outdate: Called once when the steps of earlier jobs are not needed any more (see
             ``NodeReplicas.committed``).
-        posted: The subjects of messages about restored steps that other nodes may still need.
+        posted_subjects: The subjects of messages about restored steps that other nodes may still
+            need.
 
-    Thread safety: the thread that copies. ``NodeReplicas`` guards ``newest``, ``copied`` and
+    Thread safety: the thread that copies. ``NodeReplicas`` guards ``newest``, ``copied_ref`` and
     ``outdate`` with its lock.
     """
 
     tier: OpenTier
     nodes: Nodes
-    here: int
+    own_node: int
     peers: Sequence[Peer]
     domains: Sequence[str]
     sources: Sequence[int]
     keepers: Sequence[int]
     unheard: set[int]
-    how: Copying
+    executor: CopyExecutor
     newest: tuple[StepRef, int] | None = None
-    copied: StepRef | None = None
+    copied_ref: StepRef | None = None
     outdate: Callable[[], None] = lambda: None
-    posted: list[str] = field(default_factory=list[str])
-    _kept: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
-    _missed: int = 0
-    _lacking: StepRef | None = None
+    posted_subjects: list[str] = field(default_factory=list[str])
+    _copied_keys: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
+    _failure_count: int = 0
+    _failed_ref: StepRef | None = None
 
     def copy(self, ref: StepRef) -> int | None:
         """Copy the files of a step, which is committed on this node, from each node in ``sources``.
@@ -110,9 +111,9 @@ class Ring:
                 The copies of the step are removed.
         """
         backend = self.tier.backend
-        kept = self._kept.setdefault(ref, [])
+        written_keys = self._copied_keys.setdefault(ref, [])
         try:
-            copies = self._copies(read_packed(backend, ref)[0], kept)
+            copies = self._copies(read_packed(backend, ref)[0], written_keys)
             nbytes = sum(
                 copies.fetch(self.peers[node], self._ranks_of(copies.manifest, node))
                 for node in self.sources
@@ -123,21 +124,21 @@ class Ring:
         if not is_committed(backend, ref):  # The step was removed meanwhile
             self._remove(ref)
             return None
-        self._missed, self._lacking = 0, None
-        for other in [other for other in self._kept if other != ref]:
+        self._failure_count, self._failed_ref = 0, None
+        for old_ref in [old_ref for old_ref in self._copied_keys if old_ref != ref]:
             if self.tier.in_memory:
-                self._remove(other)
+                self._remove(old_ref)
             # In a folder, the copies of older steps stay until retention removes the steps.
-            self._kept.pop(other, None)
+            self._copied_keys.pop(old_ref, None)
         return nbytes
 
-    def copy_restored(self, ref: StepRef, held: Mapping[int, Held]) -> int:
+    def copy_restored(self, ref: StepRef, holdings: Mapping[int, Holding]) -> int:
         """Copy files of a restored step to this node, so that each file is on enough nodes. If this
         node lacks the manifest of the step, put the manifest, too.
 
         Args:
             ref: The step.
-            held: The files of the step that each node has, by the number of the node.
+            holdings: The files of the step that each node has, by the number of the node.
 
         Returns:
             The size of the copied data files in bytes. 0 if this node needs no more files, if the
@@ -147,24 +148,24 @@ class Ring:
             CkptError: A file cannot be read from another node, or cannot be written on this node.
                 The copies that this call has made are removed.
         """
-        backend, listed = self.tier.backend, held[self.here].listed
-        having = [node for node, has in held.items() if has.listed]
-        if not having:
+        backend, has_manifest = self.tier.backend, holdings[self.own_node].has_manifest
+        manifest_nodes = [node for node, files in holdings.items() if files.has_manifest]
+        if not manifest_nodes:
             return 0
-        peer, pace = self.peers[having[0]], self.how.pace
-        store = backend if listed else reading(self.tier, peer, ref, {}, pace)
+        peer, pace = self.peers[manifest_nodes[0]], self.executor.pace
+        store = backend if has_manifest else peer_store(self.tier, peer, ref, {}, pace)
         manifest, data = read_packed(store, ref)
         holders = {
-            file.rank: [node for node, has in held.items() if file.rank in has.ranks]
+            file.rank: [node for node, files in holdings.items() if file.rank in files.ranks]
             for file in manifest.files
         }
         if not all(holders.values()):
             return 0
         homes = {rank: self._home(rank) for rank in holders}
-        wanted = missing_copies(holders, homes, self.domains, self.tier.tier.buddies)
+        missing_nodes = missing_copies(holders, homes, self.domains, self.tier.tier.buddies)
         from_node: dict[int, set[int]] = defaultdict(set)
-        for rank, nodes in wanted.items():
-            if self.here in nodes:
+        for rank, nodes in missing_nodes.items():
+            if self.own_node in nodes:
                 from_node[holders[rank][rank % len(holders[rank])]].add(rank)
         copies = self._copies(manifest, [])
         try:
@@ -172,7 +173,7 @@ class Ring:
                 copies.fetch(self.peers[node], frozenset(ranks))
                 for node, ranks in from_node.items()
             )
-            if not listed:
+            if not has_manifest:
                 put_manifest(backend, ref.manifest, data)
         except BaseException:
             copies.remove()
@@ -182,20 +183,20 @@ class Ring:
             return 0
         return nbytes
 
-    def held(self, ref: StepRef) -> Held:
+    def holding(self, ref: StepRef) -> Holding:
         """Return the files of a step that this node has. A data file without its fragment does not
         count.
         """
         names = {info.key.rpartition("/")[2] for info in own_objects(self.tier.backend, ref)}
-        return Held(MANIFEST in names, tuple(sorted(whole_ranks(names))))
+        return Holding(MANIFEST in names, tuple(sorted(whole_ranks(names))))
 
-    def _copies(self, manifest: Manifest, kept: list[str]) -> StepCopies:
+    def _copies(self, manifest: Manifest, written_keys: list[str]) -> StepCopies:
         """Return an object that makes the copies of a step. It appends the key of each object that
-        it writes to ``kept``.
+        it writes to ``written_keys``.
         """
-        own = self._ranks_of(manifest, self.here)
+        own = self._ranks_of(manifest, self.own_node)
         nbytes = sum(file.size for file in manifest.files if file.rank in own)
-        return StepCopies(self.tier, manifest, nbytes, self.how, kept)
+        return StepCopies(self.tier, manifest, nbytes, self.executor, written_keys)
 
     def _ranks_of(self, manifest: Manifest, node: int) -> frozenset[int]:
         """Return the ranks of ``node`` that have a fragment in the step."""
@@ -209,13 +210,13 @@ class Ring:
 
     @property
     def fails(self) -> bool:
-        """Whether the copying of at least ``_MISSED`` steps in a row has failed."""
-        return self._missed >= _MISSED
+        """Whether the copying of at least ``_WARNING_COUNT`` steps in a row has failed."""
+        return self._failure_count >= _WARNING_COUNT
 
-    def missed(self, ref: StepRef, error: Exception) -> None:
+    def note_failure(self, ref: StepRef, error: Exception) -> None:
         """Note and log that a step was not copied because of ``error``."""
-        self._missed, self._lacking = self._missed + 1, ref
-        level = logging.WARNING if self._missed == _MISSED else logging.DEBUG
+        self._failure_count, self._failed_ref = self._failure_count + 1, ref
+        level = logging.WARNING if self._failure_count == _WARNING_COUNT else logging.DEBUG
         _log.log(
             level,
             "ckpt: step %d on %s: the files of other nodes were not copied to this node, nor those "
@@ -223,7 +224,7 @@ class Ring:
             "raise slots",
             ref.step,
             self.tier.url,
-            self._missed - 1,
+            self._failure_count - 1,
             error,
         )
 
@@ -233,52 +234,56 @@ class Ring:
         Args:
             warn: Whether to log a warning if the last step was not copied.
         """
-        for ref in list(self._kept):
+        for ref in list(self._copied_keys):
             with suppress(CkptError):
                 if not is_committed(self.tier.backend, ref):
                     self._remove(ref)
-        if warn and self._lacking is not None:
+        if warn and self._failed_ref is not None:
             _log.warning(
                 "ckpt: step %d on %s: the files of other nodes were not copied to this node",
-                self._lacking.step,
+                self._failed_ref.step,
                 self.tier.url,
             )
 
     def _remove(self, ref: StepRef) -> None:
-        remove(self.tier.backend, self._kept.pop(ref, []))
+        remove(self.tier.backend, self._copied_keys.pop(ref, []))
 
 
-def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int, how: Copying) -> Ring:
+def ring_of(
+    tier: OpenTier, nodes_by_rank: Mapping[int, Node], rank: int, executor: CopyExecutor
+) -> Ring:
     """Return the `Ring` of the node of ``rank`` for a local tier with replicas.
 
     Args:
         tier: The tier.
-        known: All nodes of the job, by their lowest rank.
+        nodes_by_rank: All nodes of the job, by their lowest rank.
         rank: The lowest rank of this node.
-        how: The threads that make the copies, and their rate.
+        executor: The threads that make the copies, and their rate.
     """
     nodes = tier.nodes
     assert nodes is not None
     lowest = nodes.lowest_ranks
-    domains = [known[first].domain for first in lowest]
-    chosen = buddies(domains, tier.tier.buddies)
-    here = nodes.of[rank]
-    most = max(Counter(node for keepers in chosen for node in keepers).values(), default=0)
-    if most > tier.tier.buddies and rank == LEADER:
+    domains = [nodes_by_rank[lowest_rank].domain for lowest_rank in lowest]
+    keepers_by_node = buddies(domains, tier.tier.buddies)
+    own_node = nodes.of[rank]
+    max_sources = max(
+        Counter(node for keepers in keepers_by_node for node in keepers).values(), default=0
+    )
+    if max_sources > tier.tier.buddies and rank == LEADER:
         _log.warning(
             "ckpt: the failure domains (CKPT_FAILURE_DOMAIN) are of different sizes: a node keeps "
             "the files of up to %d others on %s",
-            most,
+            max_sources,
             tier.url,
         )
     return Ring(
         tier,
         nodes,
-        here,
-        peers=[known[first].peer for first in lowest],
+        own_node,
+        peers=[nodes_by_rank[lowest_rank].peer for lowest_rank in lowest],
         domains=domains,
-        sources=[node for node, keepers in enumerate(chosen) if here in keepers],
-        keepers=[lowest[node] for node in chosen[here]],
+        sources=[node for node, keepers in enumerate(keepers_by_node) if own_node in keepers],
+        keepers=[lowest[node] for node in keepers_by_node[own_node]],
         unheard=set(lowest) if tier.in_memory else set(),
-        how=how,
+        executor=executor,
     )

@@ -31,7 +31,7 @@ from ckpt.nodes.wire import (
     ANSWER,
     ANSWER_SECONDS,
     CONNECT_SECONDS,
-    FAILED,
+    FAILURE,
     MAGIC,
     NOT_THERE,
     OK,
@@ -43,16 +43,16 @@ from ckpt.storage.api import OpensFiles, StorageBackend, aligned_memory, check_k
 from ckpt.tls import Encryption, reason_of
 
 _PIECE_BYTES: Final = 8 << 20
-_SERVING: Final = 8
+_ANSWER_THREADS: Final = 8
 """How many requests are answered at the same time. Each takes a buffer of at most 8 MiB."""
-_WAITING: Final = 1024
+_MAX_CALLERS: Final = 1024
 """The most connections without a complete request that may be open at the same time."""
-_WAITING_PER_ADDRESS: Final = 128
+_MAX_CALLERS_PER_ADDRESS: Final = 128
 """The most connections without a complete request that may come from one address at the same time.
 The threads of all ranks of a node connect from the same address.
 """
 _KEY_BYTES: Final = 1024
-_ALLOWED: Final = 256
+_MAX_STEPS: Final = 256
 """How many steps of a tier other nodes may read. A restore reads one step. Buddies copy the newest
 steps, and a slow buddy may still be copying a step when many later ones are committed.
 """
@@ -74,19 +74,19 @@ class _Caller:
     Attributes:
         host: The address of the caller.
         deadline: When the request must be complete, by the monotonic clock.
-        sent: The bytes of the request that have arrived.
+        request: The bytes of the request that have arrived.
     """
 
     connection: socket.socket
     host: str
     deadline: float
-    sent: bytearray = field(default_factory=bytearray)
+    request: bytearray = field(default_factory=bytearray)
 
     def missing(self) -> int:
         """Return how many bytes of the request are still missing."""
-        if len(self.sent) < REQUEST.size:
-            return REQUEST.size - len(self.sent)
-        return REQUEST.size + int(REQUEST.unpack_from(self.sent)[-1]) - len(self.sent)
+        if len(self.request) < REQUEST.size:
+            return REQUEST.size - len(self.request)
+        return REQUEST.size + int(REQUEST.unpack_from(self.request)[-1]) - len(self.request)
 
 
 class NodeServer:
@@ -119,20 +119,20 @@ class NodeServer:
         encryption: Encryption | None = None,
     ) -> None:
         self._stores, self._encryption = stores, encryption
-        self._allowed = {tier: deque[str](maxlen=_ALLOWED) for tier in stores}
+        self._folders = {tier: deque[str](maxlen=_MAX_STEPS) for tier in stores}
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.served_bytes = 0
-        self._changed = threading.Condition()
+        self._change = threading.Condition()
         self._open: set[socket.socket] = set()
         # The connections without a complete request, oldest first. Only the listening thread uses
         # them.
-        self._waiting: dict[socket.socket, _Caller] = {}
-        self._closing = False
-        self._listening = _listen(interfaces())
-        self.addresses = tuple(str(each.getsockname()[0]) for each in self._listening)
-        self.port: int = self._listening[0].getsockname()[1]
-        self._wake, self._woken = socket.socketpair()
-        self._workers = Workers("serve", _SERVING + 1, nice=nice, cpus=cpus)
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._is_closed = False
+        self._listeners = _listen(interfaces())
+        self.addresses = tuple(str(listener.getsockname()[0]) for listener in self._listeners)
+        self.port: int = self._listeners[0].getsockname()[1]
+        self._wake, self._wake_end = socket.socketpair()
+        self._workers = Workers("serve", _ANSWER_THREADS + 1, nice=nice, cpus=cpus)
         self._workers.submit(self._listen)
 
     def allow(self, ref: StepRef, tier: int | None = None) -> None:
@@ -145,17 +145,17 @@ class NodeServer:
             ref: The step.
             tier: The index of the tier; None for all tiers.
         """
-        with self._changed:
-            for folders in self._allowed.values() if tier is None else [self._allowed[tier]]:
+        with self._change:
+            for folders in self._folders.values() if tier is None else [self._folders[tier]]:
                 if ref.folder not in folders:
                     folders.append(ref.folder)
-            self._changed.notify_all()
+            self._change.notify_all()
 
     def close(self) -> None:
         """Stop serving, even in the middle of an answer."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
             for connection in self._open:
                 with suppress(OSError):
                     # SSLSocket.shutdown would end the encryption first, and a thread that is
@@ -164,47 +164,49 @@ class NodeServer:
         with suppress(OSError):  # The socket may be closed already
             self._wake.send(b"x")
         self._workers.close()
-        for each in (*self._listening, self._wake, self._woken):
-            each.close()
+        for end in (*self._listeners, self._wake, self._wake_end):
+            end.close()
 
     # -- the listening thread ----------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Accept connections and read their requests, until ``close`` is called."""
         with selectors.DefaultSelector() as selector:
-            for each in (*self._listening, self._woken):
-                each.setblocking(False)
-                selector.register(each, selectors.EVENT_READ)
+            for end in (*self._listeners, self._wake_end):
+                end.setblocking(False)
+                selector.register(end, selectors.EVENT_READ)
             try:
-                while not self._closing:
-                    first = next(iter(self._waiting.values()), None)
-                    left = None if first is None else max(0.0, first.deadline - time.monotonic())
-                    for key, _ in selector.select(left):
+                while not self._is_closed:
+                    oldest = next(iter(self._callers.values()), None)
+                    timeout = (
+                        None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+                    )
+                    for key, _ in selector.select(timeout):
                         self._ready(selector, key.fileobj)
                     self._drop_late(selector)
             finally:
-                for caller in list(self._waiting.values()):
+                for caller in list(self._callers.values()):
                     self._drop(selector, caller)
 
-    def _ready(self, selector: selectors.BaseSelector, which: object) -> None:
+    def _ready(self, selector: selectors.BaseSelector, ready: object) -> None:
         """Handle the readiness of a socket: accept a connection, or read from one."""
-        if not isinstance(which, socket.socket):
+        if not isinstance(ready, socket.socket):
             return
-        if which in self._listening:
+        if ready in self._listeners:
             try:
-                connection, place = self._accept(which)
+                connection, place = self._accept(ready)
             except OSError:
                 # The caller has closed the connection again, or too many files are open. The pause
                 # keeps the loop from spinning in the second case.
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)
+                with self._change:
+                    self._change.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
                 return
             self._admit(selector, connection, str(place[0]))
-        elif (caller := self._waiting.get(which)) is not None:
+        elif (caller := self._callers.get(ready)) is not None:
             self._hear(selector, caller)
 
-    def _accept(self, listening: socket.socket) -> tuple[socket.socket, tuple[object, ...]]:
-        return listening.accept()
+    def _accept(self, listener: socket.socket) -> tuple[socket.socket, tuple[object, ...]]:
+        return listener.accept()
 
     def _admit(
         self, selector: selectors.BaseSelector, connection: socket.socket, host: str
@@ -213,18 +215,18 @@ class NodeServer:
         wait, close the oldest of these. If too many wait in all, close the oldest of all.
         """
         connection.setblocking(False)
-        from_there = [caller for caller in self._waiting.values() if caller.host == host]
-        if len(from_there) >= _WAITING_PER_ADDRESS:
+        from_there = [caller for caller in self._callers.values() if caller.host == host]
+        if len(from_there) >= _MAX_CALLERS_PER_ADDRESS:
             self._drop(selector, from_there[0])
-        elif len(self._waiting) >= _WAITING:
-            self._drop(selector, next(iter(self._waiting.values())))
+        elif len(self._callers) >= _MAX_CALLERS:
+            self._drop(selector, next(iter(self._callers.values())))
         try:
             if self._encryption is not None:
                 connection = self._encryption.accept(connection)
         except OSError:  # The caller has closed the connection again
             connection.close()
             return
-        self._waiting[connection] = _Caller(connection, host, time.monotonic() + _REQUEST_SECONDS)
+        self._callers[connection] = _Caller(connection, host, time.monotonic() + _REQUEST_SECONDS)
         selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
@@ -246,8 +248,8 @@ class NodeServer:
         if self._encryption is not None:
             self._encryption.note_connection(caller.host)
         selector.unregister(caller.connection)
-        del self._waiting[caller.connection]
-        with self._changed:
+        del self._callers[caller.connection]
+        with self._change:
             self._open.add(caller.connection)
         self._workers.submit(self._serve, caller)
 
@@ -266,9 +268,9 @@ class NodeServer:
             caller.connection.do_handshake()  # Has no effect after the end of the handshake
         while missing := caller.missing():
             piece = caller.connection.recv(missing)
-            caller.sent += piece
-            head = bytes(caller.sent[: len(MAGIC)])
-            if not piece or not MAGIC.startswith(head) or not self._knows_token(caller.sent):
+            caller.request += piece
+            head = bytes(caller.request[: len(MAGIC)])
+            if not piece or not MAGIC.startswith(head) or not self._knows_token(caller.request):
                 raise ConnectionAbortedError("it does not know the token")
 
     def _note(self, caller: _Caller, error: OSError) -> None:
@@ -278,31 +280,31 @@ class NodeServer:
         """
         if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
             return
-        place, why = caller.host, reason_of(error)
-        if self._encryption is not None and self._encryption.is_new(place, why, limit=_NOTES):
-            _log.warning("ckpt: a connection from %s was refused: %s", place, why)
+        place, reason = caller.host, reason_of(error)
+        if self._encryption is not None and self._encryption.is_new(place, reason, limit=_NOTES):
+            _log.warning("ckpt: a connection from %s was refused: %s", place, reason)
 
-    def _knows_token(self, sent: bytearray) -> bool:
-        """Return False if the token in ``sent`` is wrong, or the key in the request is too long.
+    def _knows_token(self, request: bytearray) -> bool:
+        """Return False if the token in ``request`` is wrong, or the key in the request is too long.
 
         The answer is True until the fixed part of the request has arrived. The token is then
         compared as a whole, so that its bytes cannot be guessed one after the other.
         """
-        if len(sent) < REQUEST.size:
+        if len(request) < REQUEST.size:
             return True
-        _, token, *_, key_bytes = REQUEST.unpack_from(sent)
+        _, token, *_, key_bytes = REQUEST.unpack_from(request)
         return hmac.compare_digest(token, self.token) and key_bytes <= _KEY_BYTES
 
     def _drop(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
         selector.unregister(caller.connection)
-        del self._waiting[caller.connection]
+        del self._callers[caller.connection]
         caller.connection.close()
 
     def _drop_late(self, selector: selectors.BaseSelector) -> None:
         """Close the connections whose deadline has passed."""
-        now = time.monotonic()
-        for caller in list(self._waiting.values()):
-            if caller.deadline > now:
+        time_now = time.monotonic()
+        for caller in list(self._callers.values()):
+            if caller.deadline > time_now:
                 return
             self._drop(selector, caller)
 
@@ -312,14 +314,14 @@ class NodeServer:
         """Answer a complete request, and close its connection."""
         try:
             with caller.connection as connection:
-                if not self._closing:
+                if not self._is_closed:
                     connection.settimeout(ANSWER_SECONDS)
-                    self._answer(connection, caller.sent)
+                    self._answer(connection, caller.request)
         except OSError as error:
             # The caller has closed the connection or is too slow. It may connect again.
             _log.debug("ckpt: a request from another node was not answered: %s", error)
         finally:
-            with self._changed:
+            with self._change:
                 self._open.discard(caller.connection)
 
     def _answer(self, connection: socket.socket, request: bytearray) -> None:
@@ -333,7 +335,7 @@ class NodeServer:
             connection.sendall(ANSWER.pack(MAGIC, NOT_THERE, 0))
             return
         except (CkptError, KeyError, UnicodeError):
-            connection.sendall(ANSWER.pack(MAGIC, FAILED, 0))
+            connection.sendall(ANSWER.pack(MAGIC, FAILURE, 0))
             return
         connection.sendall(ANSWER.pack(MAGIC, OK, size))
         is_plain = not isinstance(connection, ssl.SSLSocket)  # sendfile() cannot encrypt
@@ -342,17 +344,17 @@ class NodeServer:
                 self._count(connection.sendfile(file, offset, min(length, size - offset)))
             return  # After an error, the answer is too short, which the caller notices
         memory = aligned_memory(min(length, _PIECE_BYTES)) if length else memoryview(b"")
-        for at in range(offset, min(offset + length, size), _PIECE_BYTES):
-            piece = memory[: min(_PIECE_BYTES, offset + length - at, size - at)]
+        for position in range(offset, min(offset + length, size), _PIECE_BYTES):
+            piece = memory[: min(_PIECE_BYTES, offset + length - position, size - position)]
             try:
-                store.read_into(key, at, piece)
+                store.read_into(key, position, piece)
             except CkptError:
                 return  # The answer is too short, which the caller notices
             connection.sendall(piece)
             self._count(len(piece))
 
     def _count(self, nbytes: int) -> None:
-        with self._changed:
+        with self._change:
             self.served_bytes += nbytes
 
     def _check(self, tier: int, key: str) -> None:
@@ -366,10 +368,10 @@ class NodeServer:
             raise ObjectNotFound(key)
         if name == MANIFEST:
             return
-        with self._changed:
-            allowed = self._allowed[tier]
-            self._changed.wait_for(lambda: self._closing or folder in allowed, CONNECT_SECONDS)
-            if folder not in allowed:
+        with self._change:
+            folders = self._folders[tier]
+            self._change.wait_for(lambda: self._is_closed or folder in folders, CONNECT_SECONDS)
+            if folder not in folders:
                 raise ObjectNotFound(key)
 
 
@@ -385,14 +387,14 @@ def interfaces() -> tuple[str, ...]:
             kind, _, _, _, place = socket.getaddrinfo(*leader, type=socket.SOCK_DGRAM)[0]
             with socket.socket(kind, socket.SOCK_DGRAM) as probe:
                 probe.connect(place)  # A UDP connect sends nothing
-                found = str(probe.getsockname()[0])
-            if not _is_near(found):
-                return (found,)
-    named: list[str] = []
+                address = str(probe.getsockname()[0])
+            if not _is_near(address):
+                return (address,)
+    own_addresses: list[str] = []
     with suppress(OSError):
         addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        named = [str(info[4][0]) for info in addresses]
-    return tuple(dict.fromkeys([*sorted(named, key=_is_near), "127.0.0.1"]))
+        own_addresses = [str(info[4][0]) for info in addresses]
+    return tuple(dict.fromkeys([*sorted(own_addresses, key=_is_near), "127.0.0.1"]))
 
 
 def _is_near(address: str) -> bool:
@@ -406,10 +408,10 @@ def _listen(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
     An address that cannot be bound to that port is left out. If no address can be bound, the only
     socket listens at 127.0.0.1.
     """
-    found: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     for host in hosts:
         with suppress(OSError):
-            port = found[0].getsockname()[1] if found else 0
+            port = listeners[0].getsockname()[1] if listeners else 0
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            found.append(socket.create_server((host, port), family=family, backlog=1024))
-    return tuple(found) or (socket.create_server(("127.0.0.1", 0), backlog=1024),)
+            listeners.append(socket.create_server((host, port), family=family, backlog=1024))
+    return tuple(listeners) or (socket.create_server(("127.0.0.1", 0), backlog=1024),)

@@ -61,7 +61,7 @@ class NodeStore:
         is_over: Returns True if no files are needed any more. Requests under way then fail.
 
     Attributes:
-        first: The number of the copy that is asked for first, counted from 0.
+        first_copy: The number of the copy that is asked for first, counted from 0.
 
     Thread safety: any thread may use it.
     """
@@ -80,9 +80,9 @@ class NodeStore:
         self.capabilities = Capabilities(put_if_absent=False, shared=True)
         # The stores that ``copies`` returns share these three objects.
         self._dead: set[int] = set()
-        self._reached: dict[int, str] = {}
-        self._noted: set[tuple[int, str]] = set()
-        self.first = 0
+        self._addresses: dict[int, str] = {}
+        self._reports: set[tuple[int, str]] = set()
+        self.first_copy = 0
 
     def copies(self, number: int) -> list[Self]:
         """Return ``number`` stores, one for each copy that a file may have. The first of them is
@@ -91,10 +91,10 @@ class NodeStore:
         Count the nodes that have an object from 0. Store N asks node N first, and then the other
         nodes. An object that N nodes or fewer have does not exist in store N.
         """
-        others = [copy.copy(self) for _ in range(1, number)]
-        for place, other in enumerate(others, 1):
-            other.first = place
-        return [self, *others]
+        stores = [copy.copy(self) for _ in range(1, number)]
+        for place, store in enumerate(stores, 1):
+            store.first_copy = place
+        return [self, *stores]
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Return the folders of the steps that the nodes have announced if ``prefix`` is empty.
@@ -122,13 +122,13 @@ class NodeStore:
         folder, _, name = key.partition("/")
 
         def size_on(peer: Peer) -> int:
-            announced = peer.tiers[self._tier][folder].files.get(name)
-            return self._ask(peer, key, 0, memoryview(b"")) if announced is None else announced
+            size = peer.tiers[self._tier][folder].files.get(name)
+            return self._ask(peer, key, 0, memoryview(b"")) if size is None else size
 
-        return ObjectInfo(key=key, size=self._first(key, size_on))
+        return ObjectInfo(key=key, size=self._first_answer(key, size_on))
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        self._first(key, lambda peer: self._ask(peer, key, offset, out.cast("B")))
+        self._first_answer(key, lambda peer: self._ask(peer, key, offset, out.cast("B")))
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:  # noqa: ARG002
         self._abort_all(key)
@@ -145,7 +145,7 @@ class NodeStore:
     def _abort_all(self, key: str) -> NoReturn:
         raise StorageError(key, "other nodes' tiers are only read")
 
-    def _first(self, key: str, work: Callable[[Peer], int]) -> int:
+    def _first_answer(self, key: str, work: Callable[[Peer], int]) -> int:
         """Call ``work`` with the nodes that have the object ``key``, one after the other, until a
         call succeeds. Return its result.
 
@@ -157,7 +157,7 @@ class NodeStore:
         failures: dict[int, StorageError] = {}
         for peer in self._holders(key):
             try:
-                found = work(peer)
+                answer = work(peer)
             except ObjectNotFound:
                 continue
             except StorageError as error:
@@ -166,7 +166,7 @@ class NodeStore:
                 failures[peer.rank] = error
             else:
                 self._note(key, failures)
-                return found
+                return answer
         raise min(
             failures.values(),
             key=lambda error: not isinstance(error, TransientStorageError),
@@ -180,19 +180,19 @@ class NodeStore:
         """
         folder, _, name = key.partition("/")
         stem = name.partition(".")[0]
-        found: list[Peer] = []
+        holders: list[Peer] = []
         for peer in self._peers:
             step = peer.tiers.get(self._tier, {}).get(folder)
             if step is not None and (
-                step.listed
+                step.has_manifest
                 if name == MANIFEST
                 else any(file.partition(".")[0] == stem for file in step.files)
             ):
-                found.append(peer)
-        if self.first >= len(found):
+                holders.append(peer)
+        if self.first_copy >= len(holders):
             return []
-        turned = found[self.first :] + found[: self.first]
-        return [peer for peer in turned if peer.rank not in self._dead]
+        rotation = holders[self.first_copy :] + holders[: self.first_copy]
+        return [peer for peer in rotation if peer.rank not in self._dead]
 
     def _ask(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
         """Fill ``out`` from an object of another node, and return the size of the object.
@@ -201,17 +201,17 @@ class NodeStore:
             ObjectNotFound: The node does not have the object, or does not answer.
             StorageError: The node cannot read the object.
         """
-        for again in (False, True):
+        for is_repeat in (False, True):
             try:
                 return self._request(peer, key, offset, out)
             except OSError as error:
-                if not again:
+                if not is_repeat:
                     continue
                 if not isinstance(error, _CutShort):
                     self._dead.add(peer.rank)
-                elif (peer.rank, key) in self._noted:
+                elif (peer.rank, key) in self._reports:
                     continue  # The log has this failure already
-                self._noted.add((peer.rank, key))
+                self._reports.add((peer.rank, key))
                 self._warn(peer, error)
         raise ObjectNotFound(key, f"{_name(peer.rank)} does not answer")
 
@@ -220,17 +220,17 @@ class NodeStore:
         another node has given.
         """
         for rank, error in failures.items():
-            if (rank, key) not in self._noted:
-                self._noted.add((rank, key))
+            if (rank, key) not in self._reports:
+                self._reports.add((rank, key))
                 _log.warning(
                     "ckpt: %s does not give a file that another node has: %s", _name(rank), error
                 )
 
     def _warn(self, peer: Peer, error: OSError) -> None:
-        node, why = _name(peer.rank), reason_of(error)
+        node, reason = _name(peer.rank), reason_of(error)
         # With a wrong certificate, the copies of every step fail. The reason is logged only once.
-        if self._encryption is None or self._encryption.is_new(node, why):
-            _log.warning("ckpt: %s does not give its files: %s", node, why)
+        if self._encryption is None or self._encryption.is_new(node, reason):
+            _log.warning("ckpt: %s does not give its files: %s", node, reason)
 
     def _request(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
         """Send one request. Return and raise as ``_ask`` does, and raise ``OSError`` if the node
@@ -292,15 +292,15 @@ class NodeStore:
         or else the first address that can be reached. Raises ``OSError`` if no address can be
         reached.
         """
-        known = self._reached.get(peer.rank)
+        address_before = self._addresses.get(peer.rank)
         failure: OSError = ConnectionError("it has given no address")
-        for address in (known,) if known else peer.addresses:
+        for address in (address_before,) if address_before else peer.addresses:
             try:
                 connection = socket.create_connection((address, peer.port), CONNECT_SECONDS)
             except OSError as error:
                 failure = error
             else:
-                self._reached[peer.rank] = address
+                self._addresses[peer.rank] = address
                 if self._encryption is not None:
                     connection = self._encryption.connect(connection)
                 connection.settimeout(ANSWER_SECONDS)
@@ -316,34 +316,34 @@ class Union:
 
     Args:
         own: The store of this node's part of the tier.
-        others: The store of the other nodes' parts.
+        other_nodes: The store of the other nodes' parts.
 
     Thread safety:
         Any thread may use it.
     """
 
-    def __init__(self, own: StorageBackend, others: NodeStore) -> None:
-        self._own, self._others = own, others
-        self.url, self.capabilities = own.url, others.capabilities
-        self.put, self.upload, self.delete = others.put, others.upload, others.delete
+    def __init__(self, own: StorageBackend, other_nodes: NodeStore) -> None:
+        self._own, self._other_nodes = own, other_nodes
+        self.url, self.capabilities = own.url, other_nodes.capabilities
+        self.put, self.upload, self.delete = other_nodes.put, other_nodes.upload, other_nodes.delete
 
     def folders(self, prefix: str) -> Iterator[str]:
-        found = set(self._others.folders(prefix))
+        folders = set(self._other_nodes.folders(prefix))
         try:
-            found.update(self._own.folders(prefix))
+            folders.update(self._own.folders(prefix))
         except StorageError:
-            if not found:
+            if not folders:
                 raise
-        return iter(found)
+        return iter(folders)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = {info.key: info for info in self._others.list(prefix)}
+        infos = {info.key: info for info in self._other_nodes.list(prefix)}
         try:
-            found.update((info.key, info) for info in self._own.list(prefix))
+            infos.update((info.key, info) for info in self._own.list(prefix))
         except StorageError:
-            if not found:
+            if not infos:
                 raise
-        return iter(found.values())
+        return iter(infos.values())
 
     def head(self, key: str) -> ObjectInfo:
         return self._nearest(lambda store: store.head(key))
@@ -352,17 +352,19 @@ class Union:
         self._nearest(lambda store: store.read_into(key, offset, out))
 
     def _nearest(self, work: Callable[[StorageBackend], T]) -> T:
-        """Return the result of ``work(own)``, or of ``work(others)`` if the first call fails."""
+        """Return the result of ``work(own)``, or of ``work(other_nodes)`` if the first call
+        fails.
+        """
         try:
             return work(self._own)
         except StorageError as error:
             try:
-                return work(self._others)
+                return work(self._other_nodes)
             except ObjectNotFound:
                 raise error from None
 
     def close(self) -> None:
-        """Do nothing, since ``own`` and ``others`` are not closed here."""
+        """Do nothing, since ``own`` and ``other_nodes`` are not closed here."""
 
 
 def _name(rank: int) -> str:

@@ -86,18 +86,18 @@ class NodeSurvey:
         )
         rank = coordinator.rank
         # The lowest rank of a node announces the steps of the node.
-        self._mine = [tier for tier in tiers if _is_part(tier) and rank in _firsts(tier)]
-        self._heard: list[Peer] | None = None
+        self._own_tiers = [tier for tier in tiers if _is_part(tier) and rank in _lowest_ranks(tier)]
+        self._all_peers: list[Peer] | None = None
         self._server: NodeServer | None = None
 
     def __enter__(self) -> Self:
-        if spanning := [tier.nodes for tier in self._mine if tier.nodes]:
+        if node_tiers := [tier.nodes for tier in self._own_tiers if tier.nodes]:
             self._server = NodeServer(
-                {tier.index: tier.backend for tier in self._mine},
-                encryption=spanning[0].encryption,
+                {tier.index: tier.backend for tier in self._own_tiers},
+                encryption=node_tiers[0].encryption,
             )
         try:
-            if self._mine:
+            if self._own_tiers:
                 self._coordinator.post(self._subject, msgspec.json.encode(self._peer()))
         except BaseException:
             self._stop_serving()
@@ -122,7 +122,7 @@ class NodeSurvey:
             addresses=server.addresses if server else (),
             port=server.port if server else 0,
             token=server.token.hex() if server else "",
-            tiers={tier.index: self._steps(tier.backend) for tier in self._mine},
+            tiers={tier.index: self._steps(tier.backend) for tier in self._own_tiers},
         )
 
     def _steps(self, backend: StorageBackend) -> dict[str, Step]:
@@ -150,39 +150,41 @@ class NodeSurvey:
             for tier in self._tiers
         ]
 
-    def unless_apart(self, finish: Finish) -> Finish:
+    def on_shared_tiers(self, finish: Finish) -> Finish:
         """Return a function that calls ``finish`` and returns its result. For the store of a tier
         that is local to several nodes, the function returns False without calling ``finish``, since
         no rank sees all files of a step there.
         """
         return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
 
-    def fault(self, found: Candidate, stores: Sequence[StorageBackend]) -> str:
+    def fault(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> str:
         """Return why a step cannot be restored from the nodes of the job. The text is empty if the
         step can be restored, if a shared tier has it, or if its manifest cannot be read.
 
         Args:
-            found: The step.
+            candidate: The step.
             stores: The stores that the method ``stores`` has returned.
         """
-        if not _is_part(self._tiers[found.nearest]) or self._elsewhere(found, stores):
+        if not _is_part(self._tiers[candidate.nearest]) or self._is_on_shared_tier(
+            candidate, stores
+        ):
             return ""
         try:
-            manifest, _ = read_packed(stores[found.nearest], found.ref)
-            if carried := carried_fragments(manifest, key=found.ref.manifest):
-                manifest = fill_manifest(manifest, carried, key=found.ref.manifest)
+            manifest, _ = read_packed(stores[candidate.nearest], candidate.ref)
+            if fragments := carried_fragments(manifest, key=candidate.ref.manifest):
+                manifest = fill_manifest(manifest, fragments, key=candidate.ref.manifest)
         except (IntegrityError, StorageError):
             return ""  # All ranks meet this error when they read the step, and report it
-        there = self._there(manifest, found.ref)
-        if carried:
-            gone = without_copy(manifest, there)
+        present = self._ranks_on_nodes(manifest, candidate.ref)
+        if fragments:
+            lost_ranks = without_copy(manifest, present)
         else:
             # A node that has a data file has its fragment, too.
-            gone = [file.rank for file in manifest.files if file.rank not in there]
-        text = ", ".join(map(str, gone[:16])) + (" ..." if len(gone) > 16 else "")
+            lost_ranks = [file.rank for file in manifest.files if file.rank not in present]
+        text = ", ".join(map(str, lost_ranks[:16])) + (" ..." if len(lost_ranks) > 16 else "")
         return (
             f"the files of rank(s) {text} were on nodes that are gone, and no other tier has them"
-            if gone
+            if lost_ranks
             else ""
         )
 
@@ -206,26 +208,26 @@ class NodeSurvey:
 
     def _peers(self) -> list[Peer]:
         """Return the records of all nodes. The first call waits for them."""
-        if self._heard is None:
-            self._heard = self._gather()
-        return self._heard
+        if self._all_peers is None:
+            self._all_peers = self._gather()
+        return self._all_peers
 
     def _gather(self) -> list[Peer]:
-        ranks = {first for tier in self._tiers if _is_part(tier) for first in _firsts(tier)}
+        ranks = {rank for tier in self._tiers if _is_part(tier) for rank in _lowest_ranks(tier)}
         wait = Wait(_START_SECONDS, "what its node has")
         messages = gather(self._coordinator, self._subject, wait, ranks=ranks)
         return [_decoder.decode(message) for message in messages.values()]
 
-    def _elsewhere(self, found: Candidate, stores: Sequence[StorageBackend]) -> bool:
+    def _is_on_shared_tier(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> bool:
         """Return True if a shared tier has the step as a checkpoint."""
-        for position in found.reachable:
+        for position in candidate.reachable:
             if not _is_part(self._tiers[position]):
                 with suppress(StorageError):
-                    if is_committed(stores[position], found.ref):
+                    if is_committed(stores[position], candidate.ref):
                         return True
         return False
 
-    def _there(self, manifest: Manifest, ref: StepRef) -> Collection[int]:
+    def _ranks_on_nodes(self, manifest: Manifest, ref: StepRef) -> Collection[int]:
         """Return the ranks whose data files some node has announced."""
         names = {
             name.partition(".")[0]
@@ -249,43 +251,43 @@ class NodeSurvey:
         """
         if self._server is not None:
             self._server.allow(ref)
-        spanning = [tier for tier in tiers if tier.nodes]
-        if not spanning:
+        node_tiers = [tier for tier in tiers if tier.nodes]
+        if not node_tiers:
             return Sources(tuple(tiers), frozenset(), {})
-        after = tiers.index(spanning[-1]) + 1
-        others = tuple(
+        position = tiers.index(node_tiers[-1]) + 1
+        other_tiers = tuple(
             OpenTier(tier.index, Tier("nodes://"), store)
-            for tier in spanning
-            for store in self._store(tier, peers).copies(most_copies(peers, tier.index))
+            for tier in node_tiers
+            for store in self._store(tier, peers).copies(copy_count(peers, tier.index))
         )
         partial = {place for place, tier in enumerate(tiers) if tier.nodes}
-        partial |= set(range(after, after + len(others)))
+        partial |= set(range(position, position + len(other_tiers)))
         return Sources(
-            (*tiers[:after], *others, *tiers[after:]),
+            (*tiers[:position], *other_tiers, *tiers[position:]),
             frozenset(partial),
-            self._distance(spanning, ref, peers),
+            self._distance(node_tiers, ref, peers),
         )
 
     def _distance(
-        self, spanning: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]
+        self, node_tiers: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]
     ) -> Mapping[int, int]:
-        """Return ``Sources.distance`` for ``spanning``, the tiers that are local to nodes."""
-        found: dict[int, int] = {}
-        for tier in spanning:
-            others = self._others(tier, peers)
+        """Return ``Sources.distance`` for ``node_tiers``, the tiers that are local to nodes."""
+        distances: dict[int, int] = {}
+        for tier in node_tiers:
+            other_peers = self._other_peers(tier, peers)
             for peer in peers:
                 step = peer.tiers.get(tier.index, {}).get(ref.folder)
                 for name in step.files if step else ():
                     rank = rank_of(name)
-                    found[rank] = min(found.get(rank, 1), int(peer in others))
-        return found
+                    distances[rank] = min(distances.get(rank, 1), int(peer in other_peers))
+        return distances
 
     def _store(self, tier: OpenTier, peers: Sequence[Peer]) -> NodeStore:
         """Return a store for the files of ``tier`` on the other nodes."""
         encryption = tier.nodes.encryption if tier.nodes else None
-        return NodeStore(tier.index, tier.url, self._others(tier, peers), encryption)
+        return NodeStore(tier.index, tier.url, self._other_peers(tier, peers), encryption)
 
-    def _others(self, tier: OpenTier, peers: Sequence[Peer]) -> list[Peer]:
+    def _other_peers(self, tier: OpenTier, peers: Sequence[Peer]) -> list[Peer]:
         """Return the records in ``peers`` of the other nodes. Two ranks may share a node on one
         tier and not on another, so the result depends on ``tier``.
         """
@@ -293,7 +295,7 @@ class NodeSurvey:
         return [peer for peer in peers if of[peer.rank] != of[self._coordinator.rank]]
 
 
-def most_copies(peers: Sequence[Peer], tier: int) -> int:
+def copy_count(peers: Sequence[Peer], tier: int) -> int:
     """Return the largest number of copies that the nodes have of any file on a tier, between 1 and
     4. The result is the same on all ranks that have the same ``peers``.
 
@@ -309,12 +311,12 @@ def most_copies(peers: Sequence[Peer], tier: int) -> int:
     for peer in peers:
         for folder, step in peer.tiers.get(tier, {}).items():
             files.update((folder, name) for name in step.files)
-            manifests[folder] += step.listed
+            manifests[folder] += step.has_manifest
     return max(
         [
             1,
-            *(min(each, 4) for each in files.values()),
-            *(min(each, 2) for each in manifests.values()),
+            *(min(count, 4) for count in files.values()),
+            *(min(count, 2) for count in manifests.values()),
         ]
     )
 
@@ -326,7 +328,7 @@ def _is_part(tier: OpenTier) -> bool:
     return tier.nodes is not None or tier.tier.local is True
 
 
-def _firsts(tier: OpenTier) -> tuple[int, ...]:
+def _lowest_ranks(tier: OpenTier) -> tuple[int, ...]:
     """Return the lowest rank of each node of a local tier."""
     return tier.nodes.lowest_ranks if tier.nodes else (0,)
 

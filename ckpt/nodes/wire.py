@@ -19,9 +19,9 @@ ANSWER: Final = struct.Struct(">4sBQ")
 """The fields of an answer: magic, outcome, and size of the object. If the outcome is ``OK``, the
 requested bytes follow.
 """
-OK, NOT_THERE, FAILED = 0, 1, 2
+OK, NOT_THERE, FAILURE = 0, 1, 2
 """The outcomes of a request. ``OK``: the requested bytes follow. ``NOT_THERE``: the object does not
-exist, or may not be read. ``FAILED``: the store has failed, or the request is not valid.
+exist, or may not be read. ``FAILURE``: the store has failed, or the request is not valid.
 """
 CONNECT_SECONDS: Final = 5.0
 """How long a node waits for a connection. Also how long a server waits until a requested step is
@@ -37,11 +37,11 @@ class Step(msgspec.Struct, frozen=True):
     """The contents of a step's folder on one node.
 
     Attributes:
-        listed: Whether the folder has the manifest.
+        has_manifest: Whether the folder has the manifest.
         files: The size of each data file, by its name.
     """
 
-    listed: bool
+    has_manifest: bool
     files: dict[str, int]
 
 

@@ -83,7 +83,7 @@ class _CacheGuard(StepGuard):
     origin: TieredReader
     context: CacheContext
 
-    def waiting(self) -> frozenset[StepRef]:
+    def awaited_refs(self) -> frozenset[StepRef]:
         return self.context.steps_in_use()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
@@ -358,7 +358,7 @@ class ReadThrough:
                 _CacheGuard(self._tiers, position, self.origin, self._context),
             )
             nbytes = min(own_bytes * ranks, self._stored_step.manifest.stored_bytes)
-            evictor.free_space(self.origin.ref, nbytes, restored=None, stored=True)
+            evictor.free_space(self.origin.ref, nbytes, restored_ref=None, is_exact=True)
             outcome = _SUCCESS
         except RootInUse as error:
             _log.warning(

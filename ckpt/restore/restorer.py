@@ -287,7 +287,7 @@ class Restorer:
         rejections: list[tuple[int, str]] = []
         finisher = Finisher(self._workers)
         for candidate in candidates(
-            stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
+            stores, step, workers=self._listers, finish=neighbours.on_shared_tiers(finisher.finish)
         ):
             if fault := neighbours.fault(candidate, stores):
                 _log.warning(

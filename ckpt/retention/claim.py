@@ -72,12 +72,12 @@ class Claim:
 
     Args:
         backend: The store of the root.
-        me: The owner that stands for this process.
-        posted: What was there when the leader took the root. A rank of a saving job that is not the
-            leader needs it, since it does not take the root itself. None otherwise.
+        owner: The owner that stands for this process.
+        takeover_post: What was there when the leader took the root. A rank of a saving job that is
+            not the leader needs it, since it does not take the root itself. None otherwise.
 
     Attributes:
-        claimed: Whether ``writer.json`` may name this job.
+        is_claimed: Whether ``writer.json`` may name this job.
 
     Thread safety:
         Any thread may call all methods.
@@ -86,22 +86,22 @@ class Claim:
     def __init__(
         self,
         backend: StorageBackend,
-        me: Owner,
+        owner: Owner,
         *,
-        posted: PostedTakeover | None = None,
+        takeover_post: TakeoverPost | None = None,
     ) -> None:
-        self._backend, self._me, self._posted = backend, me, posted
+        self._backend, self._owner, self._takeover_post = backend, owner, takeover_post
         self._takeover: Takeover | None = None
-        self._brought: set[StepRef] = set()
-        self._ended: frozenset[str] = frozenset()
-        self._unseen: frozenset[str] = frozenset()
-        self._seen = me.attempt
-        self.claimed = False
+        self._copied_refs: set[StepRef] = set()
+        self._ended_jobs: frozenset[str] = frozenset()
+        self._unseen_jobs: frozenset[str] = frozenset()
+        self._last_owner = owner.attempt
+        self.is_claimed = False
 
     @property
     def own(self) -> str:
         """Return the attempt of this job."""
-        return self._me.attempt
+        return self._owner.attempt
 
     @property
     def is_taken(self) -> bool:
@@ -121,7 +121,7 @@ class Claim:
         """What was on the root when this job took it first; None if it has not, or if this rank
         does not know it yet.
         """
-        return self._takeover if self._posted is None else self._posted.takeover()
+        return self._takeover if self._takeover_post is None else self._takeover_post.takeover()
 
     def take(self) -> list[StepRef]:
         """Make this job the owner of the root, and return the attempts there, newest step first.
@@ -132,14 +132,17 @@ class Claim:
             StorageError: The store has failed.
         """
         # ``writer.json`` may name this job even if this method fails.
-        self.claimed, self._seen = True, self.own
-        self._me = succeed(self._backend, self._me)
+        self.is_claimed, self._last_owner = True, self.own
+        self._owner = succeed(self._backend, self._owner)
         # If the next call finds no room for ``writer.json``, the job makes room. For that it must
         # know the ended jobs, whose steps it may remove.
-        self._ended, self._unseen = frozenset(self._me.ended), frozenset(self._me.unseen)
-        put_owner(self._backend, self._me)
+        self._ended_jobs, self._unseen_jobs = (
+            frozenset(self._owner.ended),
+            frozenset(self._owner.unseen),
+        )
+        put_owner(self._backend, self._owner)
         # The date matters only for attempts of jobs that may be alive.
-        date = self._backend.head(OWNER).modified if self._unseen else None
+        date = self._backend.head(OWNER).modified if self._unseen_jobs else None
         listing = step_refs(self._backend)
         if self._takeover is None:
             self._takeover = Takeover(frozenset(listing), date)
@@ -151,7 +154,7 @@ class Claim:
         Raises:
             StorageError: The store has failed.
         """
-        if (owner := refusing_owner(self._backend, self._me)) is not None:
+        if (owner := refusing_owner(self._backend, self._owner)) is not None:
             _log.warning(
                 "ckpt: %s belongs to a job that is alive (%s): this job may restore from it, but "
                 "as long as the other job lives, a save of this job fails",
@@ -172,13 +175,13 @@ class Claim:
         others = owner is not None and owner.attempt != self.own
         if owner and others and (self._takeover is not None or not owner.has_ended):
             raise RootInUse(self._backend.url, str(owner), is_same_process=owner.here_too)
-        self._seen = owner.attempt if owner is not None else self.own
-        self._unseen = frozenset(owner.unseen if owner is not None else ())
+        self._last_owner = owner.attempt if owner is not None else self.own
+        self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
         if owner is not None and not others:
-            self._ended = frozenset(owner.ended)
+            self._ended_jobs = frozenset(owner.ended)
 
     def act_for_ended(self, owner: Owner | None) -> None:
-        """Use this claim for the job ``me``, whose processes have ended. Only the agent does so.
+        """Use this claim although the processes of its job have ended. Only the agent does so.
 
         This writes nothing to the root, so the next job can take the root over. From now on,
         ``may_remove`` allows only checkpoints of this job, steps that it copies to the root
@@ -188,9 +191,9 @@ class Claim:
             owner: The present owner of the root: the job itself, an earlier job, or None.
         """
         self._takeover = Takeover(frozenset(), None)
-        self._seen = owner.attempt if owner is not None else self.own
-        self._ended = frozenset(owner.ended if owner is not None else ())
-        self._unseen = frozenset(owner.unseen if owner is not None else ())
+        self._last_owner = owner.attempt if owner is not None else self.own
+        self._ended_jobs = frozenset(owner.ended if owner is not None else ())
+        self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
 
     def confirm(self) -> bool:
         """Return True if ``writer.json`` names this job, and False if the root has no owner.
@@ -201,7 +204,7 @@ class Claim:
             RootInUse: Another job has taken the root over.
             RootLost: Another folder has taken the place of the root.
         """
-        return confirm(self._backend, self._me)
+        return confirm(self._backend, self._owner)
 
     def confirm_removal(self) -> None:
         """Check that no other job has taken the root over. Call this before each removal.
@@ -210,35 +213,35 @@ class Claim:
             RootInUse: Another job has taken the root over since ``take`` or ``use``.
         """
         owner = read_owner(self._backend)
-        if owner is not None and owner.attempt not in {self.own, self._seen}:
+        if owner is not None and owner.attempt not in {self.own, self._last_owner}:
             raise RootInUse(self._backend.url, str(owner), is_same_process=owner.here_too)
 
     def detach(self) -> None:
         """Leave the root to the agent, if this job still owns the root."""
-        if self.claimed:
-            detach(self._backend, self._me)
-            self.claimed = False
+        if self.is_claimed:
+            detach(self._backend, self._owner)
+            self.is_claimed = False
 
     def release(self) -> None:
         """Delete ``writer.json``, if this job still owns the root."""
-        if self.claimed:
-            release(self._backend, self._me)
+        if self.is_claimed:
+            release(self._backend, self._owner)
 
     def bring(self, ref: StepRef) -> None:
         """Remember that this job copies ``ref``, a step of another job, into the root."""
-        self._brought.add(ref)
+        self._copied_refs.add(ref)
 
     def brings(self, ref: StepRef) -> bool:
         """Return True if this job copies ``ref``, a step of another job, into the root."""
-        return ref in self._brought
+        return ref in self._copied_refs
 
     def may_remove(self, checkpoint: StoredStep) -> bool:
         """Return True if this job may remove the checkpoint."""
         # The job has not taken the root, and only uses it. No living job owns the root.
-        if self._takeover is None and self._posted is None:
+        if self._takeover is None and self._takeover_post is None:
             return True
         ref = checkpoint.ref
-        if ref in self._brought or ref.job == self.own or ref.job in self._ended:
+        if ref in self._copied_refs or ref.job == self.own or ref.job in self._ended_jobs:
             return True
         return ref in self.listing and (not self.may_come(ref) or self._is_older(checkpoint))
 
@@ -258,21 +261,21 @@ class Claim:
         job the result is False. It is also False for a step that this job copies to the root
         (``bring``).
         """
-        return ref not in self._brought and ref.job in self._ended
+        return ref not in self._copied_refs and ref.job in self._ended_jobs
 
     def may_come(self, ref: StepRef) -> bool:
         """Return True if a process of another job may still put the manifest of ``ref``: that job
         owned the root, lost it to another one, and is not known to have ended.
         """
-        return ref.job in self._unseen
+        return ref.job in self._unseen_jobs
 
     @property
     def has_heritage(self) -> bool:
         """Return True if any job that owned the root before is known to have ended."""
-        return bool(self._ended)
+        return bool(self._ended_jobs)
 
 
-class PostedTakeover:
+class TakeoverPost:
     """What was on a tier when the leader of its ranks took the root.
 
     The leader posts it once. The other ranks read it when they must make room.
@@ -297,9 +300,9 @@ class PostedTakeover:
     def takeover(self) -> Takeover | None:
         """Return what the leader posted; None if it has not posted it yet."""
         if self._takeover is None:
-            posted = self._coordinator.verdict(self._subject, timeout=0)
-            if posted is not None:
-                folders, date = msgspec.json.decode(posted, type=tuple[list[str], float | None])
+            message = self._coordinator.verdict(self._subject, timeout=0)
+            if message is not None:
+                folders, date = msgspec.json.decode(message, type=tuple[list[str], float | None])
                 refs = map(parse_folder, folders)
                 self._takeover = Takeover(frozenset(ref for ref in refs if ref is not None), date)
         return self._takeover

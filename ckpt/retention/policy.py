@@ -30,8 +30,8 @@ younger save.
 NEWEST: Final = "newest"
 NEWEST_OWN: Final = "newest of the running job"
 YOUNG: Final = "less than a day old, and its job may still finish it"
-NEEDED: Final = "a farther tier waits for it"
-PINNED: Final = "pinned"
+FARTHER_NEED: Final = "a farther tier waits for it"
+PIN: Final = "pinned"
 FOREIGN: Final = "another job's, committed after this one had taken the root"
 Metrics = Mapping[StepRef, Mapping[str, float]]
 
@@ -90,18 +90,21 @@ def reasons(
     numbers = sorted({ref.step for ref in committed}, reverse=True)
     every = {step for step in numbers if rule.keep_every and step % rule.keep_every == 0}
     best = set(_best(committed, rule.keep_best, metrics)) if rule.keep_best else set[int]()
-    most = len(numbers) if rule.keep_last is None else rule.keep_last
+    count = len(numbers) if rule.keep_last is None else rule.keep_last
     if rule.best_counts:
-        most = max(1, most - len(best - set(numbers[:most])))
-    last = set(numbers[:most])
-    mine = newest(committed, own=own)
-    why = {
+        count = max(1, count - len(best - set(numbers[:count])))
+    last = set(numbers[:count])
+    newest_own = newest(committed, own=own)
+    groups = {
         NEWEST: last,
         f"multiple of {rule.keep_every}": every,
         f"best {rule.keep_best.metric}" if rule.keep_best else "": best,
-        NEWEST_OWN: {mine.step} - last if mine else set(),
+        NEWEST_OWN: {newest_own.step} - last if newest_own else set(),
     }
-    return {ref: tuple(name for name, kept in why.items() if ref.step in kept) for ref in committed}
+    return {
+        ref: tuple(name for name, numbers in groups.items() if ref.step in numbers)
+        for ref in committed
+    }
 
 
 def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) -> str:
@@ -109,7 +112,7 @@ def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) ->
 
     Return an empty string in all other cases.
     """
-    names = sorted({name for each in metrics for name in each})
+    names = sorted({name for values in metrics for name in values})
     if rule.keep_best is None or not names or rule.keep_best.metric in names:
         return ""
     return (
@@ -127,15 +130,15 @@ def history(steps: Iterable[StoredStep], head: StepRef) -> list[StoredStep]:
     was given up when the job of ``head`` went back. Of several attempts at a step, the one with the
     youngest manifest counts.
     """
-    committed = [held for held in steps if held.state == "committed" and held.ref <= head]
-    first = min(
-        (held.ref.step for held in committed if held.ref.job == head.job), default=head.step
+    committed = [step for step in steps if step.state == "committed" and step.ref <= head]
+    first_number = min(
+        (step.ref.step for step in committed if step.ref.job == head.job), default=head.step
     )
-    chosen: dict[int, StoredStep] = {}
-    for held in sorted(committed, key=lambda held: (held.created_at, held.ref)):
-        if held.ref.job == head.job or held.ref.step < first:
-            chosen[held.ref.step] = held
-    return [chosen[step] for step in sorted(chosen, reverse=True)]
+    latest: dict[int, StoredStep] = {}
+    for step in sorted(committed, key=lambda step: (step.created_at, step.ref)):
+        if step.ref.job == head.job or step.ref.step < first_number:
+            latest[step.ref.step] = step
+    return [latest[step] for step in sorted(latest, reverse=True)]
 
 
 def first_to_go(
@@ -151,12 +154,16 @@ def first_to_go(
     then the steps that are kept for their number or metric. In each group, the steps of other
     attempts than ``own`` come first, and steps are in ascending order.
     """
-    why = reasons(committed, rule, metrics or {}, own=own)
+    reasons_by_ref = reasons(committed, rule, metrics or {}, own=own)
 
     def rank(ref: StepRef) -> tuple[int, bool, StepRef]:
         # After a rollback, steps of other attempts may have higher numbers, but they are older.
-        mine = ref.job == own
-        return (2 if set(why[ref]) - {NEWEST, NEWEST_OWN} else len(why[ref]), mine, ref)
+        is_own = ref.job == own
+        return (
+            2 if set(reasons_by_ref[ref]) - {NEWEST, NEWEST_OWN} else len(reasons_by_ref[ref]),
+            is_own,
+            ref,
+        )
 
     return sorted(committed, key=rank)
 
@@ -173,10 +180,12 @@ def newest(
         dates: When the manifests were made, in seconds since 1970. Without a date, the attempts at
             a step are compared by their names.
     """
-    mine = [ref for ref in committed if own and ref.job == own]
-    known = dates or {}
+    own_refs = [ref for ref in committed if own and ref.job == own]
+    known_dates = dates or {}
     return max(
-        mine or committed, key=lambda ref: (ref.step, known.get(ref, 0.0), ref), default=None
+        own_refs or committed,
+        key=lambda ref: (ref.step, known_dates.get(ref, 0.0), ref),
+        default=None,
     )
 
 
@@ -186,8 +195,8 @@ def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[
     """
     values = [(metrics.get(ref, {}).get(rule.metric, math.nan), ref.step) for ref in committed]
     sign = -1 if rule.mode == "max" else 1
-    ranked = sorted((sign * value, -step) for value, step in values if math.isfinite(value))
-    return list(dict.fromkeys(-step for _, step in ranked))[: rule.count]
+    ranking = sorted((sign * value, -step) for value, step in values if math.isfinite(value))
+    return list(dict.fromkeys(-step for _, step in ranking))[: rule.count]
 
 
 class StepGuard(Protocol):
@@ -198,15 +207,15 @@ class StepGuard(Protocol):
     Thread safety: all methods may be called from any thread.
     """
 
-    def waiting(self) -> frozenset[StepRef]:
+    def awaited_refs(self) -> frozenset[StepRef]:
         """Return the steps that a farther tier still reads from this tier."""
         ...
 
-    def protected(self) -> frozenset[StepRef]:
-        """Return the steps that no retention policy may remove: the steps of ``waiting``, and the
-        steps that a subclass adds.
+    def protected_refs(self) -> frozenset[StepRef]:
+        """Return the steps that no retention policy may remove: the steps of ``awaited_refs``, and
+        the steps that a subclass adds.
         """
-        return self.waiting()
+        return self.awaited_refs()
 
     def is_owed(self, ref: StepRef) -> bool:
         """Return True if a farther tier may want and lack ``ref``, a step of an earlier job. A full
@@ -227,22 +236,22 @@ class FixedGuard(StepGuard):
 
     Args:
         refs: The steps that must stay.
-        elsewhere: The stores of the other durable tiers. One that does not answer counts as one
+        other_stores: The stores of the other durable tiers. One that does not answer counts as one
             that has no step.
 
     Thread safety: all methods may be called from any thread.
     """
 
     def __init__(
-        self, refs: Iterable[StepRef] = (), elsewhere: Iterable[StorageBackend] = ()
+        self, refs: Iterable[StepRef] = (), other_stores: Iterable[StorageBackend] = ()
     ) -> None:
-        self._refs, self._elsewhere = frozenset(refs), tuple(elsewhere)
+        self._refs, self._other_stores = frozenset(refs), tuple(other_stores)
 
-    def waiting(self) -> frozenset[StepRef]:
+    def awaited_refs(self) -> frozenset[StepRef]:
         return self._refs
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        for store in self._elsewhere:
+        for store in self._other_stores:
             with suppress(CkptError):
                 if is_committed(store, ref):
                     return True
@@ -250,16 +259,16 @@ class FixedGuard(StepGuard):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Verdict:
     """The verdict on one attempt at a step.
 
     Attributes:
-        held: The attempt.
-        kept: The reasons to keep the attempt. Without a reason, the attempt is removed.
+        step: The attempt.
+        reasons: The reasons to keep the attempt. Without a reason, the attempt is removed.
     """
 
-    held: StoredStep
-    kept: tuple[str, ...]
+    step: StoredStep
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +282,8 @@ class PruneContext:
             complete stay until they are old. If their age is not known
             (``StoredStep.last_change`` is None), they always stay.
         grace_seconds: The age from which a step that is not complete counts as remains.
-        undated: Whether a step that is not complete also counts as remains if its age is not known.
+        includes_undated: Whether a step that is not complete also counts as remains if its age is
+            not known.
         guard: The steps that the policy may not remove. ``judge`` reads them after the steps were
             listed.
         claim: The claim of the job on the root; None if a person decides (``ckpt prune``).
@@ -282,7 +292,7 @@ class PruneContext:
     own: str = ""
     alive: bool = True
     grace_seconds: float = GRACE_SECONDS
-    undated: bool = False
+    includes_undated: bool = False
     guard: StepGuard = field(default_factory=FixedGuard)
     claim: Claim | None = None
 
@@ -291,51 +301,51 @@ NO_JOB: Final = PruneContext()
 
 
 def judge(
-    found: Sequence[StoredStep], rule: Retention, context: PruneContext = NO_JOB
-) -> list[Judged]:
-    """Return the reasons to keep each of the steps ``found``, in the same order. Steps without a
+    steps: Sequence[StoredStep], rule: Retention, context: PruneContext = NO_JOB
+) -> list[Verdict]:
+    """Return the reasons to keep each of ``steps``, in the same order. Steps without a
     reason are to be removed.
 
     Args:
-        found: The steps of the tier, as an inventory lists them.
+        steps: The steps of the tier, as an inventory lists them.
         rule: The retention policy.
         context: The job that prunes, and the steps that it must keep beside those of ``rule``.
     """
     own, claim = context.own, context.claim
-    metrics = {held.ref: held.metrics for held in found if held.state == "committed"}
-    why = reasons(metrics, rule, metrics, own=own)
-    needed = context.guard.protected()
+    metrics = {step.ref: step.metrics for step in steps if step.state == "committed"}
+    reasons_by_ref = reasons(metrics, rule, metrics, own=own)
+    protected_refs = context.guard.protected_refs()
 
-    def kept(held: StoredStep) -> tuple[str, ...]:
-        if held.ref in needed:
-            return (*why.get(held.ref, ()), NEEDED)
-        if held.pins:
-            return (*why.get(held.ref, ()), PINNED)
-        if held.state == "committed":
-            foreign = claim is not None and not claim.may_remove(held)
-            return why[held.ref] or ((FOREIGN,) if foreign else ())
-        if held.state == "unsupported":
+    def reasons_of(step: StoredStep) -> tuple[str, ...]:
+        if step.ref in protected_refs:
+            return (*reasons_by_ref.get(step.ref, ()), FARTHER_NEED)
+        if step.pins:
+            return (*reasons_by_ref.get(step.ref, ()), PIN)
+        if step.state == "committed":
+            is_foreign = claim is not None and not claim.may_remove(step)
+            return reasons_by_ref[step.ref] or ((FOREIGN,) if is_foreign else ())
+        if step.state == "unsupported":
             return ("written in another format",)
-        if held.state == "damaged" and not metrics:
+        if step.state == "damaged" and not metrics:
             return ("nothing here is whole",)
-        is_dead = claim is not None and claim.is_dead(held.ref) and not held.is_part
+        is_dead = claim is not None and claim.is_dead(step.ref) and not step.is_part
         # ``is_cut``: a removal of the step was interrupted, or is under way.
-        if held.state == "incomplete" and (held.is_cut or is_dead):
+        if step.state == "incomplete" and (step.is_cut or is_dead):
             return ()
-        old = is_old(held, context.grace_seconds)
-        if context.alive and own and held.ref.job == own and not old:
+        is_past_grace = is_old(step, context.grace_seconds)
+        if context.alive and own and step.ref.job == own and not is_past_grace:
             return ("the running job's",)
-        young = not (old or (context.undated and held.last_change is None))
-        in_use = held.objects or not all(cut.abandoned for cut in held.unfinished_writes)
-        return (YOUNG,) if young and in_use else ()
+        is_young = not (is_past_grace or (context.includes_undated and step.last_change is None))
+        is_in_use = step.objects or not all(write.abandoned for write in step.unfinished_writes)
+        return (YOUNG,) if is_young and is_in_use else ()
 
-    return [Judged(held=held, kept=kept(held)) for held in found]
+    return [Verdict(step=step, reasons=reasons_of(step)) for step in steps]
 
 
-def is_old(held: StoredStep, grace_seconds: float) -> bool:
+def is_old(step: StoredStep, grace_seconds: float) -> bool:
     """Return True if no file of the step was put, and no unfinished write of it has changed, in the
-    last ``grace_seconds``. Return False if this is not known (``held.last_change`` is None).
+    last ``grace_seconds``. Return False if this is not known (``step.last_change`` is None).
 
     A save that is under way puts files all the time.
     """
-    return held.last_change is not None and time.time() - held.last_change > grace_seconds
+    return step.last_change is not None and time.time() - step.last_change > grace_seconds

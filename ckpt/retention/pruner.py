@@ -25,10 +25,10 @@ from ckpt.retention.policy import (
     NEWEST,
     NEWEST_OWN,
     NO_JOB,
-    Judged,
     PruneContext,
     Retention,
     StepGuard,
+    Verdict,
     is_old,
     judge,
     unknown_metric,
@@ -44,7 +44,7 @@ _BY_AGE: Final = frozenset({NEWEST, NEWEST_OWN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class Removal:
     """A step that was removed or, in a dry run, would be removed.
 
     Attributes:
@@ -64,7 +64,7 @@ def prune(
     *,
     dry_run: bool = False,
     inventory: Inventory | None = None,
-) -> list[Pruned]:
+) -> list[Removal]:
     """Remove the steps that ``rule`` does not keep, and the remains of failed saves.
 
     A damaged checkpoint is removed too if no file of it was put for ``context.grace_seconds``. It
@@ -93,38 +93,42 @@ def prune(
             case, all other steps were removed, unless the store does not answer any more.
     """
     inventory = inventory or Inventory(backend)
-    judged = judge_now(inventory, rule, context)
+    verdicts = judge_now(inventory, rule, context)
     if not dry_run:
         remove_ended(backend, inventory.pins)
-    return carry_out(backend, judged, dry_run=dry_run, claim=context.claim)
+    return carry_out(backend, verdicts, dry_run=dry_run, claim=context.claim)
 
 
-def judge_now(inventory: Inventory, rule: Retention, context: PruneContext) -> list[Judged]:
+def judge_now(inventory: Inventory, rule: Retention, context: PruneContext) -> list[Verdict]:
     """Return the verdicts on the present steps of a tier.
 
     If a checkpoint goes because newer ones are kept, the store is asked whether these still have
     their manifests: a removal of one of them may have begun since the inventory has read it.
     """
     while True:
-        judged = judge(inventory.look(without_manifest=rule.keeps_all), rule, context)
-        is_pruned = any(not one.kept and one.held.state == "committed" for one in judged)
-        newest = [one.held.ref for one in judged if not _BY_AGE.isdisjoint(one.kept)]
+        verdicts = judge(inventory.look(without_manifest=rule.keeps_all), rule, context)
+        is_pruned = any(
+            not verdict.reasons and verdict.step.state == "committed" for verdict in verdicts
+        )
+        newest = [
+            verdict.step.ref for verdict in verdicts if not _BY_AGE.isdisjoint(verdict.reasons)
+        ]
         if not is_pruned or inventory.confirm(newest):
-            return judged
+            return verdicts
 
 
 def carry_out(
     backend: StorageBackend,
-    judged: Sequence[Judged],
+    verdicts: Sequence[Verdict],
     *,
     dry_run: bool = False,
     claim: Claim | None = None,
-) -> list[Pruned]:
-    """Remove the steps of ``judged`` without a reason to keep them, oldest first.
+) -> list[Removal]:
+    """Remove the steps of ``verdicts`` without a reason to keep them, oldest first.
 
     Args:
         backend: The store.
-        judged: The verdicts on the steps.
+        verdicts: The verdicts on the steps.
         dry_run: Whether to remove nothing.
         claim: The claim of the job on the root; None if a person decides (``ckpt prune``).
 
@@ -138,12 +142,14 @@ def carry_out(
         StorageError: A step could not be removed. All other steps were removed, unless the store
             does not answer any more.
     """
-    gone: list[StoredStep] = []
+    removed_steps: list[StoredStep] = []
     failure: StorageError | None = None
-    for held in sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref):
+    for step in sorted(
+        (verdict.step for verdict in verdicts if not verdict.reasons), key=lambda step: step.ref
+    ):
         try:
-            if dry_run or remove(backend, held, claim):
-                gone.append(held)
+            if dry_run or remove(backend, step, claim):
+                removed_steps.append(step)
         except TransientStorageError:
             raise
         except StorageError as error:
@@ -151,12 +157,18 @@ def carry_out(
     if failure is not None:
         raise failure
     return [
-        Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.nbytes
+        Removal(ref=step.ref, nbytes=step.nbytes, state=step.state)
+        for step in removed_steps
+        if step.nbytes
     ]
 
 
 def sweep(
-    backend: StorageBackend, claim: Claim, *, restored: StepRef | None = None, part: bool = False
+    backend: StorageBackend,
+    claim: Claim,
+    *,
+    restored_ref: StepRef | None = None,
+    part: bool = False,
 ) -> None:
     """Remove the steps and the remains of earlier jobs from a tier in memory.
 
@@ -166,10 +178,10 @@ def sweep(
     Args:
         backend: The store.
         claim: The claim of the job on the root.
-        restored: The step that the job continues from; None if the job has a step of its own. The
-            restored step stays, and so does the newest checkpoint on the tier.
+        restored_ref: The step that the job continues from; None if the job has a step of its own.
+            The restored step stays, and so does the newest checkpoint on the tier.
         part: Whether the tier has only a part of each step, since each node has a tier of its own.
-            If ``restored`` is not None, the newest step without a manifest here then stays too,
+            If ``restored_ref`` is not None, the newest step without a manifest here then stays too,
             since another node may have its manifest.
 
     Raises:
@@ -177,23 +189,23 @@ def sweep(
         StorageError: The tier cannot be listed, or a step cannot be removed. The other steps may
             not have been removed.
     """
-    found = Inventory(backend, part=part).look()
+    steps = Inventory(backend, part=part).look()
     # The listing was made before this check, so it has no steps of a job that takes the root later.
     claim.use()
     stays: set[StepRef | None] = set()
-    if restored is not None:
+    if restored_ref is not None:
         whole, parts = (
-            [held.ref for held in found if held.state == "committed"],
-            [held.ref for held in found if held.is_part],
+            [step.ref for step in steps if step.state == "committed"],
+            [step.ref for step in steps if step.is_part],
         )
-        stays = {restored, max(whole, default=None), max(parts, default=None)}
-    for held in found:
-        if held.state == "incomplete":
-            goes = held.is_cut or claim.is_dead(held.ref) or is_old(held, GRACE_SECONDS)
+        stays = {restored_ref, max(whole, default=None), max(parts, default=None)}
+    for step in steps:
+        if step.state == "incomplete":
+            goes = step.is_cut or claim.is_dead(step.ref) or is_old(step, GRACE_SECONDS)
         else:
-            goes = held.state != "unsupported" and claim.may_remove(held)
-        if goes and not held.pins and held.ref.job != claim.own and held.ref not in stays:
-            remove(backend, held, claim)
+            goes = step.state != "unsupported" and claim.may_remove(step)
+        if goes and not step.pins and step.ref.job != claim.own and step.ref not in stays:
+            remove(backend, step, claim)
 
 
 class Pruner:
@@ -211,8 +223,8 @@ class Pruner:
             room in a full store, and remove only steps that are certainly not in use.
 
     Thread safety: ``ask``, ``clear`` and ``free_space`` may be called from any thread; ``close`` by
-    the owner, once. ``_lock`` guards ``_queued``. Only the pruning thread changes ``_done`` and
-    ``_warned``.
+    the owner, once. ``_lock`` guards ``_is_queued``. Only the pruning thread changes
+    ``_has_pruned`` and ``_has_warned``.
     """
 
     def __init__(
@@ -235,7 +247,7 @@ class Pruner:
         if leads:
             self._workers.start()  # Later the system might refuse to start a thread
         self._lock = threading.Lock()
-        self._queued = self._done = self._warned = False
+        self._is_queued = self._has_pruned = self._has_warned = False
 
     def ask(self) -> None:
         """Queue a run of the pruning thread, and return at once.
@@ -244,12 +256,12 @@ class Pruner:
         successful run if the policy keeps everything.
         """
         with self._lock:
-            if not self._leads or self._queued or (self._done and self._rule.keeps_all):
+            if not self._leads or self._is_queued or (self._has_pruned and self._rule.keeps_all):
                 return
-            self._queued = True
+            self._is_queued = True
         self._workers.submit(self._prune)
 
-    def clear(self, restored: StepRef | None) -> None:
+    def clear(self, restored_ref: StepRef | None) -> None:
         """Remove the remains of ended jobs: their unfinished saves and unfinished writes, and the
         steps that they saved and the retention policy does not keep.
 
@@ -262,26 +274,26 @@ class Pruner:
         and not raised.
 
         Args:
-            restored: The step that the job continues from, which stays; None if it continues from
-                none.
+            restored_ref: The step that the job continues from, which stays; None if it continues
+                from none.
         """
         if self._leads:
-            clearing = self._workers.submit(self._clear, restored)
+            completion = self._workers.submit(self._clear, restored_ref)
             if self._claim.has_heritage:
                 # Without the wait, jobs that are killed in quick succession could fill the store.
-                clearing.result()
+                completion.result()
 
-    def free_space(self, restored: StepRef | None) -> bool:
+    def free_space(self, restored_ref: StepRef | None) -> bool:
         """Remove from a full store the steps that need not be kept. Wait until this is done.
 
         Args:
-            restored: The step that the job continues from, which stays; None if it continues from
-                none.
+            restored_ref: The step that the job continues from, which stays; None if it continues
+                from none.
 
         Returns:
             True if any step was removed. False if none was, or after an error, which is logged.
         """
-        return self._workers.submit(self._free_space, restored).result()
+        return self._workers.submit(self._free_space, restored_ref).result()
 
     def close(self) -> None:
         """Wait until the queued work is done, and end the pruning thread."""
@@ -289,81 +301,81 @@ class Pruner:
 
     def _prune(self) -> None:
         with self._lock:
-            self._queued = False
-        if self._done and self._rule.keeps_all:  # ``ask`` was called during the first run
+            self._is_queued = False
+        if self._has_pruned and self._rule.keeps_all:  # ``ask`` was called during the first run
             return
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
-            if not self._done:
+            if not self._has_pruned:
                 discard_left(self._tier.backend, self._claim, sorted(self._claim.listing))
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
-            self._done = True
-            if not self._warned and (
+            self._has_pruned = True
+            if not self._has_warned and (
                 unknown := unknown_metric(self._rule, self._inventory.metrics)
             ):
-                self._warned = True
+                self._has_warned = True
                 _log.warning("ckpt: %s: %s", self._tier.url, unknown)
         except Exception as error:  # noqa: BLE001
             # Steps that are not removed now are removed after the next save.
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
 
-    def _clear(self, restored: StepRef | None) -> None:
+    def _clear(self, restored_ref: StepRef | None) -> None:
         try:
             attempts = sorted(self._claim.listing, reverse=True)
             if self._claim.has_heritage:
                 is_long = self._rule.keeps_all or len(attempts) > _MOST_LOOKED_AT
-                found = (
+                steps = (
                     self._inventory.newest_begun(attempts) if is_long else self._inventory.look()
                 )
-                discard_left(self._tier.backend, self._claim, [held.ref for held in found])
-                needed = {*self._guard.protected(), restored}
+                discard_left(self._tier.backend, self._claim, [step.ref for step in steps])
+                needed_refs = {*self._guard.protected_refs(), restored_ref}
                 context = PruneContext(own=self._claim.own, claim=self._claim)
-                going = [
-                    one
-                    for one in judge(found, self._rule, context)
-                    if self._claim.is_dead(ref := one.held.ref)
+                remains = [
+                    verdict
+                    for verdict in judge(steps, self._rule, context)
+                    if self._claim.is_dead(ref := verdict.step.ref)
                     and (
-                        (one.held.state == "incomplete" and not one.held.is_part)
-                        or ref not in needed
+                        (verdict.step.state == "incomplete" and not verdict.step.is_part)
+                        or ref not in needed_refs
                     )
                 ]
-                carry_out(self._tier.backend, going, claim=self._claim)
+                carry_out(self._tier.backend, remains, claim=self._claim)
         except Exception as error:  # noqa: BLE001
             # Remains that are not removed now are removed after the next save.
             _log.warning(
                 "ckpt: what dead jobs left on %s was not removed: %s", self._tier.url, error
             )
 
-    def _free_space(self, restored: StepRef | None) -> bool:
+    def _free_space(self, restored_ref: StepRef | None) -> bool:
         try:
             self._claim.use()
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
-            judged = judge_now(self._inventory, self._rule, context)
-            going = [
-                replace(one, kept=())
-                if one.held.is_part and self._claim.is_dead(one.held.ref)
-                else one
-                for one in judged
-                if one.held.ref != restored and (self._leads or self._is_ours(one.held))
+            verdicts = judge_now(self._inventory, self._rule, context)
+            remains = [
+                replace(verdict, reasons=())
+                if verdict.step.is_part and self._claim.is_dead(verdict.step.ref)
+                else verdict
+                for verdict in verdicts
+                if verdict.step.ref != restored_ref and (self._leads or self._is_ours(verdict.step))
             ]
-            gone = carry_out(self._tier.backend, going, claim=self._claim)
+            removed_steps = carry_out(self._tier.backend, remains, claim=self._claim)
         except CkptError as error:
             _log.warning("ckpt: %s is full, and no room could be made: %s", self._tier.url, error)
             return False
-        if gone:
-            freed = size(sum(one.nbytes for one in gone))
+        if removed_steps:
+            nbytes = size(sum(removal.nbytes for removal in removed_steps))
             _log.warning(
                 "ckpt: %s is full: steps of %s that need not be kept were removed",
                 self._tier.url,
-                freed,
+                nbytes,
             )
-        return bool(gone)
+        return bool(removed_steps)
 
-    def _is_ours(self, held: StoredStep) -> bool:
-        """Return True if a rank that is not the leader may remove ``held``.
+    def _is_ours(self, step: StoredStep) -> bool:
+        """Return True if a rank that is not the leader may remove ``step``.
 
         Only the leader knows which steps of an earlier job a farther tier still lacks. So other
         ranks remove only steps of this job, and saves that no process can finish.
         """
-        remains = held.state == "incomplete" and (held.is_cut or self._claim.is_dead(held.ref))
-        return remains or held.ref.job == self._claim.own
+        remains = step.state == "incomplete" and (step.is_cut or self._claim.is_dead(step.ref))
+        return remains or step.ref.job == self._claim.own

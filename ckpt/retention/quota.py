@@ -26,7 +26,7 @@ from ckpt.retention.policy import StepGuard
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"
-_AWAITED: Final = "the size"
+_MESSAGE_NAME: Final = "the size"
 _GRACE_SECONDS: Final = 30.0
 """How much longer than the leader the other ranks wait, so that they get the leader's error."""
 
@@ -57,7 +57,13 @@ class Quota:
         self._evictor = Evictor(tier, claim, guard)
 
     def agree(
-        self, ref: StepRef, trial: int, nbytes: int, *, restored: StepRef | None, asked: bool = True
+        self,
+        ref: StepRef,
+        trial: int,
+        nbytes: int,
+        *,
+        restored_ref: StepRef | None,
+        evicts: bool = True,
     ) -> None:
         """Wait until the leader has made room for the images of all ranks. All ranks call this.
 
@@ -65,10 +71,10 @@ class Quota:
             ref: The step to save.
             trial: The number of the try at the step.
             nbytes: The size of this rank's image.
-            restored: The step that the job continues from; None if it continues from none. Until
-                the job has a newer step, this step is removed only if another durable tier has it
-                too.
-            asked: On the leader, whether to make room. It is False for a save that the leader will
+            restored_ref: The step that the job continues from; None if it continues from none.
+                Until the job has a newer step, this step is removed only if another durable tier
+                has it too.
+            evicts: On the leader, whether to make room. It is False for a save that the leader will
                 abort in any case.
 
         Raises:
@@ -82,8 +88,8 @@ class Quota:
         if self._coordinator.rank == LEADER:
             answer = _OK
             try:
-                if asked and (needed := self._sum(ref, subject)) is not None:
-                    self._evictor.free_space(ref, needed, restored=restored)
+                if evicts and (total := self._sum(ref, subject)) is not None:
+                    self._evictor.free_space(ref, total, restored_ref=restored_ref)
             except BaseException as error:
                 answer = encode_json(_reason(error))
                 raise
@@ -92,13 +98,13 @@ class Quota:
                 self._coordinator.forget(subject)
         else:
             wait = self._timeout + _GRACE_SECONDS
-            given = self._coordinator.verdict(subject, timeout=wait)
+            verdict = self._coordinator.verdict(subject, timeout=wait)
             self._coordinator.forget(subject)
-            if given is None:
+            if verdict is None:
                 raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
-            if given != _OK:
-                reason = msgspec.json.decode(given, type=Abort)
-                raise rebuild(reason, ref.step, message_name=_AWAITED)
+            if verdict != _OK:
+                reason = msgspec.json.decode(verdict, type=Abort)
+                raise rebuild(reason, ref.step, message_name=_MESSAGE_NAME)
 
     def give_up(self, ref: StepRef, trial: int) -> None:
         """Post that this rank has given the save up, so that the leader does not wait for its size.
@@ -110,21 +116,21 @@ class Quota:
         if self._coordinator.rank == LEADER:
             self._coordinator.set_once(subject, _OK)
 
-    def evict(self, ref: StepRef, nbytes: int, *, restored: StepRef | None) -> bool:
+    def evict(self, ref: StepRef, nbytes: int, *, restored_ref: StepRef | None) -> bool:
         """Free at least ``nbytes`` for the step ``ref``, if possible, in a store that is full.
 
         Return True if any bytes were freed.
         """
-        return self._evictor.free(ref, nbytes, restored=restored)
+        return self._evictor.free(ref, nbytes, restored_ref=restored_ref)
 
-    def settle(self, ref: StepRef, *, restored: StepRef | None) -> None:
+    def settle(self, ref: StepRef, *, restored_ref: StepRef | None) -> None:
         """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its
         encoded size is known.
 
         This has an effect only on the leader, and only if the tier has a codec.
         """
         if self._coordinator.rank == LEADER and self._tier.tier.codec != NO_CODEC:
-            self._evictor.settle(ref, restored=restored)
+            self._evictor.settle(ref, restored_ref=restored_ref)
 
     def _subject(self, ref: StepRef, trial: int) -> str:
         return f"room/{self._tier.index}/{trial}/{ref.folder}"
@@ -133,7 +139,7 @@ class Quota:
         """Wait for the sizes of the images of all ranks, and return their sum. Return None as soon
         as a rank has given the save up.
         """
-        total, wait = 0, Wait(self._timeout, _AWAITED, ref.step)
+        total, wait = 0, Wait(self._timeout, _MESSAGE_NAME, ref.step)
         ranks = range(self._coordinator.world_size)
         for _, message in arrivals(self._coordinator, subject, ranks, wait):
             if (nbytes := msgspec.json.decode(message, type=int | None)) is None:

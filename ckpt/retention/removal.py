@@ -42,7 +42,7 @@ from ckpt.storage.api import HasRoot, KeepsUnfinishedWrites, StorageBackend, Unf
 _RETRY: Final = RetryPolicy()
 
 
-def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
+def remove(backend: StorageBackend, step: StoredStep, claim: Claim | None = None) -> bool:
     """Remove one attempt at a step, unless another job has taken the root over.
 
     The claim marker is put first. Then the manifest is deleted, or replaced by a tombstone if a
@@ -61,7 +61,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
 
     Args:
         backend: The store.
-        held: The attempt as an inventory describes it.
+        step: The attempt as an inventory describes it.
         claim: The claim of the job on the root; None if a person decides.
 
     Returns:
@@ -73,87 +73,87 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     """
     if claim is not None:
         _RETRY.call(claim.confirm_removal)
-    if held.state == "incomplete" and not held.objects:
-        _remove_folder(backend, held)
+    if step.state == "incomplete" and not step.objects:
+        _remove_folder(backend, step)
         return True
-    marked = False
+    has_marker = False
     try:
-        if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
+        if not (has_marker := _put_marker(backend, step)) or is_pinned(backend, step.ref):
             return False
     except OutOfSpace:
         # There is no room for the marker. Without a marker, remove only checkpoints, and saves
         # without fragments, which no process can finish.
-        if held.state == "incomplete":
-            if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
+        if step.state == "incomplete":
+            if any(is_fragment(info.key.rpartition("/")[2]) for info in step.objects):
                 return False
-        elif is_pinned(backend, held.ref):
+        elif is_pinned(backend, step.ref):
             return False
         else:
             # Deleting the manifest makes room for the marker.
-            delete_files(backend, [held.ref.manifest])
+            delete_files(backend, [step.ref.manifest])
             with suppress(OutOfSpace):
-                marked = claim_committed_for_removal(backend, held.ref)
-    stays = {held.ref.claim_marker, *_remove_manifest(backend, held, claim)}
-    keys = {*(info.key for info in held.objects), *_added_since(backend, held.ref, marked)}
+                has_marker = claim_committed_for_removal(backend, step.ref)
+    stays = {step.ref.claim_marker, *_remove_manifest(backend, step, claim)}
+    keys = {*(info.key for info in step.objects), *_added_since(backend, step.ref, has_marker)}
     delete_files(backend, keys - stays)
-    discard(backend, _unfinished_in(backend, held))
-    if marked:
-        release_removal(backend, held.ref)
+    discard(backend, _unfinished_in(backend, step))
+    if has_marker:
+        release_removal(backend, step.ref)
     return True
 
 
 def _remove_manifest(
-    backend: StorageBackend, held: StoredStep, claim: Claim | None
+    backend: StorageBackend, step: StoredStep, claim: Claim | None
 ) -> tuple[str, ...]:
     """Delete the manifest of a step, or put a tombstone in its place if a process of another job
     may still put the manifest. Return the keys of the files that must stay.
 
     If a full store has no room for the tombstone, the manifest is deleted.
     """
-    is_remains = held.state == "incomplete" and not held.is_cut
-    if claim is not None and claim.may_come(held.ref) and not is_remains:
+    is_remains = step.state == "incomplete" and not step.is_cut
+    if claim is not None and claim.may_come(step.ref) and not is_remains:
         with suppress(OutOfSpace):
-            bury(backend, held.ref)
-            return (held.ref.manifest,)
-    delete_files(backend, [held.ref.manifest])
+            bury(backend, step.ref)
+            return (step.ref.manifest,)
+    delete_files(backend, [step.ref.manifest])
     return ()
 
 
-def _remove_folder(backend: StorageBackend, held: StoredStep) -> None:
+def _remove_folder(backend: StorageBackend, step: StoredStep) -> None:
     """Discard the unfinished writes of a step without files, and remove its folder if it is empty.
 
     There is no claim marker, so another process may put files and the manifest of the step now.
     These stay.
     """
-    discard(backend, held.unfinished_writes)
+    discard(backend, step.unfinished_writes)
     # In a store with folders, this also removes an empty folder. No process puts this object.
-    delete_files(backend, [held.ref.late_metrics(checksum(b""))])
+    delete_files(backend, [step.ref.late_metrics(checksum(b""))])
 
 
-def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[str]:
+def _added_since(backend: StorageBackend, ref: StepRef, has_marker: bool) -> list[str]:
     """Return the keys of objects that may have been added to a step since it was listed.
 
-    If this process has put the claim marker (``marked``), the result has all objects of the step,
-    since another process may have added metrics or copies of files of other nodes. Otherwise it has
-    only the added metrics.
+    If this process has put the claim marker (``has_marker``), the result has all objects of the
+    step, since another process may have added metrics or copies of files of other nodes. Otherwise
+    it has only the added metrics.
     """
     keys = [info.key for info in own_objects(backend, ref)]
-    return [key for key in keys if marked or is_late_metrics(key.rpartition("/")[2])]
+    return [key for key in keys if has_marker or is_late_metrics(key.rpartition("/")[2])]
 
 
-def _unfinished_in(backend: StorageBackend, held: StoredStep) -> Iterable[UnfinishedWrite]:
+def _unfinished_in(backend: StorageBackend, step: StoredStep) -> Iterable[UnfinishedWrite]:
     """Return the unfinished writes to discard with a step that is being removed.
 
     An inventory does not list the unfinished writes of a checkpoint. In a store with folders, they
     are listed here, since they would keep the folder from being removed. In other stores,
     ``discard_left`` discards them when a job takes the root.
     """
-    listed = held.state != "committed" or not isinstance(backend, HasRoot)
-    return held.unfinished_writes if listed else unfinished_of(backend, held.ref)
+    is_listed = step.state != "committed" or not isinstance(backend, HasRoot)
+    return step.unfinished_writes if is_listed else unfinished_of(backend, step.ref)
 
 
-def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
-    """Put the claim marker that keeps other processes from finishing ``held``.
+def _put_marker(backend: StorageBackend, step: StoredStep) -> bool:
+    """Put the claim marker that keeps other processes from finishing ``step``.
 
     Return True if the removal may go on now. Return False if the step has a marker of another kind,
     such as that of a finisher, or if this call has replaced such a marker because it was old. For
@@ -161,23 +161,23 @@ def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
     """
     put = (
         claim_for_removal
-        if held.state == "incomplete" and not held.is_cut
+        if step.state == "incomplete" and not step.is_cut
         else claim_committed_for_removal
     )
     # A finisher may have seen its old marker just now. So replace the marker, and leave the removal
     # to a later call.
-    if _is_abandoned(held):
-        release_marker(backend, held.ref)
-        put(backend, held.ref)
+    if _is_abandoned(step):
+        release_marker(backend, step.ref)
+        put(backend, step.ref)
         return False
-    return put(backend, held.ref)
+    return put(backend, step.ref)
 
 
-def discard(backend: StorageBackend, found: Iterable[UnfinishedWrite]) -> None:
-    """Discard the unfinished writes ``found``, which frees the space that they take."""
+def discard(backend: StorageBackend, writes: Iterable[UnfinishedWrite]) -> None:
+    """Discard the unfinished ``writes``, which frees the space that they take."""
     if isinstance(backend, KeepsUnfinishedWrites):
-        for one in found:
-            backend.discard(one)
+        for write in writes:
+            backend.discard(write)
 
 
 def discard_left(backend: StorageBackend, claim: Claim, refs: Sequence[StepRef]) -> None:
@@ -194,20 +194,20 @@ def discard_left(backend: StorageBackend, claim: Claim, refs: Sequence[StepRef])
     """
     if isinstance(backend, KeepsUnfinishedWrites):
         prefixes = [f"{ref.folder}/" for ref in refs] if isinstance(backend, HasRoot) else [""]
-        for one in [one for prefix in prefixes for one in backend.unfinished_writes(prefix)]:
-            folder, _, name = one.key.partition("/")
+        for write in [write for prefix in prefixes for write in backend.unfinished_writes(prefix)]:
+            folder, _, name = write.key.partition("/")
             if (
                 (ref := parse_folder(folder)) is None
                 or not is_file_name(name)
                 or ref.job == claim.own
             ):
                 continue
-            if claim.is_dead(ref) or (one.abandoned and ref not in claim.listing):
+            if claim.is_dead(ref) or (write.abandoned and ref not in claim.listing):
                 _RETRY.call(claim.confirm_removal)
-                backend.discard(one)
+                backend.discard(write)
 
 
-def _is_abandoned(held: StoredStep) -> bool:
+def _is_abandoned(step: StoredStep) -> bool:
     """Return True if a claim marker that blocks the removal of the step is more than a day old.
 
     The process that put the marker has ended, since no process takes a day from its marker to its
@@ -215,12 +215,12 @@ def _is_abandoned(held: StoredStep) -> bool:
     """
     # For an incomplete step, ``claim_for_removal`` puts an empty marker. So an empty marker there
     # does not block the removal.
-    ours = 0 if held.state == "incomplete" else None
+    blocking_size = 0 if step.state == "incomplete" else None
     dates = [
         info.modified
-        for info in held.objects
-        if info.key == held.ref.claim_marker
-        and info.size != ours
+        for info in step.objects
+        if info.key == step.ref.claim_marker
+        and info.size != blocking_size
         and not is_removal_marker(info.size)
     ]
     return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

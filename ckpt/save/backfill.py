@@ -201,7 +201,7 @@ class Backfill:
         wanted_steps = [step for step in line if writer.tier.takes(step.ref.step)]
         try:
             missing = self._retry.call(
-                partial(self._copier(writer).lacking, wanted_steps, self._backlog)
+                partial(self._copier(writer).missing_steps, wanted_steps, self._backlog)
             )
         except CkptError as error:
             _log.warning("ckpt: steps of earlier jobs were not copied to %s: %s", writer.url, error)

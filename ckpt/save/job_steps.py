@@ -218,7 +218,7 @@ class JobSteps:
             self._change.notify_all()
             return is_waiting
 
-    def waiting(self) -> frozenset[StepRef]:
+    def awaited_refs(self) -> frozenset[StepRef]:
         """Return the steps whose images are in use, and those that wait for a farther tier."""
         with self._change:
             return frozenset().union(*self._waiting_refs.values())
@@ -238,7 +238,7 @@ class JobSteps:
 
     # -- what other tiers have ---------------------------------------------------------------------
 
-    def protected(self, tier: OpenTier) -> frozenset[StepRef]:
+    def protected_refs(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the steps that no retention rule may remove from ``tier`` yet.
 
         If this rank has a backfill, the call may wait for it (see ``EarlierSteps.needed_refs``).
@@ -252,7 +252,7 @@ class JobSteps:
         copied_refs = (
             self._copied_refs(tier) if self._copied_refs is not None else frozenset[StepRef]()
         )
-        return self.waiting() | earlier | copied_refs
+        return self.awaited_refs() | earlier | copied_refs
 
     def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         """Return True if ``ref`` is a step of an earlier job that a farther tier than ``tier`` may
@@ -301,13 +301,13 @@ class TierSteps:
         """Note that ``ref`` is a checkpoint on this tier now."""
         self.steps.set_committed(self.tier, ref)
 
-    def waiting(self) -> frozenset[StepRef]:
+    def awaited_refs(self) -> frozenset[StepRef]:
         """Return the steps whose images are in use, and those that wait for a farther tier."""
-        return self.steps.waiting()
+        return self.steps.awaited_refs()
 
-    def protected(self) -> frozenset[StepRef]:
+    def protected_refs(self) -> frozenset[StepRef]:
         """Return the steps that no retention rule may remove from this tier yet."""
-        return self.steps.protected(self.tier)
+        return self.steps.protected_refs(self.tier)
 
     def is_owed(self, ref: StepRef) -> bool:
         """Return True if a farther tier may want and lack ``ref``, a step of an earlier job."""

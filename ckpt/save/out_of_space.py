@@ -57,7 +57,7 @@ class RetryWhenFull:
         restored_ref = self.steps.restored
         if self.quota is not None:
             return not job.passes_by and self.quota.evict(
-                job.ref, job.plan.size, restored=restored_ref
+                job.ref, job.plan.size, restored_ref=restored_ref
             )
         return self._prune() and not job.passes_by
 

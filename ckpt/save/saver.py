@@ -103,7 +103,7 @@ class Saver:
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
         earlier = EarlierSteps(durable, coordinator.attempt, patience) if fills else None
-        copied_refs = self._replicas.copied if self._replicas is not None else None
+        copied_refs = self._replicas.copied_refs if self._replicas is not None else None
         self.steps = JobSteps(tiers, earlier, copied_refs)
         self._slot_steps = SlotSteps(coordinator.rank, self.steps)
         self.slots = slot_pool(tiers, config, self._slot_steps)

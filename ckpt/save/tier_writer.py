@@ -40,7 +40,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import MergeCache
-from ckpt.retention.claim import Claim, PostedTakeover
+from ckpt.retention.claim import Claim, TakeoverPost
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
@@ -105,10 +105,10 @@ class TierWriter:
         # The leader reads fragments with these threads.
         readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
-        self._takeover = PostedTakeover(self._node, tier.index)
+        self._takeover = TakeoverPost(self._node, tier.index)
         takeover = None if self._node.rank == LEADER else self._takeover
         self.root = Claim(
-            self._backend, Owner.of_this_process(coordinator.attempt), posted=takeover
+            self._backend, Owner.of_this_process(coordinator.attempt), takeover_post=takeover
         )
         self._pruner: Pruner | None = None
         if not self.in_memory:
@@ -191,7 +191,7 @@ class TierWriter:
         if self.in_memory:
             self._slots.set_committed(job.ref)
         if self._quota is not None:
-            self._quota.settle(job.ref, restored=self._steps.restored)
+            self._quota.settle(job.ref, restored_ref=self._steps.restored)
         return chunks
 
     def _call(self, work: Callable[[], T], /) -> T:
@@ -234,7 +234,7 @@ class TierWriter:
         Raises:
             StorageError: The store has failed.
         """
-        if self._node.rank == LEADER and not self.root.claimed:
+        if self._node.rank == LEADER and not self.root.is_claimed:
             self.root.warn()
 
     def sweep(self, restored: StepRef | None = None) -> None:
@@ -249,7 +249,12 @@ class TierWriter:
         """
         if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
-                sweep(self._backend, self.root, restored=restored, part=self.tier.nodes is not None)
+                sweep(
+                    self._backend,
+                    self.root,
+                    restored_ref=restored,
+                    part=self.tier.nodes is not None,
+                )
 
     def abort(self, ref: StepRef, trial: int, reason: str) -> None:
         """Vote that this rank's part of ``ref`` has failed, and wait for the verdict. On the
@@ -302,7 +307,7 @@ class TierWriter:
         This has an effect only on the leader of the node, and only after the job has claimed the
         root.
         """
-        if self._pruner is not None and self.root.claimed:
+        if self._pruner is not None and self.root.is_claimed:
             self._pruner.ask()
 
     def newest_committed(self) -> int:
@@ -389,8 +394,8 @@ class TierWriter:
                     job.ref,
                     job.trial,
                     job.plan.size,
-                    restored=self._steps.restored,
-                    asked=abort is None,
+                    restored_ref=self._steps.restored,
+                    evicts=abort is None,
                 )
             except CkptError as error:
                 return with_root(error, self.url)

@@ -22,11 +22,11 @@ def checkpoints(backend: StorageBackend, tier: Tier, line: Sequence[StoredStep])
     Raises:
         StorageError: The store has failed.
     """
-    taken = [step.ref for step in line if step.ref.step % tier.every == 0]
+    taken_refs = [step.ref for step in line if step.ref.step % tier.every == 0]
     present: dict[StepRef, Mapping[str, float]] = {
-        ref: {} for ref in committed_among(backend, taken)
+        ref: {} for ref in committed_among(backend, taken_refs)
     }
-    if Retention.of(tier).keeps_all or len(present) == len(taken):
+    if Retention.of(tier).keeps_all or len(present) == len(taken_refs):
         return present
-    listed = Inventory(backend).look()
-    return present | {step.ref: step.metrics for step in listed if step.state == "committed"}
+    steps = Inventory(backend).look()
+    return present | {step.ref: step.metrics for step in steps if step.state == "committed"}

@@ -13,8 +13,8 @@ from ckpt.config import Tier
 from ckpt.retention.policy import Metrics, Retention, reasons
 
 
-def lacking(
-    tier: Tier, present: Metrics, line: Sequence[StoredStep], most: int | None = None
+def missing_steps(
+    tier: Tier, present: Metrics, line: Sequence[StoredStep], limit: int | None = None
 ) -> list[StoredStep]:
     """Return the steps of ``line`` that a tier lacks and would keep, newest first.
 
@@ -27,7 +27,7 @@ def lacking(
         present: The checkpoints on the tier, each with its metrics. If the tier keeps all steps,
             only those of ``line`` matter, and no metrics do.
         line: The steps to choose from, which are checkpoints on nearer tiers.
-        most: The most steps to return; None for all.
+        limit: The most steps to return; None for all.
     """
     absent = {
         step.ref: step
@@ -37,6 +37,6 @@ def lacking(
     rule = Retention.of(tier)
     if not rule.keeps_all and absent:
         metrics = {**present, **{ref: step.metrics for ref, step in absent.items()}}
-        why = reasons(metrics, rule, metrics)
-        absent = {ref: step for ref, step in absent.items() if why[ref]}
-    return [absent[ref] for ref in sorted(absent, reverse=True)][:most]
+        reasons_by_ref = reasons(metrics, rule, metrics)
+        absent = {ref: step for ref, step in absent.items() if reasons_by_ref[ref]}
+    return [absent[ref] for ref in sorted(absent, reverse=True)][:limit]

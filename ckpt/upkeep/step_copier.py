@@ -25,7 +25,7 @@ from ckpt.retention.policy import StepGuard
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 from ckpt.upkeep.look import checkpoints
-from ckpt.upkeep.plan import lacking
+from ckpt.upkeep.plan import missing_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class _CopyGuard(StepGuard):
     Steps that are newer than ``ref`` must stay, and so must the steps of ``guard``.
     """
 
-    far: StorageBackend
+    target: StorageBackend
     guard: StepGuard
     ref: StepRef
 
-    def waiting(self) -> frozenset[StepRef]:
-        newer = frozenset(other for other in step_refs(self.far) if other > self.ref)
-        return newer | self.guard.waiting()
+    def awaited_refs(self) -> frozenset[StepRef]:
+        newer = frozenset(newer_ref for newer_ref in step_refs(self.target) if newer_ref > self.ref)
+        return newer | self.guard.awaited_refs()
 
     def is_owed(self, ref: StepRef) -> bool:
         return self.guard.is_owed(ref)
@@ -71,46 +71,46 @@ class StepCopier:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     confirm: Callable[[], object] = lambda: None
 
-    def lacking(self, line: Sequence[StoredStep], most: int) -> list[StoredStep]:
-        """Return the steps of ``line`` that the tier lacks and would keep (``plan.lacking``), at
-        most ``most`` of them.
+    def missing_steps(self, line: Sequence[StoredStep], limit: int) -> list[StoredStep]:
+        """Return the steps of ``line`` that the tier lacks and would keep (``plan.missing_steps``),
+        at most ``limit`` of them.
 
         Raises:
             StorageError: The tier does not answer.
         """
         present = checkpoints(self.tier.backend, self.tier.tier, line)
-        return lacking(self.tier.tier, present, line, most)
+        return missing_steps(self.tier.tier, present, line, limit)
 
     def copy(
-        self, held: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None
+        self, step: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None
     ) -> FetchReport:
-        """Copy ``held`` to the tier and commit the copy. If the tier has a capacity, make room
+        """Copy ``step`` to the tier and commit the copy. If the tier has a capacity, make room
         first.
 
         Raises:
             CkptError: The step could not be copied or committed. Files that were copied stay for
                 the next try.
         """
-        sources = self._sources_of(held.ref)
-        self.claim.bring(held.ref)
-        far, codec = self.tier, self.tier.tier.codec
-        has_capacity = far.tier.capacity is not None
-        evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.guard, held.ref))
+        sources = self._sources_of(step.ref)
+        self.claim.bring(step.ref)
+        target, codec = self.tier, self.tier.tier.codec
+        has_capacity = target.tier.capacity is not None
+        evictor = Evictor(target, self.claim, _CopyGuard(target.backend, self.guard, step.ref))
         encoder = encoder_of(codec)
-        is_alike = held.codecs == ((encoder.codec,) if encoder else ())
+        is_alike = step.codecs == ((encoder.codec,) if encoder else ())
         # If the copy encodes the files in another way, their size is not known in advance.
-        known = encoder is None or is_alike
+        is_exact = encoder is None or is_alike
         if has_capacity:
-            nbytes = held.nbytes if is_alike or not held.codecs else held.staged_bytes
-            if known:
-                nbytes -= self._left(held, encoded=encoder is not None)
-            evictor.free_space(held.ref, nbytes, restored=None, stored=known)
-        folder = StepFolder(far.backend, held.ref, workers, self.retry)
+            nbytes = step.nbytes if is_alike or not step.codecs else step.staged_bytes
+            if is_exact:
+                nbytes -= self._copied_bytes(step, is_encoded=encoder is not None)
+            evictor.free_space(step.ref, nbytes, restored_ref=None, is_exact=is_exact)
+        folder = StepFolder(target.backend, step.ref, workers, self.retry)
         report = fetch_step(
             sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm
         )
-        if has_capacity and not known:
-            evictor.settle(held.ref, restored=None)
+        if has_capacity and not is_exact:
+            evictor.settle(step.ref, restored_ref=None)
         return report
 
     def _sources_of(self, ref: StepRef) -> list[StorageBackend]:
@@ -129,10 +129,10 @@ class StepCopier:
             raise failure
         return sources
 
-    def _left(self, held: StoredStep, *, encoded: bool) -> int:
-        """Return the size of the data files that an interrupted copy of ``held`` has left on the
-        tier, in bytes. Files in another encoding (``encoded``) do not count.
+    def _copied_bytes(self, step: StoredStep, *, is_encoded: bool) -> int:
+        """Return the size of the data files that an interrupted copy of ``step`` has left on the
+        tier, in bytes. Files in another encoding (``is_encoded``) do not count.
         """
-        ref = held.ref
-        names = {ref.key(data_name(rank, is_encoded=encoded)) for rank in range(held.ranks)}
+        ref = step.ref
+        names = {ref.key(data_name(rank, is_encoded=is_encoded)) for rank in range(step.ranks)}
         return sum(info.size for info in own_objects(self.tier.backend, ref) if info.key in names)

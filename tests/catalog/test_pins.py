@@ -18,7 +18,7 @@ from ckpt.catalog.pins import all_pins, is_pinned, note_of, put_pin, remove_pin,
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, CkptError, ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.retention.claim import Claim
-from ckpt.retention.policy import PINNED, Retention, judge
+from ckpt.retention.policy import PIN, Retention, judge
 from ckpt.retention.pruner import prune, sweep
 from ckpt.retention.removal import remove
 from ckpt.storage.api import StorageBackend, is_there
@@ -62,9 +62,9 @@ def test_a_pin_ends_by_itself_an_hour_late(tmp_path: Path, monkeypatch: pytest.M
     (judged,) = [
         one
         for one in judge(Inventory(backend).look(), Retention(keep_last=1))
-        if one.held.ref.step == 1
+        if one.step.ref.step == 1
     ]
-    assert judged.kept == (PINNED,)
+    assert judged.reasons == (PIN,)
 
     monkeypatch.setattr(time, "time", lambda: now + 60 + 3700)
     prune(backend, Retention(keep_last=1), dry_run=True)

@@ -177,10 +177,10 @@ def test_the_first_mark_stands_and_the_same_again_is_no_error(left):
 def test_a_pruner_leaves_what_is_being_finished(left):
     claim_for_finish(left, REF)
     before = names(left)
-    prune(left, Retention(keep_last=1), PruneContext(grace_seconds=-1, undated=True))
+    prune(left, Retention(keep_last=1), PruneContext(grace_seconds=-1, includes_undated=True))
     assert names(left) == before
     release_marker(left, REF)
-    prune(left, Retention(keep_last=1), PruneContext(grace_seconds=-1, undated=True))
+    prune(left, Retention(keep_last=1), PruneContext(grace_seconds=-1, includes_undated=True))
     assert names(left) == set()
 
 

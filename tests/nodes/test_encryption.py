@@ -449,7 +449,7 @@ def test_slow_handshakes_take_no_place_from_a_request(
             slow[-1].connection.sendall(hello[: 40 if part == "half a hello" else None])
     for offset in range(20):
         assert read(node.store(here), offset, 5) == DATA[offset : offset + 5]
-    assert len(node.server._waiting) <= ckpt.nodes.server._WAITING_PER_ADDRESS
+    assert len(node.server._callers) <= ckpt.nodes.server._MAX_CALLERS_PER_ADDRESS
     assert ends(slow[0].connection)
     for each in slow:
         each.connection.close()
@@ -465,7 +465,7 @@ def test_a_handshake_has_the_time_of_a_request(
     for each in slow:
         assert ends(each.connection)
         each.connection.close()
-    assert not node.server._waiting
+    assert not node.server._callers
 
 
 def test_callers_that_send_anything_leave_the_server_as_it_was(
@@ -491,7 +491,7 @@ def test_handshakes_under_way_do_not_hold_up_the_end(node: Node, here: Encryptio
     slow = [ByHand(node, here) for _ in range(12)]
     for each in slow[4:]:
         each.connection.sendall(each.written()[: 40 if each in slow[8:] else None])
-    assert until(lambda: len(node.server._waiting) == len(slow))
+    assert until(lambda: len(node.server._callers) == len(slow))
     began = time.monotonic()
     node.server.close()
     assert time.monotonic() - began < 5

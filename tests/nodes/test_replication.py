@@ -52,7 +52,7 @@ class Pair:
         assert until(lambda: len(self.copied) == before + 2)
 
     def kept(self) -> list[frozenset[StepRef]]:
-        return [node.copied(tier) for node, tier in zip(self.nodes, self.tiers, strict=True)]
+        return [node.copied_refs(tier) for node, tier in zip(self.nodes, self.tiers, strict=True)]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import ckpt.nodes.store
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replica_fetch import reading
+from ckpt.nodes.replica_fetch import peer_store
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
 from ckpt.nodes.survey import NodeSurvey
@@ -343,7 +343,7 @@ def test_the_end_of_the_copying_ends_a_request_under_way(tmp_path: Path) -> None
         workers.submit(drip, listening)
         peer = Peer(2, ("127.0.0.1",), listening.getsockname()[1], "00" * 32, {})
         tier = OpenTier(1, Tier(str(tmp_path)), open_backend(str(tmp_path)))
-        found = reading(tier, peer, REF, {"rank-00002.safetensors": len(DATA)}, pace)
+        found = peer_store(tier, peer, REF, {"rank-00002.safetensors": len(DATA)}, pace)
         copying = workers.submit(read, found, KEY, 0, len(DATA))
         assert until(lambda: len(sent) > 3)
         pace.end(at_once=True)
@@ -432,7 +432,7 @@ def test_four_hundred_silent_connections_shut_nobody_out(
     for offset in range(20):
         assert read(node.store, KEY, offset, 5) == DATA[offset : offset + 5]
     assert time.monotonic() - began < 10
-    assert len(node.server._waiting) <= ckpt.nodes.server._WAITING_PER_ADDRESS
+    assert len(node.server._callers) <= ckpt.nodes.server._MAX_CALLERS_PER_ADDRESS
     assert is_closed(silent[0])
     assert not is_closed(silent[-1], 0.2)
     for connection in silent:

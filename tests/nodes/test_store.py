@@ -19,7 +19,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import chunk_offsets
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore, Union
-from ckpt.nodes.survey import NodeSurvey, most_copies
+from ckpt.nodes.survey import NodeSurvey, copy_count
 from ckpt.nodes.wire import Peer, Step
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -97,7 +97,7 @@ class Buddies:
         return NodeStore(0, "tier", peers)
 
     def copies(self) -> list[NodeStore]:
-        return self.union().copies(most_copies(self.peers, 0))
+        return self.union().copies(copy_count(self.peers, 0))
 
     def read(self) -> tuple[np.ndarray, TieredReader]:
         stores = self.copies()
@@ -265,5 +265,5 @@ def test_all_ranks_have_a_store_for_each_copy(tmp_path: Path) -> None:
         assert [each.tier.url for each in sources.tiers[1:]] == ["nodes://"] * 3
         assert sources.partial == {0, 1, 2, 3}
     alone = [Peer(rank, (), 0, "", {0: {ref.folder: Step(True, {})}}) for rank in range(4)]
-    assert most_copies(alone, 0) == 2  # Two of the manifests
-    assert most_copies(alone, 1) == most_copies([], 0) == 1
+    assert copy_count(alone, 0) == 2  # Two of the manifests
+    assert copy_count(alone, 1) == copy_count([], 0) == 1

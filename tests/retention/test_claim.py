@@ -14,7 +14,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.model.keys import OWNER
-from ckpt.retention.claim import Claim, PostedTakeover
+from ckpt.retention.claim import Claim, TakeoverPost
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend
 
@@ -53,13 +53,13 @@ def test_a_step_of_the_same_second_may_have_been_committed_since(
     root: Path, seconds: int, is_older: bool, leads: bool
 ) -> None:
     """S3 dates its objects to whole seconds."""
-    posted = PostedTakeover(SingleCoordinator(), 0)
+    posted = TakeoverPost(SingleCoordinator(), 0)
     claim = leader = Claim(open_backend(str(root)), Owner.of_this_process(OWN))
     leader.take()
     if not leads:
         assert leader.takeover is not None
         posted.post(leader.takeover)
-        claim = Claim(open_backend(str(root)), Owner.of_this_process(OWN), posted=posted)
+        claim = Claim(open_backend(str(root)), Owner.of_this_process(OWN), takeover_post=posted)
         claim.use()
     dated(root, seconds)
     assert may_remove(claim, root) == is_older

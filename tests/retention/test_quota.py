@@ -39,7 +39,7 @@ def agreed(root: Path, world: World, ranks: list[int], *, timeout: float = 5) ->
                 assert world.changed.wait_for(lambda: world.messages, 10)
         claim = Claim(tier.backend, Owner.of_this_process(coordinator.attempt))
         quota = Quota(tier, coordinator, claim, FixedGuard(), timeout=timeout)
-        quota.agree(REF, 0, 1000, restored=None)
+        quota.agree(REF, 0, 1000, restored_ref=None)
 
     return world.run(agree, ranks)
 

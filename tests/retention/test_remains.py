@@ -22,7 +22,7 @@ from ckpt.errors import AccessDenied, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.manifest import FORMAT
-from ckpt.retention.claim import Claim, PostedTakeover, Takeover
+from ckpt.retention.claim import Claim, Takeover, TakeoverPost
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention
 from ckpt.retention.pruner import Pruner, prune, sweep
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_a_later_format_is_nobodys_to_remove(tmp_path: Path) -> 
 def test_nor_does_it_go_for_room(tmp_path: Path) -> None:
     later = attempt(tmp_path, 10, ONE, version=9, days=30)
     with pytest.raises(OutOfSpace):
-        room(tmp_path, 1500).agree(StepRef(20, TWO), 0, 1000, restored=None)
+        room(tmp_path, 1500).agree(StepRef(20, TWO), 0, 1000, restored_ref=None)
     assert later.exists()
 
 
@@ -118,7 +118,7 @@ def owned_by(root: Path, attempt: str, *, machine: str | None = None) -> None:
 def test_what_a_dead_job_left_goes_for_room_however_young(tmp_path: Path) -> None:
     whole, remains = attempt(tmp_path, 10, ONE), attempt(tmp_path, 20, ONE, version=None)
     owned_by(tmp_path, ONE)
-    room(tmp_path, 2500).agree(StepRef(20, TWO), 0, 1000, restored=StepRef(10, ONE))
+    room(tmp_path, 2500).agree(StepRef(20, TWO), 0, 1000, restored_ref=StepRef(10, ONE))
     assert whole.exists()
     assert not remains.exists()
 
@@ -131,7 +131,7 @@ def test_what_jobs_left_that_died_one_after_the_other_goes_too(tmp_path: Path) -
     taken = read_owner(tier(tmp_path).backend)
     assert taken is not None
     tier(tmp_path).backend.put(OWNER, [msgspec.json.encode(replace(taken, started=1))])
-    room(tmp_path, 1500).agree(StepRef(30, "c" * 12), 0, 1000, restored=None)
+    room(tmp_path, 1500).agree(StepRef(30, "c" * 12), 0, 1000, restored_ref=None)
     assert [folder.exists() for folder in remains] == [False, False]
 
 
@@ -141,14 +141,14 @@ def test_what_was_begun_today_by_a_job_that_may_live_stays(tmp_path: Path) -> No
     old = attempt(tmp_path, 21, ONE, version=None, days=2)
     owned_by(tmp_path, ONE, machine="elsewhere")
     with pytest.raises(OutOfSpace):
-        room(tmp_path, 1500).agree(StepRef(30, TWO), 0, 1000, restored=None)
+        room(tmp_path, 1500).agree(StepRef(30, TWO), 0, 1000, restored_ref=None)
     assert (young.exists(), old.exists()) == (True, True)
 
 
 def test_what_was_begun_days_ago_goes(tmp_path: Path) -> None:
     old = attempt(tmp_path, 21, ONE, version=None, days=2)
     owned_by(tmp_path, ONE, machine="elsewhere")
-    room(tmp_path, 1500).agree(StepRef(30, TWO), 0, 1000, restored=None)
+    room(tmp_path, 1500).agree(StepRef(30, TWO), 0, 1000, restored_ref=None)
     assert not old.exists()
 
 
@@ -183,7 +183,7 @@ def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: 
             FixedGuard(waited_for),
         )
         gate.wait()
-        return evictor.free(StepRef(9, ONE), 2500, restored=None)
+        return evictor.free(StepRef(9, ONE), 2500, restored_ref=None)
 
     with ThreadPoolExecutor(6) as ranks:
         outcomes = list(ranks.map(rank, range(6)))
@@ -261,7 +261,7 @@ def test_the_cut_off_writes_of_a_dead_job_go_before_any_step(
     )
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    evictor(tmp_path, 140_000, claim).free_space(StepRef(6, TWO), 20_000, restored=None)
+    evictor(tmp_path, 140_000, claim).free_space(StepRef(6, TWO), 20_000, restored_ref=None)
     assert sum(folder.exists() for folder in left) == 2
     assert all(folder.exists() for folder in steps)
     assert "what was begun of step 5 was evicted" in caplog.text
@@ -276,11 +276,11 @@ def test_the_cut_off_writes_of_a_job_that_may_live_stay_and_are_counted(
     theirs = cut_off(tmp_path, 3, ONE, 40_960)
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 3500, restored=None)
+    evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 3500, restored_ref=None)
     assert (theirs.exists(), steps[0].exists(), steps[1].exists()) == (True, False, True)
     assert "step 3" not in caplog.text
     with pytest.raises(OutOfSpace):
-        evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 30_000, restored=None)
+        evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 30_000, restored_ref=None)
 
 
 def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
         tier(tmp_path).backend, [Rule(verb="delete", key=steps[0].name, fault=Raise(AccessDenied))]
     )
     there = OpenTier(0, Tier(str(tmp_path), capacity=4000), stuck)
-    Evictor(there, claim, FixedGuard()).free_space(StepRef(4, TWO), 1000, restored=None)
+    Evictor(there, claim, FixedGuard()).free_space(StepRef(4, TWO), 1000, restored_ref=None)
     assert [step.exists() for step in steps] == [True, False, True]
 
 
@@ -421,9 +421,9 @@ def test_a_node_keeps_its_part_of_the_restored_step_however_old_it_is(
         pruner.close()
     else:
         room = Evictor(here, claim, FixedGuard())
-        room.free_space(StepRef(5, TWO), 400, restored=StepRef(4, ONE))
+        room.free_space(StepRef(5, TWO), 400, restored_ref=StepRef(4, ONE))
         with pytest.raises(OutOfSpace):
-            room.free_space(StepRef(5, TWO), 1000, restored=StepRef(4, ONE))
+            room.free_space(StepRef(5, TWO), 1000, restored_ref=StepRef(4, ONE))
     assert [part.exists() for part in parts] == [False, True]
 
 
@@ -433,10 +433,10 @@ def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path
     Another job has saved step 2 since, and closed.
     """
     steps = [attempt(tmp_path, 1, ONE), attempt(tmp_path, 2, "c" * 12), attempt(tmp_path, 3, TWO)]
-    posted = PostedTakeover(SingleCoordinator(), 0)
+    posted = TakeoverPost(SingleCoordinator(), 0)
     posted.post(Takeover(frozenset([StepRef(1, ONE)]), None))
-    follower = Claim(tier(tmp_path).backend, Owner.of_this_process(TWO), posted=posted)
-    assert evictor(tmp_path, 10_000, follower).free(StepRef(4, TWO), 2000, restored=None)
+    follower = Claim(tier(tmp_path).backend, Owner.of_this_process(TWO), takeover_post=posted)
+    assert evictor(tmp_path, 10_000, follower).free(StepRef(4, TWO), 2000, restored_ref=None)
     assert [step.exists() for step in steps] == [False, True, True]
 
 
@@ -454,7 +454,7 @@ def test_what_the_job_goes_on_from_stays_on_a_node_that_does_not_list_it(tmp_pat
     )
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    sweep(tier(tmp_path).backend, claim, restored=StepRef(12, ONE), part=True)
+    sweep(tier(tmp_path).backend, claim, restored_ref=StepRef(12, ONE), part=True)
     assert [folder.exists() for folder in (listed, restored, older)] == [True, True, False]
     sweep(tier(tmp_path).backend, claim, part=True)
     assert [folder.exists() for folder in (listed, restored)] == [False, False]
@@ -472,7 +472,7 @@ def test_of_two_attempts_at_a_step_the_one_that_a_restart_needs_stays(
     capacity = 2 * sum(path.stat().st_size for path in needed.iterdir())
     restored = StepRef(7, TWO) if is_restored else None
     room = evictor(tmp_path, capacity, claim)
-    room.free_space(StepRef(8, "d" * 12), 1000, restored=restored)
+    room.free_space(StepRef(8, "d" * 12), 1000, restored_ref=restored)
     assert (abandoned.exists(), needed.exists()) == (False, True)
 
 
@@ -504,8 +504,8 @@ def test_remains_that_are_evicted_for_two_reasons_give_their_room_once(tmp_path:
     newest = sum(path.stat().st_size for path in steps[1].iterdir())
     room = evictor(tmp_path, newest + 500, claim)
     with pytest.raises(OutOfSpace):
-        room.free_space(StepRef(4, TWO), 1000, restored=None)
-    room.free_space(StepRef(4, TWO), 500, restored=None)
+        room.free_space(StepRef(4, TWO), 1000, restored_ref=None)
+    room.free_space(StepRef(4, TWO), 500, restored_ref=None)
     assert [folder.exists() for folder in (remains, *steps)] == [False, False, True]
 
 

@@ -85,7 +85,7 @@ def test_a_prune_cut_anywhere_leaves_whole_checkpoints_and_the_next_one_ends_it(
             prune(
                 open_backend(str(root)),
                 Retention(keep_last=1),
-                PruneContext(grace_seconds=0, undated=True),
+                PruneContext(grace_seconds=0, includes_undated=True),
             )
         assert whole(root) == [3]
         assert len(list(root.glob("step-*"))) == 1, at
@@ -100,7 +100,7 @@ def test_remains_are_left_alone_while_somebody_may_still_commit_them(tmp_path):
     old, young = sorted(tmp_path.glob("step-*"))[:2]
     (old / "rank-00000.json").unlink()
     # the store says that it is young
-    assert prune(backend, Retention(keep_last=5), PruneContext(undated=True)) == []
+    assert prune(backend, Retention(keep_last=5), PruneContext(includes_undated=True)) == []
     dry = prune(backend, Retention(keep_last=5), PruneContext(grace_seconds=-1), dry_run=True)
     assert [(one.ref.step, one.state) for one in dry] == [(1, "incomplete"), (2, "incomplete")]
     assert len(list(tmp_path.glob("step-*"))) == 3

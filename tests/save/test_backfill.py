@@ -195,17 +195,17 @@ def test_an_old_step_stays_near_until_the_far_tier_that_lacks_it_was_asked(near,
     for folder in near.glob("step-00000000[23].*"):
         shutil.copytree(folder, far / folder.name)
     pruned = threading.Event()
-    lacking, prune = StepCopier.lacking, Pruner._prune
+    missing_steps, prune = StepCopier.missing_steps, Pruner._prune
 
     def slow(self, line, most):
         pruned.wait(30)
-        return lacking(self, line, most)
+        return missing_steps(self, line, most)
 
     def noted(self):
         prune(self)
         pruned.set()
 
-    monkeypatch.setattr(StepCopier, "lacking", slow)
+    monkeypatch.setattr(StepCopier, "missing_steps", slow)
     monkeypatch.setattr(Pruner, "_prune", noted)
     go_on(Tier(str(near), keep_last=1), far, step=4, backlog=1)
     assert whole(far) == [1, 2, 3, 4]

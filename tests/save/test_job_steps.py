@@ -29,12 +29,12 @@ def test_a_step_waits_until_every_tier_and_its_image_are_done_with_it(tiers) -> 
     steps.begin_image(ONE)
     steps.begin_waiting(ONE, "far")
     steps.begin_waiting(TWO, "far")
-    assert steps.waiting() == {ONE, TWO}
+    assert steps.awaited_refs() == {ONE, TWO}
     assert steps.end_image(ONE)
     assert not steps.end_image(ONE), "a slot is released once"
-    assert steps.waiting() == {ONE, TWO}
+    assert steps.awaited_refs() == {ONE, TWO}
     assert steps.end_waiting(ONE, "far")
-    assert steps.waiting() == {TWO}
+    assert steps.awaited_refs() == {TWO}
 
 
 def test_who_waits_for_an_idle_tier_goes_on_when_it_is_idle_or_when_told_to_stop(tiers) -> None:
@@ -127,16 +127,16 @@ def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers
         near.put(ref.manifest, [b"{}"])
     earlier = EarlierSteps(tiers, "b" * 12, 30)
     steps = JobSteps(tiers, earlier)
-    assert steps.protected(tiers[0]) == frozenset(), "nothing was restored"
+    assert steps.protected_refs(tiers[0]) == frozenset(), "nothing was restored"
     steps.set_restored(ONE)
-    assert steps.protected(tiers[0]) == {ONE}, "before the first commit: all of other jobs"
+    assert steps.protected_refs(tiers[0]) == {ONE}, "before the first commit: all of other jobs"
     assert earlier.begin() == ONE
     assert earlier.begin() is None, "a backfill begins once"
     earlier.set_owed([ONE])
     steps.begin_waiting(THREE, "far")
-    assert steps.protected(tiers[0]) == {ONE, THREE}
+    assert steps.protected_refs(tiers[0]) == {ONE, THREE}
     earlier.set_owed([])
-    assert steps.protected(tiers[0]) == {THREE}
+    assert steps.protected_refs(tiers[0]) == {THREE}
 
 
 def test_all_steps_stay_on_a_tier_that_the_backfill_cannot_list(tiers) -> None:
@@ -167,7 +167,7 @@ def test_no_pruner_waits_for_a_backfill_that_has_failed(tiers) -> None:
 def test_a_step_whose_copies_this_node_keeps_stays_on_that_tier_alone(tiers) -> None:
     near, far = tiers
     steps = JobSteps(tiers, copied_refs=lambda tier: frozenset([ONE] if tier is near else []))
-    assert (steps.protected(near), steps.protected(far)) == ({ONE}, frozenset())
+    assert (steps.protected_refs(near), steps.protected_refs(far)) == ({ONE}, frozenset())
 
 
 def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:

@@ -12,7 +12,7 @@ from ckpt import Tier
 from ckpt.catalog.inventory import StoredStep
 from ckpt.model.keys import StepRef
 from ckpt.retention.policy import Metrics, Retention, reasons
-from ckpt.upkeep.plan import lacking
+from ckpt.upkeep.plan import missing_steps
 from tests.kit.worlds import ROOT
 
 PAGE = ROOT / "docs/decisions/0032-what-a-farther-tier-gets-is-decided-once.md"
@@ -50,7 +50,7 @@ def test_a_case_of_the_page(case: list[str]) -> None:
     # In the table, the step with the lowest number has the lowest loss.
     there: Metrics = {StepRef(step, "abcxyz"): {"loss": float(step)} for step in numbers(present)}
     line = [stored(step, loss=float(step)) for step in numbers(nearer)]
-    planned = lacking(settings(tier), there, line, *numbers(most))
+    planned = missing_steps(settings(tier), there, line, *numbers(most))
     assert [step.ref.step for step in planned] == numbers(copies)
 
 
@@ -79,12 +79,12 @@ def test_copies_are_lacking_steps_that_the_tier_takes_newest_first_and_bounded(
     situation: tuple[Tier, Metrics, list[StoredStep]], most: int
 ) -> None:
     tier, present, line = situation
-    planned = [step.ref for step in lacking(tier, present, line, most)]
+    planned = [step.ref for step in missing_steps(tier, present, line, most)]
     assert planned == sorted(planned, reverse=True)
     assert len(planned) <= most
     assert not set(planned) & present.keys()
     assert all(ref.step % tier.every == 0 for ref in planned)
-    assert planned == [step.ref for step in lacking(tier, present, line)][:most]
+    assert planned == [step.ref for step in missing_steps(tier, present, line)][:most]
 
 
 @given(situations())
@@ -92,13 +92,13 @@ def test_no_copy_is_removed_by_the_retention_that_follows(
     situation: tuple[Tier, Metrics, list[StoredStep]],
 ) -> None:
     tier, present, line = situation
-    planned = {step.ref: step.metrics for step in lacking(tier, present, line)}
+    planned = {step.ref: step.metrics for step in missing_steps(tier, present, line)}
     # The best steps that count take the places of newest ones, so fewer candidates keep more.
     if not tier.best_counts:
         after = {**present, **planned}
         why = reasons(after, Retention.of(tier), after)
         assert all(why[ref] for ref in planned)
-        assert lacking(tier, after, line) == []
+        assert missing_steps(tier, after, line) == []
 
 
 @given(situations())
@@ -106,7 +106,7 @@ def test_a_step_that_the_tier_would_keep_is_planned(
     situation: tuple[Tier, Metrics, list[StoredStep]],
 ) -> None:
     tier, present, line = situation
-    planned = {step.ref for step in lacking(tier, present, line)}
+    planned = {step.ref for step in missing_steps(tier, present, line)}
     for step in line:
         if step.ref.step % tier.every or step.ref in present or step.ref in planned:
             continue

@@ -206,13 +206,13 @@ def unfaithful(root: Path) -> None:
         return False
 
     base, events = root / "unfaithful", list[Event]()
-    missed, miss = threading.Semaphore(0), Ring.missed
+    failures, note_failure = threading.Semaphore(0), Ring.note_failure
 
     def note(self: Ring, ref: StepRef, error: Exception) -> None:
-        miss(self, ref, error)
-        missed.release()
+        note_failure(self, ref, error)
+        failures.release()
 
-    Ring.missed = note  # type: ignore[method-assign]
+    Ring.note_failure = note  # type: ignore[method-assign]
     messages = logged()
     for number, (name, wrong) in enumerate(
         [("_answer", corrupt), ("_answer", silent), ("_knows_token", strange)], 1
@@ -223,7 +223,7 @@ def unfaithful(root: Path) -> None:
             with CheckpointManager(
                 tiers(base / str(number), buddies=1), observers=[events.append]
             ) as manager:
-                save(manager, after=lambda: rank != 2 or missed.acquire(timeout=60))
+                save(manager, after=lambda: rank != 2 or failures.acquire(timeout=60))
         dist.barrier()
         kept = files(base / str(number), 3)
         assert kept == [[0, 3], [0, 1], [2], [2, 3]], (name, kept)
@@ -379,7 +379,7 @@ def restore_and_wait(manager: CheckpointManager) -> CheckpointManager:
     assert report is not None
     assert report.step == STEPS[-1]
     assert manager._saver._replicas is not None
-    assert futures.wait([manager._saver._replicas._copying.submit(int)], 60).done
+    assert futures.wait([manager._saver._replicas._copy_thread.submit(int)], 60).done
     dist.barrier()
     return manager
 
