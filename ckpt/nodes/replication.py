@@ -69,8 +69,8 @@ class NodeReplicas:
 
     Thread safety: any thread may call ``committed`` and ``copied_refs``. Only the owner calls
     ``set_restored`` and, once, ``close``. ``_lock`` guards ``_restored_ref`` and ``_restores``, and
-    the fields ``newest``, ``copied_ref`` and ``outdate`` of each ring. The other fields are set once,
-    or belong to the owner or to the thread that copies.
+    the fields ``newest``, ``copied_ref`` and ``outdate`` of each ring. The other fields are set
+    once, or belong to the owner or to the thread that copies.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class NodeReplicas:
     def set_restored(self, ref: StepRef) -> None:
         """Note that the job has restored ``ref`` and continues from it. Return at once.
 
-        ``copied_refs`` returns this step until the copies of a later step are made. All nodes call this.
-        After the loss of a node, some files of the step may have too few copies. They are copied in
-        the background, if the nodes together have all files of the step.
+        ``copied_refs`` returns this step until the copies of a later step are made. All nodes call
+        this. After the loss of a node, some files of the step may have too few copies. They are
+        copied in the background, if the nodes together have all files of the step.
         """
         with self._lock:
             self._restored_ref = ref
