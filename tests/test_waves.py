@@ -5,6 +5,7 @@ Its checkpoint is whole, and the stall is reported.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from ckpt.errors import CkptError, ConfigError, HostMemoryExhausted, OutOfSpace,
 from ckpt.storage.testing import Raise, Rule
 from tests.kit.stores import Wrapped, faulty, wrap_stores
 from tests.kit.waiting import until
+from tests.kit.worlds import run_code
 
 MIB = 1 << 20
 STAGING = 176 * MIB  # a ring of 128 MiB, the smallest
@@ -357,3 +359,45 @@ def test_a_full_shared_memory_takes_nothing_from_the_spill(tmp_path, monkeypatch
 def test_the_tier_in_memory_needs_whole_images(tmp_path):
     with pytest.raises(ConfigError, match="the tier 'memory' keeps whole images"):
         CheckpointManager([Tier("memory"), tmp_path], host_memory="0.2x")
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_header_larger_than_the_ring_is_saved_and_restored(tmp_path, codec):
+    """The ring has 16 KiB, in pieces of 4 KiB, and the header of 3,000 tensors has 200 KiB or more.
+
+    The data of the tensors has 60 KB. It is copied at the call, since no optimizer owns it.
+    """
+    program = """
+import sys, torch
+from tests.kit import small_pieces
+small_pieces.shrink()
+from ckpt import CheckpointManager, Tier
+
+def state(number):
+    return {f"layer.{i}.weight": torch.full((5,), float(i + number)) for i in range(3000)}
+
+with CheckpointManager([Tier(sys.argv[1], codec=sys.argv[2])]) as manager:
+    for step in (1, 2):
+        manager.save({"model": state(step)}, step)
+    slots = manager._saver.slots
+    assert slots.nbytes < 100 << 10, slots.nbytes
+    found = {"model": state(9)}
+    assert manager.restore(found).step == 2
+    assert all(torch.equal(found["model"][name], value) for name, value in state(2).items())
+"""
+    run_code(program, tmp_path, codec, timeout=30)
+
+
+@pytest.mark.torture
+def test_the_header_of_fifty_thousand_tensors_passes_through_the_smallest_ring(tmp_path):
+    """The header has 140 MB, since the names are long."""
+    names = [hashlib.shake_128(b"%d" % number).hexdigest(1400) for number in range(50_000)]
+    state = {name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+    with CheckpointManager(tmp_path, host_memory=STAGING) as manager:
+        pending = manager.save_async({"model": state}, 1)
+        pending.result(300)
+        assert pending.nbytes > 128 * MIB
+        assert manager._saver.slots.nbytes <= 160 * MIB
+        target = {"model": {name: torch.zeros(2) for name in names}}
+        assert manager.restore(target)
+    assert all(torch.equal(target["model"][name], value) for name, value in state.items())

@@ -76,8 +76,7 @@ def write_encoded(
     file = _File(upload, retry, parallel=abilities.parallel_parts, reuse=abilities.takes_parts)
     job = _Job(write, encoder, widths, file)
     try:
-        largest = max(write.chunks, default=0)
-        check_room(source, largest, 0, takes_parts=abilities.takes_parts, key=write.key)
+        check_room(source, write.chunks, 0, takes_parts=abilities.takes_parts, key=write.key)
         write.workers.run_all(partial(job.take, index) for index in range(len(write.chunks)))
         file.flush()
         retry.call(lambda: upload.finish(file.size))

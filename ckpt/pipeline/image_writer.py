@@ -61,6 +61,13 @@ class Source(Protocol):
         ...
 
     @property
+    def resident_bytes(self) -> int:
+        """The bytes at the begin of the image that take no part of ``capacity``, since they stay in
+        other memory.
+        """
+        ...
+
+    @property
     def rereadable(self) -> bool:
         """Return True if all bytes can be read again. If the image passes through a ring, this is
         so until the first bytes are written and hashed.
@@ -145,7 +152,7 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
     try:
         check_room(
             source,
-            max(chunks, default=0),
+            chunks,
             upload.part_bytes,
             takes_parts=backend.capabilities.takes_parts,
             key=key,
@@ -202,7 +209,7 @@ def _hash_chunk(source: Source, start: int, end: int) -> Chunk:
 
 
 def check_room(
-    source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts: bool, key: str
+    source: Source, chunks: Sequence[int], part_bytes: int, *, takes_parts: bool, key: str
 ) -> None:
     """Check that an image that is larger than its memory can pass through this memory as a ring.
 
@@ -214,9 +221,11 @@ def check_room(
         StagingError: The ring is too small, or the store keeps the memory of parts until the end of
             the upload.
     """
-    need = 2 * _COPY_BYTES + max(part_bytes, chunk_bytes)
     if source.capacity >= source.size:
         return
+    edges = itertools.pairwise(itertools.accumulate(chunks, initial=0))
+    chunk_bytes = max((end - max(start, source.resident_bytes) for start, end in edges), default=0)
+    need = 2 * _COPY_BYTES + max(part_bytes, chunk_bytes)
     if not takes_parts:
         raise StagingError(
             f"{key} of {source.size >> 20} MiB passes through {source.capacity >> 20} MiB of "

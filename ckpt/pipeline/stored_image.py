@@ -42,6 +42,7 @@ class StoredImage:
 
     path = None
     rereadable = True
+    resident_bytes = 0
 
     def __init__(self, chunks: Sequence[ChunkRead], read: Read) -> None:
         self._chunks, self._read = chunks, read

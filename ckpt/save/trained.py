@@ -211,6 +211,10 @@ class ScannedImage:
         return self.image.capacity
 
     @property
+    def resident_bytes(self) -> int:
+        return self.image.resident_bytes
+
+    @property
     def rereadable(self) -> bool:
         return self.image.rereadable
 

@@ -83,9 +83,7 @@ class Image:
         header = self.plan.header
         if self._ring:
             assert isinstance(self.slot, Ring)
-            window = RingWindow(self.slot, self.plan.size)
-            window.write(header)
-            return window
+            return RingWindow(self.slot, self.plan.size, header)
         self.slot.view[: len(header)] = header
         return Window(self.slot.view[: self.plan.size], self.plan.size, self.slot.path)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import torch
 
@@ -39,6 +38,10 @@ class Window:
 
     def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
         self.size, self.capacity, self.path = size, len(memory), path
+        self.resident_bytes = 0
+        """The bytes at the begin of the image that take no part of the capacity, since they stay in
+        other memory.
+        """
         self._memory = memory
         self._landed_bytes = 0
         self._error: CkptError | None = None
@@ -147,27 +150,38 @@ class RingWindow(Window):
     Until ``hurry`` is called, the copy takes only frames that exist, and so runs just ahead of the
     writers. From then on, the spill grows for what is left to copy.
 
+    Pieces that hold nothing but the header take no frame, since the save plan keeps the header in
+    memory. So a header of any length passes.
+
     Args:
-        ring: The ring. Only one window may use it at a time.
+        ring: The ring, all frames of which are free. Only one window may use it at a time.
         size: The bytes of the image.
+        header: The first bytes of the image, which must not change.
     """
 
     whole = False
 
-    def __init__(self, ring: Ring, size: int) -> None:
+    def __init__(self, ring: Ring, size: int, header: bytes = b"") -> None:
         super().__init__(memoryview(b""), size)
         self.capacity = ring.frames * ring.spill.frame_bytes
         self._ring, self._step = ring, ring.spill.frame_bytes
         self._change = ring.spill.change
         self._frames: dict[int, Frame] = {}
-        self._next = self._pass_count = self._reserve_count = 0
+        self._first_piece, rest = divmod(len(header), self._step)
+        self.resident_bytes = self._landed_bytes = len(header) - rest
+        self._header = memoryview(header)
+        if rest and (frame := ring.take()) is not None:
+            frame.data[:rest] = self._header[-rest:]
+            self._frames[self._first_piece] = frame
+        self._passed_pieces: set[int] = set()
+        self._next, self._reserve_count = self._first_piece, 0
         self._uses = (_Ranges(), _Ranges())
         self.hurries = self._is_counted = False
 
     @property
     def rereadable(self) -> bool:
         with self._change:
-            return not self._pass_count and not self._error
+            return not self._passed_pieces and not self._error
 
     def has_room(self, end: int) -> bool:
         return self._take_room(end, wait=False)
@@ -177,25 +191,23 @@ class RingWindow(Window):
 
     def _take_room(self, end: int, *, wait: bool) -> bool:
         while self._next * self._step < end:
-            if self._next not in self._frames:
+            with self._change:
+                frame = self._frames.get(self._next)
+                # A piece that ``reserve`` took may have been written and given back by now.
+                has_passed = self._next in self._passed_pieces
+            if frame is None and not has_passed:
                 if (frame := self._frame(wait=wait)) is None:
                     return False
                 with self._change:
                     self._frames[self._next] = frame
             # A new ring has untouched pages. This thread touches them, and not the call of a save.
-            self._frames[self._next].populate()
+            if frame is not None:
+                frame.populate()
             self._next += 1
         return True
 
     def place(self, form: torch.Tensor, start: int) -> torch.Tensor:
         return self._frames[start // self._step].place(form, start % self._step)
-
-    def write(self, data: bytes) -> None:
-        """Write the first bytes of the image, before anything else of it."""
-        for start in range(0, len(data), self._step):
-            part = data[start : start + self._step]
-            frame = self._frames[start // self._step] = cast("Frame", self._frame(wait=True))
-            frame.data[: len(part)] = part
 
     def reserve(self, ranges: Iterable[tuple[int, int]]) -> bool:
         pieces = {piece for a, b in ranges for piece in range(a // self._step, -(-b // self._step))}
@@ -211,9 +223,9 @@ class RingWindow(Window):
     def hurry(self) -> None:
         with self._change:
             self.hurries = True
-            pieces = -(-self.size // self._step)
+            pieces = -(-self.size // self._step) - self._first_piece
             self._change.notify_all()
-        self._count_need(pieces - self._pass_count - self._ring.frames)
+        self._count_need(pieces - len(self._passed_pieces) - self._ring.frames)
 
     def abandon(self) -> None:
         super().abandon()
@@ -226,8 +238,10 @@ class RingWindow(Window):
 
     def parts(self, start: int, end: int) -> Sequence[memoryview]:
         self._wait_landed(end)
-        step = self._step
-        return [
+        step, resident = self._step, self.resident_bytes
+        head = [self._header[start : min(end, resident)]] if start < resident else []
+        start = max(start, resident)
+        return head + [
             self._frames[piece].data[max(start - piece * step, 0) : min(end - piece * step, step)]
             for piece in range(start // step, -(-end // step))
         ]
@@ -266,7 +280,7 @@ class RingWindow(Window):
                 low, high = piece * self._step, min(self.size, (piece + 1) * self._step)
                 if piece in self._frames and all(ranges.covers(low, high) for ranges in self._uses):
                     self._ring.give_back(self._frames.pop(piece))
-                    self._pass_count += 1
+                    self._passed_pieces.add(piece)
 
     def _count_need(self, frames: int) -> None:
         """Tell the spill, once for each image, how many frames the image needed."""

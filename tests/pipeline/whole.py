@@ -10,6 +10,7 @@ class Whole:
 
     path = None
     rereadable = True
+    resident_bytes = 0
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self.size, self.capacity = memory, len(memory), len(memory)

@@ -529,8 +529,7 @@ def test_the_pages_of_a_ring_that_a_save_creates_are_touched_by_the_copying_thre
     first = take(pool, size)
     before = resident()
     second = take(pool, size)  # the first save is not written yet
-    window = RingWindow(second, size)
-    window.write(b"header")
+    window = RingWindow(second, size, b"header")
     assert resident() - before < 8 * MIB
     window.wait_room(40 * MIB)
     assert 60 * MIB <= resident() - before < 80 * MIB

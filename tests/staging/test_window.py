@@ -209,8 +209,40 @@ def test_memory_that_is_reserved_leaves_the_ring_to_the_copy():
     assert ring.spill.nbytes == 2 * STEP
 
 
+def test_a_reserved_piece_that_was_written_before_the_copy_came_to_it_takes_no_frame():
+    """The bytes before the next copy land with the last one, those of reserved pieces included."""
+    ring = ring_of(1, spill=2, step=STEP)
+    window = RingWindow(ring, 4 * STEP)
+    assert window.reserve([(STEP, 3 * STEP)])
+    window.wait_room(STEP)
+    window.land(3 * STEP)
+    for note in (window.note_written, window.note_hashed):
+        note(0, 3 * STEP)
+    assert window.has_room(4 * STEP)
+    window.land(4 * STEP)
+    for note in (window.note_written, window.note_hashed):
+        note(3 * STEP, 4 * STEP)
+    assert not window._frames
+
+
+def test_a_header_of_any_length_needs_one_frame():
+    data = bytes(range(5 * STEP))
+    window = RingWindow(ring_of(2, step=STEP), len(data), header=data[: 4 * STEP + 3])
+    assert window.resident_bytes == 4 * STEP
+    assert bytes(window.view(0, 4 * STEP)) == data[: 4 * STEP]
+    assert window.has_room(5 * STEP)
+    copy_bytes(window, data, 4 * STEP + 3, 5 * STEP)
+    window.land(5 * STEP)
+    assert bytes(window.view(1, 5 * STEP)) == data[1:]
+    assert [len(part) for part in window.parts(2, 5 * STEP)] == [4 * STEP - 2, STEP]
+    window.hurry()
+    window.abandon()
+    assert window._ring.spill._kept_count == 0  # the frames of the ring suffice
+
+
 @given(
     size=st.integers(1, 200),
+    header=st.integers(0, 200),
     frames=st.integers(4, 8),
     spill=st.integers(0, 6),
     piece=st.integers(1, STEP),
@@ -218,16 +250,19 @@ def test_memory_that_is_reserved_leaves_the_ring_to_the_copy():
     chunk=st.integers(1, 13),
     hurry=st.integers(0, 200),
 )
-def test_everything_passes_through_a_ring_unharmed(size, frames, spill, piece, part, chunk, hurry):
+def test_everything_passes_through_a_ring_unharmed(
+    size, header, frames, spill, piece, part, chunk, hurry
+):
     """A copier, a writer and a hasher use different strides. All bytes arrive, and none is
     overwritten before both have read it.
     """
     data = bytes(i % 251 for i in range(size))
     ring = ring_of(frames, spill, step=STEP)
-    window = RingWindow(ring, size)
+    header = min(header, size)
+    window = RingWindow(ring, size, data[:header])
 
     def copy_all() -> None:
-        start = 0
+        start = header
         while start < size:
             end = min(size, start + piece, (start // STEP + 1) * STEP)
             if start >= hurry:
@@ -236,6 +271,7 @@ def test_everything_passes_through_a_ring_unharmed(size, frames, spill, piece, p
             copy_bytes(window, data, start, end)
             window.land(end)
             start = end
+        window.land(size)
 
     def take(stride: int, tell) -> bytes:
         found = b""
