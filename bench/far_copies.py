@@ -105,7 +105,7 @@ def _train(args: argparse.Namespace, wire: str, folder: str) -> None:
         manager.close()
     if (found := connect(AgentFolder.of_this_user())) is not None:
         found.ask(Stop())
-        found.stopped()
+        found.receive_stop()
         found.close()
     plain = seconds["no far tier"]
     for kind in _KINDS:

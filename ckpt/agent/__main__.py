@@ -65,8 +65,8 @@ def start() -> int:
     ear, mouth = os.pipe()
     if child := os.fork():  # A fork is safe here, since no other thread runs yet
         os.close(mouth)
-        heard = os.read(ear, 1)
-        return 0 if heard else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or 1
+        signal_byte = os.read(ear, 1)
+        return 0 if signal_byte else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or 1
     os.close(ear)
     agent = _agent(None)
     listens = agent.listen()

@@ -41,8 +41,8 @@ _START_SECONDS: Final = 20.0
 _PAUSE_SECONDS: Final = 0.05
 _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 _WELCOME: Final = msgspec.msgpack.Decoder(Welcome)
-_VERIFIED: Final = msgspec.msgpack.Decoder(Verified)
-_STOPPED: Final = msgspec.msgpack.Decoder(Stopped)
+_VERIFICATION_DECODER: Final = msgspec.msgpack.Decoder(Verified)
+_STOP_DECODER: Final = msgspec.msgpack.Decoder(Stopped)
 _PARENT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 """The folder that contains the package ckpt."""
 
@@ -57,8 +57,8 @@ class Connection:
     Thread safety: one thread at a time.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
-        """Receive the agent's `Welcome`. If this fails, the caller closes ``connected``.
+    def __init__(self, connection: socket.socket) -> None:
+        """Receive the agent's `Welcome`. If this fails, the caller closes ``connection``.
 
         Raises:
             AgentError: The process at the other end belongs to another user, or sends another
@@ -66,11 +66,11 @@ class Connection:
             EOFError: The process at the other end closes the connection.
             OSError: No message arrives within 10 seconds, or the connection breaks.
         """
-        self._socket = connected
-        connected.settimeout(_ANSWER_SECONDS)
-        check_peer(connected, "the agent's socket")
+        self._socket = connection
+        connection.settimeout(_ANSWER_SECONDS)
+        check_peer(connection, "the agent's socket")
         try:
-            self.welcome = _WELCOME.decode(receive(connected))
+            self.welcome = _WELCOME.decode(receive(connection))
         except msgspec.MsgspecError:
             raise AgentError("the agent's socket is served by another program") from None
 
@@ -120,17 +120,17 @@ class Connection:
         """
         self._socket.settimeout(None)
         try:
-            return _VERIFIED.decode(receive(self._socket))
+            return _VERIFICATION_DECODER.decode(receive(self._socket))
         except (OSError, EOFError, AgentError, msgspec.MsgspecError):
             return None
 
-    def stopped(self) -> Stopped:
+    def receive_stop(self) -> Stopped:
         """Wait until the agent, which was asked to stop, has ended. Return its last message, or an
         empty `Stopped` if the agent was killed or has another version.
         """
         self._socket.settimeout(None)
         with suppress(OSError, EOFError, AgentError, msgspec.MsgspecError):
-            return _STOPPED.decode(receive(self._socket))
+            return _STOP_DECODER.decode(receive(self._socket))
         return Stopped()
 
     def has_ended(self, seconds: float) -> bool:
@@ -170,21 +170,21 @@ def connect(folder: AgentFolder) -> Connection | None:
     Raises:
         AgentError: The socket belongs to another user or another program, or cannot be used.
     """
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connected.settimeout(_ANSWER_SECONDS)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_ANSWER_SECONDS)
     try:
-        connected.connect(folder.socket)
-        return Connection(connected)
+        connection.connect(folder.socket)
+        return Connection(connection)
     except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, EOFError):
-        connected.close()  # No agent listens, or the agent is just ending
+        connection.close()  # No agent listens, or the agent is just ending
         return None
     except OSError as error:
-        connected.close()
+        connection.close()
         raise AgentError(
             f"the agent's socket {folder.socket} cannot be used: {error.strerror or error}"
         ) from None
     except BaseException:
-        connected.close()
+        connection.close()
         raise
 
 

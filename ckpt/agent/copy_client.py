@@ -114,23 +114,23 @@ class AgentCopier:
         if self._connection is not None and self._connection.has_ended(0):
             self.close()
         if self._connection is None:
-            found, answer = reach_and_ask(AskWorker(self._job), _SILENCE_SECONDS)
+            connection, answer = reach_and_ask(AskWorker(self._job), _SILENCE_SECONDS)
             if not isinstance(answer, Lent):
-                found.close()
+                connection.close()
                 raise AgentError("the agent has answered something else")
-            self._connection, self._worker = found, answer.process
+            self._connection, self._worker = connection, answer.process
         return self._connection
 
     def _follow(self, connection: Connection, on_bytes: OnBytes) -> FileCopied | FileFailed:
         """Pass the progress of a copy to ``on_bytes``, and return the last message about the
         copy.
         """
-        done = 0
+        copied_bytes = 0
         while True:
             match connection.next_answer(_SILENCE_SECONDS):
-                case Progress(now):
-                    on_bytes(now - done)
-                    done = now
+                case Progress(done_bytes):
+                    on_bytes(done_bytes - copied_bytes)
+                    copied_bytes = done_bytes
                 case FileCopied() | FileFailed() as last:
                     return last
                 case _:
@@ -154,8 +154,8 @@ def _kill(process: Process) -> None:
         try:
             if process.lives:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                ended = select.poll()
-                ended.register(descriptor, select.POLLIN)
-                ended.poll(1e3 * _END_SECONDS)
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                poll.poll(1e3 * _END_SECONDS)
         finally:
             os.close(descriptor)

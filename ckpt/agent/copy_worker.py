@@ -77,10 +77,10 @@ class _Service:
         # The trainer's process is watched too, since a child of the trainer may keep the connection
         # open after the trainer has ended.
         self._trainer = os.pidfd_open(check_peer(self._connection, "the trainer"))
-        self._copied = os.eventfd(0)
+        self._completion = os.eventfd(0)
         self._selector = selectors.DefaultSelector()
-        for each in (self._connection, self._trainer, self._copied):
-            self._selector.register(each, selectors.EVENT_READ)
+        for source in (self._connection, self._trainer, self._completion):
+            self._selector.register(source, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Serve until no request has come for ``_IDLE_SECONDS``.
@@ -112,39 +112,39 @@ class _Service:
         Raises:
             EOFError: The trainer has ended or has cancelled the copy.
         """
-        sent, unwanted = list[int](), threading.Event()
+        progress, cancellation = list[int](), threading.Event()
 
         def count(nbytes: int) -> None:
-            if unwanted.is_set():
+            if cancellation.is_set():
                 raise AgentError("the trainer does not want this copy any more")
-            sent.append(nbytes)
+            progress.append(nbytes)
 
-        copying = self._copier.submit(self._copy_file, request, count)
-        copying.add_done_callback(lambda _: os.eventfd_write(self._copied, 1))
-        # The loop waits for ``_copied`` and not for the future, which is done a little earlier. If
-        # ``_copied`` became readable after the answer, it would end ``run``, which waits for the
-        # next request.
-        while self._copied not in (ready := self._ready(REPORT_SECONDS)):
+        copy = self._copier.submit(self._copy_file, request, count)
+        copy.add_done_callback(lambda _: os.eventfd_write(self._completion, 1))
+        # The loop waits for ``_completion`` and not for the future, which is done a little earlier.
+        # If ``_completion`` became readable after the answer, it would end ``run``, which waits for
+        # the next request.
+        while self._completion not in (ready := self._ready(REPORT_SECONDS)):
             # The trainer sends no request during a copy, so the connection has ended.
             if self._connection in ready:
-                unwanted.set()
-                wait([copying], _ABORT_SECONDS)
+                cancellation.set()
+                wait([copy], _ABORT_SECONDS)
                 raise EOFError
-            send(self._connection, Progress(sum(sent)))
-        os.eventfd_read(self._copied)
-        send(self._connection, Progress(sum(sent)))
+            send(self._connection, Progress(sum(progress)))
+        os.eventfd_read(self._completion)
+        send(self._connection, Progress(sum(progress)))
         try:
-            return FileCopied(copying.result())
+            return FileCopied(copy.result())
         except Exception as error:  # noqa: BLE001 - the trainer copies the file itself
-            known = error if isinstance(error, CkptError) else CkptError(repr(error))
-            return FileFailed(abort_reason(known))
+            failure = error if isinstance(error, CkptError) else CkptError(repr(error))
+            return FileFailed(abort_reason(failure))
 
     def _copy_file(self, request: CopyFile, on_bytes: OnBytes) -> tuple[int, ...]:
-        (_, source), (given, target) = map(self._tier, (request.source, request.target))
+        (_, source), (settings, target) = map(self._tier, (request.source, request.target))
         if (ref := parse_folder(request.folder)) is None:
             raise AgentError(f"{request.folder!r} is not the folder of a step")
         with Workers("copy", request.threads, nice=request.nice, cpus=request.cpus) as workers:
-            part = RankPart(StepFolder(source, ref, workers), request.rank, given.codec)
+            part = RankPart(StepFolder(source, ref, workers), request.rank, settings.codec)
             encoding = part.write_data(StepFolder(target, ref, workers), on_bytes)
         return encoding.lengths if encoding else ()
 

@@ -86,33 +86,33 @@ class Finish:
 
     def __init__(self, job: Job, workers: Workers, report: OnReport) -> None:
         self._job, self._workers, self._report = job, workers, report
-        self._me = job.owner
+        self._owner = job.owner
         self._errors: list[str] = []
-        self._superseded = False
+        self._is_superseded = False
         self._open: list[OpenTier] = []
         self._handed_over = False
-        self._ended: set[str] = set()
-        looked: list[tuple[OpenTier, Owner | None]] = []
+        self._ended_jobs: set[str] = set()
+        owners: list[tuple[OpenTier, Owner | None]] = []
         for index in range(len(job.tiers)):
             try:
                 tier = open_tier(job, index)
                 self._open.append(tier)
-                looked.append((tier, owner_of(tier.backend)))
+                owners.append((tier, owner_of(tier.backend)))
             except CkptError as error:
                 self._errors.append(str(error))
-        for _, owner in looked:
-            if owner is not None and owner.attempt == self._me.attempt:
+        for _, owner in owners:
+            if owner is not None and owner.attempt == self._owner.attempt:
                 self._handed_over |= owner.pid == NO_PROCESS
-                self._ended.update(owner.ended)
-        found = [root for one in looked if (root := self._look(*one))]
-        self._memory = [root for root in found if root.tier.in_memory]
-        durable = [root for root in found if not root.tier.in_memory]
+                self._ended_jobs.update(owner.ended)
+        roots = [root for tier, owner in owners if (root := self._look(tier, owner))]
+        self._memory = [root for root in roots if root.tier.in_memory]
+        durable = [root for root in roots if not root.tier.in_memory]
         self._durable = [root for root in durable if not (job.here and root.tier.local)]
         self._on_node = [root for root in durable if root not in self._durable]
-        if not any(root.owner and root.owner.attempt == self._me.attempt for root in found):
+        if not any(root.owner and root.owner.attempt == self._owner.attempt for root in roots):
             # If no root names the job, another job may have taken and released the roots since. If
             # a root could not be read, that root may still name the job.
-            self._superseded = self._superseded or not self._errors
+            self._is_superseded = self._is_superseded or not self._errors
 
     def __enter__(self) -> Self:
         return self
@@ -131,14 +131,14 @@ class Finish:
         A ``CkptError`` is not raised. The outcome contains the first one. An error of
         ``_give_back`` is only logged.
         """
-        if self._superseded:
+        if self._is_superseded:
             return Ended("superseded")
         remove_orphans()
         if not self._job.here:
             self._run_whole()
         elif self._durable:
             self._attempt(self._run_parts)
-        if self._superseded:
+        if self._is_superseded:
             return Ended("superseded")
         if self._errors:
             return Ended("failed", self._errors[0])
@@ -169,7 +169,7 @@ class Finish:
             CommitError: Processes of the job still live, or are not known to have ended, and steps
                 wait for their end.
         """
-        if any(each.lives for each in self._job.processes):
+        if any(process.lives for process in self._job.processes):
             raise CommitError(
                 "processes of the job live on this node: its steps wait for their end"
             )
@@ -180,14 +180,14 @@ class Finish:
                 self._attempt(partial(self._fill_node, root, newest))
                 self._attempt(partial(self._prune_node, root, newest))
         self._attempt(parts.check_newer)
-        if LEADER not in self._job.here or self._superseded:
+        if LEADER not in self._job.here or self._is_superseded:
             return
-        if not (living := parts.lacks_ends()):
+        if not (living_ranks := parts.lacks_ends()):
             self._run_whole()
         elif self._is_behind():
             raise CommitError(
                 f"what {self._durable[0].tier.url} has is not brought to farther tiers yet: "
-                f"rank(s) {rank_list(living)} have not ended, or their nodes have no agent"
+                f"rank(s) {rank_list(living_ranks)} have not ended, or their nodes have no agent"
             )
 
     def _parts(self) -> NodeParts:
@@ -200,14 +200,15 @@ class Finish:
         farther tier would keep.
         """
         return any(
-            self._lacking(self._copier(far, []), self._line(far)) for far in self._durable[1:]
+            self._missing_steps(self._copier(target, []), self._line(target))
+            for target in self._durable[1:]
         )
 
     def clean(self) -> Ended:
         """Free the memory of the steps that need not stay in memory (see ``_free``), and remove the
         slot files of processes that have ended. Return the outcome.
         """
-        if self._superseded:
+        if self._is_superseded:
             return Ended("superseded")
         for root in self._memory:
             self._attempt(partial(self._free, root))
@@ -222,10 +223,10 @@ class Finish:
         any tier.
         """
         if owner and not self._may_finish_for(owner):
-            self._superseded = True
+            self._is_superseded = True
             _log.info("ckpt: %s belongs to %s now", tier.url, owner)
             return None
-        claim = Claim(tier.backend, self._me)
+        claim = Claim(tier.backend, self._owner)
         claim.act_for_ended(owner)
         return _Root(tier, owner, claim, Inventory(tier.backend))
 
@@ -234,10 +235,10 @@ class Finish:
 
         A job on another machine counts as earlier only if it owned the root when this job started.
         """
-        if owner.attempt in {self._me.attempt, *self._ended}:
+        if owner.attempt in {self._owner.attempt, *self._ended_jobs}:
             return True
         was_there = owner.attempt in self._job.before and not owner.alive
-        return was_there or owner.is_predecessor(self._me)
+        return was_there or owner.is_predecessor(self._owner)
 
     def _confirm(self, target: _Root) -> None:
         """Check that no other job has taken the root ``target``, a root in memory, a root of this
@@ -257,13 +258,13 @@ class Finish:
         """Call ``work``. Keep its ``CkptError`` for the outcome instead of raising it. Do nothing
         once another job has taken one of the roots.
         """
-        if self._superseded:
+        if self._is_superseded:
             return
         try:
             work()
         except RootInUse as error:
             _log.info("ckpt: the rest is left to the next job: %s", error)
-            self._superseded = True
+            self._is_superseded = True
         except CkptError as error:
             _log.warning("ckpt: %s", error)
             self._errors.append(str(error))
@@ -273,7 +274,7 @@ class Finish:
     def _has_died(self) -> bool:
         """Return True if all processes of the job ran on this node, and none of them lives."""
         processes = self._job.processes
-        return len(processes) == self._job.ranks and not any(each.lives for each in processes)
+        return len(processes) == self._job.ranks and not any(process.lives for process in processes)
 
     def _discard(self, root: _Root) -> None:
         """Discard the writes that the job had not finished when it died, so that the copies to the
@@ -281,10 +282,10 @@ class Finish:
         """
         backend = root.tier.backend
         with suppress(StorageError):  # A store may forbid the listing of unfinished writes
-            for ref in attempts_of(backend, self._me.attempt):
-                if cut := unfinished_of(backend, ref):
+            for ref in attempts_of(backend, self._owner.attempt):
+                if writes := unfinished_of(backend, ref):
                     self._confirm(root)
-                    discard(backend, cut)
+                    discard(backend, writes)
 
     def _finish_commit(self, root: _Root) -> None:
         """Put the manifest of the newest step of the job, if the step lacks only its manifest.
@@ -294,14 +295,14 @@ class Finish:
             RootInUse: Another job has taken the root.
         """
         backend = root.tier.backend
-        own = attempts_of(backend, self._me.attempt)
+        own = attempts_of(backend, self._owner.attempt)
         if not own or is_committed(backend, own[0]):
             return
         try:
             finalize(backend, own[0], workers=self._workers)
         except RootInUse as error:
             owner = read_owner(backend)
-            if owner is not None and owner.attempt == self._me.attempt:
+            if owner is not None and owner.attempt == self._owner.attempt:
                 raise CommitError(
                     f"step {own[0].step} on {root.tier.url} waits for the trainer, which has not "
                     "left this root to the agent yet"
@@ -314,9 +315,11 @@ class Finish:
 
     def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
         """Return the committed steps of the job on a tier, newest first."""
-        found = (inventory or root.inventory).look()
+        steps = (inventory or root.inventory).look()
         return [
-            held for held in found if held.state == "committed" and held.ref.job == self._me.attempt
+            stored_step
+            for stored_step in steps
+            if stored_step.state == "committed" and stored_step.ref.job == self._owner.attempt
         ]
 
     def _make_durable(self) -> None:
@@ -325,40 +328,52 @@ class Finish:
         each other one only if the tier takes it and would keep it.
         """
         near = self._durable[0]
-        there = max((held.ref.step for held in self._own(near)), default=-1)
+        newest_step = max((stored_step.ref.step for stored_step in self._own(near)), default=-1)
         for root in self._memory:
-            line = [held for held in self._own(root) if held.ref.step > there]
+            line = [
+                stored_step for stored_step in self._own(root) if stored_step.ref.step > newest_step
+            ]
             # A copy evicts steps of the tier only if the tier has a capacity. Then the steps that
             # farther tiers still need must stay.
-            waiting = self._waiting(near) if near.tier.tier.capacity is not None and line else ()
-            copier = self._copier(near, [root, *self._durable[1:]], waiting)
-            going = {held.ref: held for held in (*line[:1], *copier.missing_steps(line, len(line)))}
-            for held in going.values():
-                self._copy(copier, held)
+            awaited_refs = (
+                self._awaited_refs(near) if near.tier.tier.capacity is not None and line else ()
+            )
+            copier = self._copier(near, [root, *self._durable[1:]], awaited_refs)
+            chosen_steps = {
+                stored_step.ref: stored_step
+                for stored_step in (*line[:1], *copier.missing_steps(line, len(line)))
+            }
+            for stored_step in chosen_steps.values():
+                self._copy(copier, stored_step)
 
-    def _take_farther(self, far: _Root) -> None:
-        """Copy to the tier ``far`` the steps that it lacks and would keep, newest first."""
-        others = [root for root in self._durable[1:] if root is not far]
-        copier = self._copier(far, [*self._durable[:1], *self._memory, *others])
-        for held in self._lacking(copier, self._line(far)):
-            self._attempt(partial(self._copy, copier, held))
+    def _take_farther(self, target: _Root) -> None:
+        """Copy to the tier ``target`` the steps that it lacks and would keep, newest first."""
+        other_roots = [root for root in self._durable[1:] if root is not target]
+        copier = self._copier(target, [*self._durable[:1], *self._memory, *other_roots])
+        for stored_step in self._missing_steps(copier, self._line(target)):
+            self._attempt(partial(self._copy, copier, stored_step))
 
-    def _line(self, far: _Root) -> list[StoredStep]:
-        """Return the steps that the tier ``far`` may get: those in memory and on the durable tiers
-        that are nearer than ``far`` (see ``_history``).
+    def _line(self, target: _Root) -> list[StoredStep]:
+        """Return the steps that the tier ``target`` may get: those in memory and on the durable
+        tiers that are nearer than ``target`` (see ``_history``).
         """
-        return self._history([*self._durable[: self._durable.index(far)], *self._memory])
+        return self._history([*self._durable[: self._durable.index(target)], *self._memory])
 
     def _history(self, roots: Sequence[_Root]) -> list[StoredStep]:
         """Return the committed steps of the job on ``roots``, and those of earlier jobs that led to
         them, newest step first.
         """
         looks = [root.inventory.look() for root in roots[::-1]]
-        steps = {held.ref: held for look in looks for held in look if held.state == "committed"}
-        own = [ref for ref in steps if ref.job == self._me.attempt]
+        steps = {
+            stored_step.ref: stored_step
+            for look in looks
+            for stored_step in look
+            if stored_step.state == "committed"
+        }
+        own = [ref for ref in steps if ref.job == self._owner.attempt]
         return history(steps.values(), max(own)) if own else []
 
-    def _lacking(self, copier: StepCopier, line: Sequence[StoredStep]) -> list[StoredStep]:
+    def _missing_steps(self, copier: StepCopier, line: Sequence[StoredStep]) -> list[StoredStep]:
         """Return the steps of ``line`` that the tier of ``copier`` lacks and would keep, newest
         first. Return at most one step more than the trainer's tier queue holds, since the trainer
         may also have been copying a step that had left the queue.
@@ -366,31 +381,31 @@ class Finish:
         return copier.missing_steps(line, self._job.backlog + 1)
 
     def _copier(
-        self, target: _Root, sources: Sequence[_Root], waiting: Iterable[StepRef] = ()
+        self, target: _Root, sources: Sequence[_Root], awaited_refs: Iterable[StepRef] = ()
     ) -> StepCopier:
         """Return a copier to the tier ``target``.
 
         Args:
             target: The tier that gets steps.
             sources: The tiers from which steps are copied, nearest first.
-            waiting: The steps on the target that must stay when room is made for a copy.
+            awaited_refs: The steps on the target that must stay when room is made for a copy.
         """
         durable = [root.tier.backend for root in self._durable if root is not target]
         return StepCopier(
             target.tier,
             target.claim,
             [root.tier.backend for root in sources],
-            FixedGuard(waiting, durable),
+            FixedGuard(awaited_refs, durable),
             confirm=partial(self._confirm, target),
         )
 
-    def _copy(self, copier: StepCopier, held: StoredStep) -> None:
+    def _copy(self, copier: StepCopier, stored_step: StoredStep) -> None:
         """Make a step a checkpoint on the tier of ``copier``, from the tiers that have it."""
-        step, url = held.ref.step, copier.tier.url
+        step, url = stored_step.ref.step, copier.tier.url
         on_progress = progress_of(step, url, self._report)
         copier.confirm()
         began = time.perf_counter()
-        copier.copy(held, self._workers, on_progress=on_progress)
+        copier.copy(stored_step, self._workers, on_progress=on_progress)
         self._report(Copied(step, url))
         _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
 
@@ -400,8 +415,8 @@ class Finish:
         if rule.keeps_all or not self._own(root):
             return
         self._confirm(root)
-        left = FixedGuard(self._waiting(root))
-        context = PruneContext(own=self._me.attempt, alive=False, guard=left, claim=root.claim)
+        guard = FixedGuard(self._awaited_refs(root))
+        context = PruneContext(own=self._owner.attempt, alive=False, guard=guard, claim=root.claim)
         prune(root.tier.backend, rule, context)
 
     def _fill_node(self, root: _Root, newest: StepRef) -> None:
@@ -412,22 +427,26 @@ class Finish:
         the newest step of the job in memory. An ``IntegrityError`` or a ``StorageError`` is only
         logged, since the shared tier has the step.
         """
-        tier, here = root.tier, self._job.here
+        tier, ranks = root.tier, self._job.here
         if tier.tier.codec != NO_CODEC or tier.tier.capacity is not None:
             # This node does not know how other nodes have encoded their files, and the copy makes
             # no room on a tier with a capacity.
             return
-        there = self._own(root, Inventory(tier.backend, part=True))
+        steps = self._own(root, Inventory(tier.backend, part=True))
         for memory in self._memory:
             own = self._own(memory, Inventory(memory.tier.backend, part=True))
-            if not own or own[0].ref != newest or newest in {held.ref for held in there}:
+            if (
+                not own
+                or own[0].ref != newest
+                or newest in {stored_step.ref for stored_step in steps}
+            ):
                 continue
             on_progress = progress_of(newest.step, tier.url, self._report)
             meter = Meter(own[0].staged_bytes, on_progress)
             folder = StepFolder(tier.backend, newest, self._workers)
             confirm = partial(self._confirm, root)
             try:
-                copy_part(memory.tier.backend, folder, here, meter.add, confirm)
+                copy_part(memory.tier.backend, folder, ranks, meter.add, confirm)
             except (IntegrityError, StorageError) as error:
                 _log.warning("ckpt: step %d was not copied to %s: %s", newest.step, tier.url, error)
                 continue
@@ -446,27 +465,31 @@ class Finish:
         rule, backend = Retention.of(root.tier.tier), root.tier.backend
         inventory = Inventory(backend, part=True)
         own = self._own(root, inventory)
-        if rule.keeps_all or not own or max(held.ref.step for held in own) > newest.step:
+        if (
+            rule.keeps_all
+            or not own
+            or max(stored_step.ref.step for stored_step in own) > newest.step
+        ):
             return
         self._confirm(root)
-        lacking = self._lacking(self._copier(self._durable[0], []), own)
-        guard = FixedGuard({newest, *(held.ref for held in lacking)})
-        context = PruneContext(own=self._me.attempt, alive=False, guard=guard, claim=root.claim)
+        steps_to_copy = self._missing_steps(self._copier(self._durable[0], []), own)
+        guard = FixedGuard({newest, *(stored_step.ref for stored_step in steps_to_copy)})
+        context = PruneContext(own=self._owner.attempt, alive=False, guard=guard, claim=root.claim)
         prune(backend, rule, context, inventory=inventory)
 
-    def _waiting(self, root: _Root) -> set[StepRef]:
+    def _awaited_refs(self, root: _Root) -> set[StepRef]:
         """Return the steps that a tier farther than ``root`` lacks and may still get. If a farther
         tier cannot be read, or any task has failed before, return all steps of ``_history``.
         """
-        every = {held.ref for held in self._history([root, *self._memory])}
+        every = {stored_step.ref for stored_step in self._history([root, *self._memory])}
         if self._errors:
             return every
         try:
             lines = [
-                self._lacking(self._copier(far, []), self._line(far))
-                for far in self._durable[self._durable.index(root) + 1 :]
+                self._missing_steps(self._copier(target, []), self._line(target))
+                for target in self._durable[self._durable.index(root) + 1 :]
             ]
-            return {held.ref for line in lines for held in line}
+            return {stored_step.ref for line in lines for stored_step in line}
         except CkptError:  # The copy to the farther tier meets the same error, and reports it
             return every
 
@@ -475,7 +498,7 @@ class Finish:
         agent. Without ``detach``, the job's own ``close`` would have removed the file.
         """
         owner = read_owner(root.tier.backend)
-        if owner and owner.attempt == self._me.attempt and self._handed_over:
+        if owner and owner.attempt == self._owner.attempt and self._handed_over:
             root.tier.backend.delete(OWNER)
 
     def _free(self, root: _Root) -> None:
@@ -484,29 +507,30 @@ class Finish:
         ``writer.json`` too.
         """
         durable = max(
-            (held.ref.step for each in self._durable for held in self._own(each)), default=-1
+            (stored_step.ref.step for target in self._durable for stored_step in self._own(target)),
+            default=-1,
         )
         parts = self._parts() if self._job.here and self._durable else None
-        left = False
-        for held in Inventory(root.tier.backend, part=bool(self._job.here)).look():
-            own = held.ref.job == self._me.attempt
-            if own and (held.ref.step <= durable or _is_left_over(held, parts)):
+        has_steps = False
+        for stored_step in Inventory(root.tier.backend, part=bool(self._job.here)).look():
+            own = stored_step.ref.job == self._owner.attempt
+            if own and (stored_step.ref.step <= durable or _is_remains(stored_step, parts)):
                 self._confirm(root)
-                left |= not remove(root.tier.backend, held, root.claim)
+                has_steps |= not remove(root.tier.backend, stored_step, root.claim)
             else:
-                left = True
-        if not left:
+                has_steps = True
+        if not has_steps:
             self._confirm(root)
             root.tier.backend.delete(OWNER)
 
 
-def _is_left_over(held: StoredStep, parts: NodeParts | None) -> bool:
+def _is_remains(stored_step: StoredStep, parts: NodeParts | None) -> bool:
     """Return True if a step in memory is incomplete and can never become a checkpoint.
 
     Args:
         parts: This node's parts of the steps. If it is None, the result is False for each step with
             ``is_part``, since other nodes may need the part.
     """
-    return held.state == "incomplete" and not (
-        held.is_part and (parts is None or parts.may_be_whole(held.ref))
+    return stored_step.state == "incomplete" and not (
+        stored_step.is_part and (parts is None or parts.may_be_whole(stored_step.ref))
     )

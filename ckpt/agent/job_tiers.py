@@ -20,11 +20,11 @@ def open_tier(job: Job, index: int) -> OpenTier:
         ConfigError: The settings of the tier are not valid.
         RootLost: The root of a folder is gone, or another folder has taken its place.
     """
-    given = job.open_as()[index]
-    backend = open_backend(given.url, given.options)
+    settings = job.open_as()[index]
+    backend = open_backend(settings.url, settings.options)
     if isinstance(backend, HoldsRoot):
         backend.hold(job.marks[index] if job.marks else "")
         if backend.is_replaced():
             with errors_of(backend.url):
                 raise RootLost("")
-    return OpenTier(index, given, backend)
+    return OpenTier(index, settings, backend)

@@ -74,17 +74,17 @@ class _Part:
 
     Attributes:
         stores: The tiers of the node that have the files of all ranks of the node, nearest first.
-        stored: The inventory's entry for the step on the nearest of these tiers.
+        step: The inventory's entry for the step on the nearest of these tiers.
         copies: The ranks of other nodes whose files are on these tiers as copies.
     """
 
-    stored: StoredStep
+    step: StoredStep
     stores: tuple[StorageBackend, ...]
     copies: frozenset[int]
 
     @property
     def is_committed(self) -> bool:
-        return any(is_committed(store, self.stored.ref) for store in self.stores)
+        return any(is_committed(store, self.step.ref) for store in self.stores)
 
 
 class NodeParts:
@@ -113,7 +113,7 @@ class NodeParts:
         self._job, self._stores, self._copier = job, stores, copier
         self._workers, self._report = workers, report
         self._target = copier.tier.backend
-        self._ranks, self._here = set(range(job.ranks)), set(job.here)
+        self._ranks, self._node_ranks = set(range(job.ranks)), set(job.here)
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
 
     def bring(self) -> None:
@@ -138,47 +138,51 @@ class NodeParts:
             CkptError: A store has failed, or another job has taken the roots.
         """
         parts = self._parts()
-        fresh, failed = set[StepRef](), dict[StepRef, CkptError]()
-        tried: set[StepRef] = set()
+        fresh, failures = set[StepRef](), dict[StepRef, CkptError]()
+        past_refs: set[StepRef] = set()
         # Another agent may begin a newer step while this agent copies the steps that it knows.
-        while going := [ref for ref in self._going(parts) if ref not in tried]:
+        while refs_to_bring := [ref for ref in self._refs_to_bring(parts) if ref not in past_refs]:
             # If an earlier call has put this node's notes for a step, the step may lack the part of
             # a lost node, and then every try fails. The failure of such a step is raised below only
             # if the shared tier has no newer step.
-            new = {ref for ref in going if not self._here <= noted_ends(self._folder(ref))}
+            new = {
+                ref
+                for ref in refs_to_bring
+                if not self._node_ranks <= noted_ends(self._folder(ref))
+            }
             for ref in new:
-                note_ends(self._folder(ref), self._here)
+                note_ends(self._folder(ref), self._node_ranks)
             self._note_newest()
             self._deadline = time.monotonic() + _PATIENCE_SECONDS
-            failed |= self._try(parts[ref] for ref in going)
+            failures |= self._try(parts[ref] for ref in refs_to_bring)
             fresh |= new
-            tried.update(going)
+            past_refs.update(refs_to_bring)
         self._note_newest()
-        if (older := self._older(parts, failed)) is not None:
-            note_ends(self._folder(older.stored.ref), self._here)
-            failed |= self._try([older])
-        there = self._newest_there()
-        for ref, why in failed.items():
-            if ref in fresh or (ref.step > there and parts[ref].is_committed):
-                raise why
-            _log.info("ckpt: %s", why)
+        if (older := self._older(parts, failures)) is not None:
+            note_ends(self._folder(older.step.ref), self._node_ranks)
+            failures |= self._try([older])
+        newest_number = self._newest_number()
+        for ref, failure in failures.items():
+            if ref in fresh or (ref.step > newest_number and parts[ref].is_committed):
+                raise failure
+            _log.info("ckpt: %s", failure)
 
     def _try(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
         """Call ``_bring`` for each of ``parts``, one after the other. Return the error of each step
         for which it fails. An error is raised instead if it concerns the whole store or root: a
         store is full, denies access or does not answer, or a root is lost or has another owner.
         """
-        failed: dict[StepRef, CkptError] = {}
+        failures: dict[StepRef, CkptError] = {}
         for part in parts:
             try:
                 self._bring(part)
             except LinkRefused as error:  # It concerns a single object
-                failed[part.stored.ref] = error
+                failures[part.step.ref] = error
             except (RootInUse, AccessDenied, OutOfSpace, RootLost, TransientStorageError):
                 raise
             except (CommitError, IntegrityError, StorageError) as error:
-                failed[part.stored.ref] = error
-        return failed
+                failures[part.step.ref] = error
+        return failures
 
     def check_newer(self) -> None:
         """Check that no other node is likely to bring a newer step than the shared tier has, of
@@ -190,15 +194,15 @@ class NodeParts:
         Raises:
             CommitError: This node has such a part, and must try again later.
         """
-        newest, since = self.newest(), time.time() - _WAIT_SECONDS
+        newest, begin = self.newest(), time.time() - _WAIT_SECONDS
         if newest is None:  # There is no folder in which nodes note that their ranks have ended
             return
         for ref, part in self._parts().items():
-            is_recent = (part.stored.last_change or 0) > since
+            is_recent = (part.step.last_change or 0) > begin
             if ref.step <= newest.step or not is_recent or part.is_committed:
                 continue
             if self.may_be_whole(ref):
-                missing = rank_list(self._unsettled(self._folder(newest)) or self._ranks)
+                missing = rank_list(self._silent_ranks(self._folder(newest)) or self._ranks)
                 raise CommitError(
                     f"step {ref.step} may be a checkpoint on another node: it waits for the agents "
                     f"of rank(s) {missing}"
@@ -206,7 +210,7 @@ class NodeParts:
 
     def newest(self) -> StepRef | None:
         """Return the newest step of the job that is a checkpoint on the shared tier, or None."""
-        return next((ref for ref in self._begun() if is_committed(self._target, ref)), None)
+        return next((ref for ref in self._attempts() if is_committed(self._target, ref)), None)
 
     def lacks_ends(self) -> set[int]:
         """Return the ranks that are not noted as ended in the newest checkpoint of the job on the
@@ -228,28 +232,30 @@ class NodeParts:
             ref: A step whose manifest this node does not have.
         """
         newest = self.newest()
-        if newest is None or self._unsettled(self._folder(newest)):
+        if newest is None or self._silent_ranks(self._folder(newest)):
             return True
-        return not noted_ends(self._folder(ref)) <= self._here
+        return not noted_ends(self._folder(ref)) <= self._node_ranks
 
     def _note_newest(self) -> None:
         """Note in the newest checkpoint of the shared tier that the ranks of this node have ended.
         Do nothing if there is no checkpoint.
         """
         newest = self.newest()
-        if newest is not None and not self._here <= noted_ends(folder := self._folder(newest)):
-            note_ends(folder, self._here)
+        if newest is not None and not self._node_ranks <= noted_ends(
+            folder := self._folder(newest)
+        ):
+            note_ends(folder, self._node_ranks)
 
     # -- the steps on each tier --------------------------------------------------------------------
 
     def _folder(self, ref: StepRef) -> StepFolder:
         return StepFolder(self._target, ref, self._workers)
 
-    def _begun(self) -> list[StepRef]:
+    def _attempts(self) -> list[StepRef]:
         """Return the steps of the job on the shared tier, committed or not, newest first."""
         return attempts_of(self._target, self._job.owner.attempt)
 
-    def _newest_there(self) -> int:
+    def _newest_number(self) -> int:
         newest = self.newest()
         return -1 if newest is None else newest.step
 
@@ -257,50 +263,50 @@ class NodeParts:
         """Return this node's part of each step of the job, newest step first. A step is left out if
         no tier of the node has the files of all ranks of the node.
         """
-        found: dict[StepRef, _Part] = {}
+        parts: dict[StepRef, _Part] = {}
         for store in self._stores:
-            for held in Inventory(store, part=True).look():
-                is_own = held.ref.job == self._job.owner.attempt
-                if is_own and (held.state == "committed" or held.is_part) and self._has_all(held):
-                    known = found.get(held.ref) or _Part(held, (), frozenset())
-                    copies = known.copies | self._copies(held)
-                    found[held.ref] = _Part(known.stored, (*known.stores, store), copies)
-        return dict(sorted(found.items(), reverse=True))
+            for step in Inventory(store, part=True).look():
+                is_own = step.ref.job == self._job.owner.attempt
+                if is_own and (step.state == "committed" or step.is_part) and self._has_all(step):
+                    part = parts.get(step.ref) or _Part(step, (), frozenset())
+                    copies = part.copies | self._copies(step)
+                    parts[step.ref] = _Part(part.step, (*part.stores, store), copies)
+        return dict(sorted(parts.items(), reverse=True))
 
-    def _has_all(self, held: StoredStep) -> bool:
+    def _has_all(self, step: StoredStep) -> bool:
         """Return True if the fragments of all ranks of this node are among the files of a step.
         Then the data files are too, since a rank puts its data before its fragment.
         """
-        names = {info.key.rpartition("/")[2] for info in held.objects}
-        return all(fragment_name(rank) in names for rank in self._here)
+        names = {info.key.rpartition("/")[2] for info in step.objects}
+        return all(fragment_name(rank) in names for rank in self._node_ranks)
 
-    def _copies(self, held: StoredStep) -> frozenset[int]:
+    def _copies(self, step: StoredStep) -> frozenset[int]:
         """Return the ranks of other nodes whose files this node has in the folder of a step."""
-        names = {info.key.rpartition("/")[2] for info in held.objects}
-        return frozenset(whole_ranks(names) - self._here)
+        names = {info.key.rpartition("/")[2] for info in step.objects}
+        return frozenset(whole_ranks(names) - self._node_ranks)
 
-    def _older(self, parts: dict[StepRef, _Part], failed: Collection[StepRef]) -> _Part | None:
+    def _older(self, parts: dict[StepRef, _Part], failures: Collection[StepRef]) -> _Part | None:
         """Return this node's part of an older step that this node's copies may complete.
 
-        An older step is tried only if the newest of the ``failed`` steps has silent ranks, which
-        are the ranks that ``_unsettled`` returns. The older step must be committed on this node and
-        newer than the newest checkpoint on the shared tier, and this node must have copies of the
-        files of a silent rank. Return the part of the newest step of that kind, or None if there is
-        none.
+        An older step is tried only if the newest of the ``failures`` steps has silent ranks, which
+        are the ranks that ``_silent_ranks`` returns. The older step must be committed on this node
+        and newer than the newest checkpoint on the shared tier, and this node must have copies of
+        the files of a silent rank. Return the part of the newest step of that kind, or None if
+        there is none.
         """
-        silent = self._unsettled(self._folder(max(failed))) if failed else set[int]()
-        there = self._newest_there()
+        silent = self._silent_ranks(self._folder(max(failures))) if failures else set[int]()
+        newest_number = self._newest_number()
         return next(
             (
                 part
                 for ref, part in parts.items()
-                if ref not in failed and ref.step > there
+                if ref not in failures and ref.step > newest_number
                 if part.is_committed and part.copies & silent
             ),
             None,
         )
 
-    def _going(self, parts: dict[StepRef, _Part]) -> list[StepRef]:
+    def _refs_to_bring(self, parts: dict[StepRef, _Part]) -> list[StepRef]:
         """Return the steps to bring, newest first.
 
         They are this node's newest committed step, the committed steps that the shared tier lacks
@@ -308,13 +314,13 @@ class NodeParts:
         steps count only if they are newer than the newest checkpoint on the shared tier. A begun
         step counts only if ``parts`` has this node's part of it.
         """
-        there = self._newest_there()
-        line = [part.stored for part in parts.values() if part.is_committed]
-        newest = [held for held in line[:1] if held.ref.step > there]
-        lacking = self._copier.missing_steps(line, self._job.backlog + 1)
-        begun = [ref for ref in self._begun() if ref in parts and ref.step > there]
-        going = {*(held.ref for held in (*newest, *lacking)), *begun}
-        return sorted(going, reverse=True)
+        newest_number = self._newest_number()
+        line = [part.step for part in parts.values() if part.is_committed]
+        newest = [step for step in line[:1] if step.ref.step > newest_number]
+        missing_steps = self._copier.missing_steps(line, self._job.backlog + 1)
+        begun_refs = [ref for ref in self._attempts() if ref in parts and ref.step > newest_number]
+        refs = {*(step.ref for step in (*newest, *missing_steps)), *begun_refs}
+        return sorted(refs, reverse=True)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -326,25 +332,25 @@ class NodeParts:
                 another node or the manifest has not arrived in time.
             IntegrityError: No tier of this node has the files of a rank intact.
         """
-        ref, target, folder = part.stored.ref, self._target, self._folder(part.stored.ref)
+        ref, target, folder = part.step.ref, self._target, self._folder(part.step.ref)
         began = time.perf_counter()
         brings = self._settle(part, folder)
         if not is_committed(target, ref):
-            copying = time.perf_counter()
-            self._copy(part, folder, self._here | brings)
-            self._replace_silent(part, folder, time.perf_counter() - copying)
+            copy_began = time.perf_counter()
+            self._copy(part, folder, self._node_ranks | brings)
+            self._replace_silent(part, folder, time.perf_counter() - copy_began)
         manifest = self._manifest(part)
         while not is_committed(target, ref):
-            lacking = self._lacks_fragments(folder)
-            if not lacking and manifest is not None:
+            missing_ranks = self._lacks_fragments(folder)
+            if not missing_ranks and manifest is not None:
                 commit_parts(folder, manifest, self._copier.confirm)
                 break
             if time.monotonic() > self._deadline:
                 raise CommitError(
                     f"step {ref.step} on {target.url} waits for the agents of other nodes: "
                     + (
-                        f"the files of rank(s) {rank_list(lacking)} are missing"
-                        if lacking
+                        f"the files of rank(s) {rank_list(missing_ranks)} are missing"
+                        if missing_ranks
                         else "its manifest is missing, which this node does not have"
                     )
                 )
@@ -372,16 +378,16 @@ class NodeParts:
         ref, url = folder.ref, self._target.url
 
         def is_settled() -> bool:
-            return is_committed(self._target, ref) or not self._unsettled(folder)
+            return is_committed(self._target, ref) or not self._silent_ranks(folder)
 
         if self._await(is_settled):
             return set()
-        if brings := mark_to_bring(folder, part.copies & self._unsettled(folder)):
+        if brings := mark_to_bring(folder, part.copies & self._silent_ranks(folder)):
             self._log_silent(ref, brings)
             self._deadline = time.monotonic() + _PATIENCE_SECONDS
             if self._await(is_settled):
                 return brings
-        missing = rank_list(self._unsettled(folder))
+        missing = rank_list(self._silent_ranks(folder))
         raise CommitError(
             f"step {ref.step} is not brought to {url} yet: rank(s) {missing} have not "
             "ended, or their nodes do not have the step, or have no agent"
@@ -416,8 +422,8 @@ class NodeParts:
 
     def _copy(self, part: _Part, folder: StepFolder, ranks: Collection[int]) -> None:
         """Copy the files of ``ranks`` from this node to the shared tier."""
-        on_progress = progress_of(part.stored.ref.step, self._target.url, self._report)
-        meter = Meter(part.stored.staged_bytes or part.stored.stored_bytes, on_progress)
+        on_progress = progress_of(part.step.ref.step, self._target.url, self._report)
+        meter = Meter(part.step.staged_bytes or part.step.stored_bytes, on_progress)
         for rank in sorted(ranks):
             self._copier.confirm()
             copy_rank(part.stores, folder, rank, self._copier.tier.tier.codec, meter.add)
@@ -427,9 +433,9 @@ class NodeParts:
         intact.
         """
         for store in part.stores:
-            if is_committed(store, part.stored.ref):
+            if is_committed(store, part.step.ref):
                 try:
-                    return read_packed(store, part.stored.ref)[0]
+                    return read_packed(store, part.step.ref)[0]
                 except IntegrityError as error:
                     _log.warning("ckpt: %s", error)
         return None
@@ -437,7 +443,7 @@ class NodeParts:
     def _lacks_ends(self, folder: StepFolder) -> set[int]:
         return self._ranks - noted_ends(folder)
 
-    def _unsettled(self, folder: StepFolder) -> set[int]:
+    def _silent_ranks(self, folder: StepFolder) -> set[int]:
         """Return the ranks that may still remove their files of a step from the shared tier: those
         that are not noted as ended, and whose files no agent has marked to bring.
         """

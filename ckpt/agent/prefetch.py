@@ -28,7 +28,7 @@ from ckpt.storage.tiers import OpenTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetched:
+class PrefetchResult:
     """The result of a prefetch for one tier.
 
     Attributes:
@@ -48,18 +48,18 @@ class Prefetched:
 
 
 def prefetch(
-    far: StorageBackend,
+    source: StorageBackend,
     near: Sequence[OpenTier],
     ref: StepRef,
     workers: Workers,
     *,
     latest: bool = False,
     on_progress: OnProgress | None = None,
-) -> list[Prefetched]:
-    """Copy the step ``ref``, which is a checkpoint on ``far``, to each tier of ``near``.
+) -> list[PrefetchResult]:
+    """Copy the step ``ref``, which is a checkpoint on ``source``, to each tier of ``near``.
 
     Args:
-        far: The store that has the step.
+        source: The store that has the step.
         near: The tiers that get the step, nearest first. None of them is in memory.
         ref: The step.
         workers: The threads that copy.
@@ -73,20 +73,20 @@ def prefetch(
     Raises:
         RootInUse: The owner of a tier is alive, or another job has taken the root meanwhile.
         OutOfSpace: A tier has no room for the step, or has filled up during the copy.
-        IntegrityError: The step is damaged on ``far``, and intact on no nearer tier.
+        IntegrityError: The step is damaged on ``source``, and intact on no nearer tier.
         StorageError: A store has failed.
     """
-    done: list[Prefetched] = []
-    sources = [far]
+    results: list[PrefetchResult] = []
+    sources = [source]
     for tier in near:
-        there = committed(tier.backend)  # the newest first
-        if ref in there or (latest and there and there[0] > ref):
-            done.append(Prefetched(tier=tier.url, ref=ref if ref in there else there[0]))
+        refs = committed(tier.backend)  # the newest first
+        if ref in refs or (latest and refs and refs[0] > ref):
+            results.append(PrefetchResult(tier=tier.url, ref=ref if ref in refs else refs[0]))
         else:
-            done.append(_fill(tier, ref, sources, workers, on_progress))
-        if done[-1].ref == ref:
+            results.append(_fill(tier, ref, sources, workers, on_progress))
+        if results[-1].ref == ref:
             sources.insert(len(sources) - 1, tier.backend)
-    return done
+    return results
 
 
 def _fill(
@@ -95,7 +95,7 @@ def _fill(
     sources: Sequence[StorageBackend],
     workers: Workers,
     on_progress: OnProgress | None,
-) -> Prefetched:
+) -> PrefetchResult:
     """Copy a step to one tier. Each chunk comes from the first of ``sources`` that has it intact.
     Raises the errors of ``prefetch``.
     """
@@ -103,7 +103,7 @@ def _fill(
     _check_owner(tier, owner)
     folder = StepFolder(tier.backend, ref, workers)
     origin = TieredReader(sources, ref, retry=folder.retry)
-    _check_room(tier, origin.whole(lambda found: origin.fill(found, None)).manifest, ref)
+    _check_room(tier, origin.whole(lambda manifest: origin.fill(manifest, None)).manifest, ref)
     report = fetch_step(
         sources,
         folder,
@@ -111,7 +111,7 @@ def _fill(
         codec=tier.tier.codec,
         confirm=partial(_check_owner, tier, owner),
     )
-    return Prefetched(
+    return PrefetchResult(
         tier=tier.url,
         ref=ref,
         nbytes=report.nbytes,
@@ -120,10 +120,12 @@ def _fill(
     )
 
 
-def _check_owner(tier: OpenTier, before: Owner | None) -> None:
-    """Raise ``RootInUse`` if the root has an owner that is alive or is not ``before``."""
+def _check_owner(tier: OpenTier, earlier_owner: Owner | None) -> None:
+    """Raise ``RootInUse`` if the root has an owner that is alive or is not ``earlier_owner``."""
     owner = read_owner(tier.backend)
-    if owner is not None and (owner.alive or before is None or owner.attempt != before.attempt):
+    if owner is not None and (
+        owner.alive or earlier_owner is None or owner.attempt != earlier_owner.attempt
+    ):
         raise RootInUse(tier.url, str(owner), is_same_process=owner.here_too)
 
 
@@ -132,20 +134,20 @@ def _check_room(tier: OpenTier, manifest: Manifest, ref: StepRef) -> None:
     the source, the size of the copy is not known yet, so the size without a codec counts.
     """
     backend, capacity = tier.backend, tier.tier.capacity_bytes
-    alike = has_codec(manifest, tier.tier.codec)
-    there = sum(info.size for info in own_objects(backend, ref))
-    needed = (manifest.stored_bytes if alike else manifest.nbytes) - there
+    is_alike = has_codec(manifest, tier.tier.codec)
+    present_bytes = sum(info.size for info in own_objects(backend, ref))
+    demand = (manifest.stored_bytes if is_alike else manifest.nbytes) - present_bytes
     ways = "remove steps there, or name another tier"
     if capacity is not None:
-        used = sum(held.nbytes for held in Inventory(backend).look())
-        if used + needed > capacity:
+        used_bytes = sum(step.nbytes for step in Inventory(backend).look())
+        if used_bytes + demand > capacity:
             raise OutOfSpace(
                 ref.folder,
-                f"{tier.url} has {size(used)} of its capacity of {size(capacity)}, and the step "
-                f"needs {size(needed)} more: {ways}",
+                f"{tier.url} has {size(used_bytes)} of its capacity of {size(capacity)}, and the "
+                f"step needs {size(demand)} more: {ways}",
             )
-    if isinstance(backend, HasSpace) and (free := backend.free_bytes()) < needed:
+    if isinstance(backend, HasSpace) and (free := backend.free_bytes()) < demand:
         raise OutOfSpace(
             ref.folder,
-            f"{tier.url} has {size(free)} free, and the step needs {size(needed)}: {ways}",
+            f"{tier.url} has {size(free)} free, and the step needs {size(demand)}: {ways}",
         )

@@ -194,28 +194,28 @@ def register(
     """
     if config.agent == "off":
         return None
-    me = Owner.of_this_process(coordinator.attempt)
+    own = Owner.of_this_process(coordinator.attempt)
     nodes = next((tier.nodes for tier in tiers if tier.nodes is not None), None)
     node = on_node(coordinator, nodes)
-    node.post(_SUBJECT, msgspec.json.encode(me))
-    made: Registration | None = None
+    node.post(_SUBJECT, msgspec.json.encode(own))
+    registration: Registration | None = None
 
     def copier(target: OpenTier) -> AgentCopier:
-        return AgentCopier(_job(me, [me], tiers, config), coordinator.rank, config, target)
+        return AgentCopier(_job(own, [own], tiers, config), coordinator.rank, config, target)
 
     def decide() -> str:
-        nonlocal made
-        posted = gather(node, _SUBJECT, Wait(_START_SECONDS, "the manager"))
-        ranks = [msgspec.json.decode(data, type=Owner) for data in posted.values()]
+        nonlocal registration
+        messages = gather(node, _SUBJECT, Wait(_START_SECONDS, "the manager"))
+        ranks = [msgspec.json.decode(data, type=Owner) for data in messages.values()]
         try:
-            job = _job(me, ranks, tiers, config)
+            job = _job(own, ranks, tiers, config)
             if nodes is not None:
                 job = _of_node(job, nodes, coordinator.rank, tiers)
             # The trainer resolves the links, since it uses these file systems in any case.
             roots = tuple(canonical(url) for url in urls_of(job))
             job = msgspec.structs.replace(job, before=_owners_of(tiers), roots=roots)
             job = msgspec.structs.replace(job, marks=_marks_of(tiers))
-            made = Registration(job, copier, notify)
+            registration = Registration(job, copier, notify)
         except CkptError as error:
             return str(error)
         return ""
@@ -226,9 +226,9 @@ def register(
     if nodes is not None:
         refusal = _refusal_of_all(coordinator, nodes, refusal)
     if not refusal:
-        return made or Registration(None, copier, notify)
-    if made is not None:
-        made.forget()
+        return registration or Registration(None, copier, notify)
+    if registration is not None:
+        registration.forget()
     if config.agent == "required":
         raise AgentError(f'{refusal} (agent="required")')
     if coordinator.rank == LEADER:
@@ -263,15 +263,15 @@ def _register(job: Job) -> Connection:
     return reach_and_ask(job)[0]
 
 
-def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
+def _job(own: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
     """Return the job as a message for the agent. ``ranks`` are the records of its processes.
     ``Job.processes`` contains only the processes on the machine and in the process namespace of
-    ``me``.
+    ``own``.
     """
-    here = [rank for rank in ranks if rank.machine == me.machine]
+    machine_ranks = [rank for rank in ranks if rank.machine == own.machine]
     return Job(
-        owner=me,
-        processes=tuple(Process(rank.pid, rank.started) for rank in here),
+        owner=own,
+        processes=tuple(Process(rank.pid, rank.started) for rank in machine_ranks),
         ranks=len(ranks),
         tiers=tuple(fields_of(tier.tier, _place_of(tier)) for tier in tiers),
         backlog=config.backlog,
@@ -290,8 +290,8 @@ def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Jo
             namespaces. Agents cannot finish such a job.
     """
     own = [tier for tier in tiers if tier.nodes is not None]
-    shared = [tier for tier in tiers if not tier.local]
-    if not shared:
+    shared_tiers = [tier for tier in tiers if not tier.local]
+    if not shared_tiers:
         raise AgentError(
             f"{own[-1].url} is each node's own, and so are all tiers of the job: an agent brings "
             "steps to a tier that all nodes share, so add one, such as an object store"
@@ -301,18 +301,18 @@ def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Jo
             "some ranks share one of their local tiers and not another, so that no agent sees all "
             "files of its ranks: let the ranks of a machine share all of its local tiers"
         )
-    if shared[0].tier.capacity is not None:
+    if shared_tiers[0].tier.capacity is not None:
         raise AgentError(
-            f"{shared[0].url} has a capacity, which the agents of several nodes cannot keep "
+            f"{shared_tiers[0].url} has a capacity, which the agents of several nodes cannot keep "
             "together: use keep_last there"
         )
-    here = nodes.mates(rank)
-    if len(job.processes) != len(here):
+    node_ranks = nodes.mates(rank)
+    if len(job.processes) != len(node_ranks):
         raise AgentError(
             "the ranks of a node are in several process namespaces, as containers have, and its "
             "agent sees only some of them: let them share one"
         )
-    return msgspec.structs.replace(job, here=here, ranks=len(nodes.of))
+    return msgspec.structs.replace(job, here=node_ranks, ranks=len(nodes.of))
 
 
 def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str:
@@ -328,33 +328,33 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
 
     def decide() -> str:
         wait = Wait(_START_SECONDS, "the manager")
-        posted = gather(coordinator, _ALL_NODES, wait, ranks=nodes.lowest_ranks).values()
-        answers = [msgspec.json.decode(data, type=tuple[str, str]) for data in posted]
-        why = next((why for why, _ in answers if why), "")
-        if not why and len({agent for _, agent in answers}) < len(answers):
-            why = (
+        messages = gather(coordinator, _ALL_NODES, wait, ranks=nodes.lowest_ranks).values()
+        answers = [msgspec.json.decode(data, type=tuple[str, str]) for data in messages]
+        reason = next((reason for reason, _ in answers if reason), "")
+        if not reason and len({agent for _, agent in answers}) < len(answers):
+            reason = (
                 "two groups of ranks that share no local tier have the same agent: let the ranks "
                 "of a machine share /dev/shm and its folders, or give each group an agent of its "
                 "own (CKPT_AGENT_FOLDER)"
             )
-        return why
+        return reason
 
     wait = Wait(_START_SECONDS + 60, "the registration with the agents")
-    found = leader_decides(coordinator, _ALL_NODES, decide, wait, str)
+    refusal_of_all = leader_decides(coordinator, _ALL_NODES, decide, wait, str)
     coordinator.forget(_ALL_NODES)
-    return found
+    return refusal_of_all
 
 
 def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
     """Return the attempts that own the roots of ``tiers``. A store that fails, or does not answer
     within ``_LOOK_SECONDS``, is left out.
     """
-    looking = Workers("owners", len(tiers))
-    looked = wait([looking.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)
-    if not looked.not_done:
-        looking.close()
-    found = [one.result() for one in looked.done if one.exception() is None]
-    return tuple({owner.attempt for owner in found if owner is not None})
+    workers = Workers("owners", len(tiers))
+    looks = wait([workers.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)
+    if not looks.not_done:
+        workers.close()
+    owners = [look.result() for look in looks.done if look.exception() is None]
+    return tuple({owner.attempt for owner in owners if owner is not None})
 
 
 def _marks_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
@@ -362,11 +362,11 @@ def _marks_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
     the agent makes none. The text is empty for a tier without such a mark, and for one that fails
     or does not answer within ``_LOOK_SECONDS``.
     """
-    looking = Workers("roots", len(tiers))
-    looks = [looking.submit(_mark_of, tier) for tier in tiers]
-    done, hanging = wait(looks, _LOOK_SECONDS)
-    if not hanging:
-        looking.close()
+    workers = Workers("roots", len(tiers))
+    looks = [workers.submit(_mark_of, tier) for tier in tiers]
+    done, pending = wait(looks, _LOOK_SECONDS)
+    if not pending:
+        workers.close()
     return tuple(
         look.result() if look in done and look.exception() is None else "" for look in looks
     )

@@ -62,7 +62,7 @@ class Scrub:
     """
 
     def __init__(self, order: Order, workers: Workers, report: OnReport) -> None:
-        self._job, self._known = order.job, frozenset(order.verified)
+        self._job, self._fresh_steps = order.job, frozenset(order.verified)
         self._workers, self._report = workers, report
         self._pace = Pace(order.job.scrub_mb_per_s)
         self._errors: dict[str, str] = {}
@@ -70,11 +70,11 @@ class Scrub:
         self._silent: set[str] = set()
         """The URLs of the tiers that do not answer or deny access. They are not asked again."""
         self._tiers: list[OpenTier] = []
-        for index, given in enumerate(order.job.open_as()):
+        for index, settings in enumerate(order.job.open_as()):
             try:
                 self._tiers.append(open_tier(order.job, index))
             except CkptError as error:
-                self._errors[given.url] = str(error)
+                self._errors[settings.url] = str(error)
 
     def __enter__(self) -> Self:
         return self
@@ -89,11 +89,11 @@ class Scrub:
 
         A ``CkptError`` is not raised. The outcome has the first one. ``RootInUse`` is only logged.
         """
-        there: list[tuple[StepRef, _Root]] = []
+        due: list[tuple[StepRef, _Root]] = []
         for tier in self._tiers:
             if not tier.in_memory and self._verifies(tier):
-                self._attempt(tier, partial(self._find, tier, there))
-        for ref, root in sorted(there, key=lambda one: (-one[0].step, one[1].tier.index)):
+                self._attempt(tier, partial(self._find, tier, due))
+        for ref, root in sorted(due, key=lambda pair: (-pair[0].step, pair[1].tier.index)):
             if root.tier.url not in self._silent:
                 self._attempt(root.tier, partial(self._scrub, root, ref))
         if self._errors:
@@ -104,8 +104,8 @@ class Scrub:
         """Return True if the agent of this node verifies ``tier``, and not the agent of another
         node.
         """
-        here = self._job.here
-        return not here or tier.local or LEADER in here
+        node_ranks = self._job.here
+        return not node_ranks or tier.local or LEADER in node_ranks
 
     def _attempt(self, tier: OpenTier, work: Callable[[], None]) -> None:
         """Call ``work``, and note its ``CkptError`` for ``tier`` instead of raising it. Other tiers
@@ -137,28 +137,28 @@ class Scrub:
         refs = committed(tier.backend)
         if ranks is not None:  # An earlier job may have had other ranks on this node
             refs = [ref for ref in refs if ref.job == self._job.owner.attempt]
-        due += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
+        due += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._fresh_steps]
 
     def _scrub(self, root: _Root, ref: StepRef) -> None:
         """Verify a step, mend it if it is damaged, report the result, and record it in the journals
         of the tiers. Report and record nothing if another process has removed the step meanwhile.
         """
         began, url = time.perf_counter(), root.tier.url
-        found, why = dict[str, Fault](), ""
+        faults, reason = dict[str, Fault](), ""
         report = self._verify(root, ref)
-        while fresh := {fault.key: fault for fault in report.faults if fault.key not in found}:
+        while fresh := {fault.key: fault for fault in report.faults if fault.key not in faults}:
             # Once a manifest or fragment is mended, more damage may become visible. The next pass
             # of this loop mends it.
-            found |= fresh
+            faults |= fresh
             if is_committed(root.tier.backend, ref):
                 mend = self._mend if root.ranks is None else self._mend_part
-                why = mend(root, ref, report.faults)
+                reason = mend(root, ref, report.faults)
             report = self._verify(root, ref)
         if not is_committed(root.tier.backend, ref):
             return
-        left = {fault.key for fault in report.faults}
-        damage = _damage_of(found, left, why)
-        mended = tuple(key for key in found if key not in left)
+        damaged_keys = {fault.key for fault in report.faults}
+        damage = _damage_of(faults, damaged_keys, reason)
+        mended_keys = tuple(key for key in faults if key not in damaged_keys)
         self._report(
             Verified(
                 step=ref.step,
@@ -166,7 +166,7 @@ class Scrub:
                 folder=ref.folder,
                 nbytes=report.verified_bytes,
                 seconds=time.perf_counter() - began,
-                mended=mended,
+                mended=mended_keys,
                 damage=damage,
             )
         )
@@ -178,16 +178,18 @@ class Scrub:
 
     def _verify(self, root: _Root, ref: StepRef) -> VerifyReport:
         """Compare a step with its checksums at the rate of the job, and report the progress."""
-        before, url = 0, root.tier.url
+        last_bytes, url = 0, root.tier.url
         report = at_intervals(
-            lambda done, total: self._report(Verifying(ref.step, url, done, total))
+            lambda done_bytes, total_bytes: self._report(
+                Verifying(ref.step, url, done_bytes, total_bytes)
+            )
         )
 
-        def progress(done: int, total: int) -> None:
-            nonlocal before
-            self._pace.spend(done - before)
-            before = done
-            report(done, total)
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal last_bytes
+            self._pace.spend(done_bytes - last_bytes)
+            last_bytes = done_bytes
+            report(done_bytes, total_bytes)
 
         return verify_step(
             root.tier.backend,
@@ -203,7 +205,7 @@ class Scrub:
         """
         try:
             mend_step(
-                self._others(root, ref),
+                self._sources(root, ref),
                 StepFolder(root.tier.backend, ref, self._workers),
                 faults,
                 codec=root.tier.tier.codec,
@@ -220,26 +222,29 @@ class Scrub:
         """Write the files of each rank of this node that has a damaged file again. The manifest is
         not mended. Return and raise the same as ``_mend``.
         """
-        others, folder = self._others(root, ref), StepFolder(root.tier.backend, ref, self._workers)
-        why, codec = "", root.tier.tier.codec
+        sources, folder = (
+            self._sources(root, ref),
+            StepFolder(root.tier.backend, ref, self._workers),
+        )
+        reason, codec = "", root.tier.tier.codec
         keys = {fault.key for fault in faults} - {ref.manifest}
         ranks = {rank_of(key.rpartition("/")[2]) for key in keys}
         try:
-            named = read_packed(folder.backend, ref)[0].fragments if ranks else ()
+            fragments = read_packed(folder.backend, ref)[0].fragments if ranks else ()
         except CkptError as error:
             return str(error)
-        for fragment in (each for each in named if each.rank in ranks):
+        for fragment in (part for part in fragments if part.rank in ranks):
             root.claim.confirm_removal()
             try:
-                mend_rank(others, folder, fragment, codec, self._pace.spend)
+                mend_rank(sources, folder, fragment, codec, self._pace.spend)
             except CkptError as error:
-                why = why or str(error)
-        return why
+                reason = reason or str(error)
+        return reason
 
-    def _others(self, root: _Root, ref: StepRef) -> list[StorageBackend]:
+    def _sources(self, root: _Root, ref: StepRef) -> list[StorageBackend]:
         """Return the stores of the other tiers on which the step is committed, nearest first."""
-        others = [tier.backend for tier in self._tiers if tier is not root.tier]
-        return [store for store in others if _has(store, ref)]
+        stores = [tier.backend for tier in self._tiers if tier is not root.tier]
+        return [store for store in stores if _has(store, ref)]
 
 
 def _has(store: StorageBackend, ref: StepRef) -> bool:
@@ -252,17 +257,17 @@ def _has(store: StorageBackend, ref: StepRef) -> bool:
         return False
 
 
-def _damage_of(found: Mapping[str, Fault], left: Collection[str], why: str) -> str:
+def _damage_of(faults: Mapping[str, Fault], damaged_keys: Collection[str], reason: str) -> str:
     """Return a text about the damage that could not be mended; empty if all damage was mended.
 
     Args:
-        found: The faults that all passes have found, by the keys of their files.
-        left: The keys of the files that are still damaged.
-        why: Why a file could not be mended.
+        faults: The faults that all passes have found, by the keys of their files.
+        damaged_keys: The keys of the files that are still damaged.
+        reason: Why a file could not be mended.
     """
-    if not left:
+    if not damaged_keys:
         return ""
-    first = next(fault for key, fault in found.items() if key in left)
-    more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-    reason = f": {why}" if why else ""
-    return f"{first.key} {first.what}{more}, and no tier could mend it{reason}"
+    fault = next(fault for key, fault in faults.items() if key in damaged_keys)
+    count_text = f" (and {len(damaged_keys) - 1} more)" if len(damaged_keys) > 1 else ""
+    reason_text = f": {reason}" if reason else ""
+    return f"{fault.key} {fault.what}{count_text}, and no tier could mend it{reason_text}"

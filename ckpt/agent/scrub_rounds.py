@@ -22,7 +22,7 @@ _LOOK_SECONDS: Final = 300.0
 ``again_seconds / 4`` is shorter, it is used instead.
 """
 _MOST_JOBS: Final = 64
-_DAMAGED: Final = 24
+_DAMAGED_RATE: Final = 24
 """A damaged step is verified this many times as often as an intact step."""
 
 
@@ -32,20 +32,20 @@ class _Round:
 
     Attributes:
         next_at: When the next round begins, by the monotonic clock.
-        seen: For each verified step, as "URL FOLDER": the time of its last verification, by the
+        results: For each verified step, as "URL FOLDER": the time of its last verification, by the
             monotonic clock, and the result.
-        verifying: The progress of the step that is being verified; None if there is none.
-        mended: How many damaged files were written again.
+        progress: The progress of the step that is being verified; None if there is none.
+        mended_count: How many damaged files were written again.
         error: Why the last round could not verify all tiers; empty if it could.
     """
 
     job: Job
     next_at: float
-    seen: dict[str, tuple[float, Verified]] = field(
+    results: dict[str, tuple[float, Verified]] = field(
         default_factory=dict[str, tuple[float, Verified]]
     )
-    verifying: Verifying | None = None
-    mended: int = 0
+    progress: Verifying | None = None
+    mended_count: int = 0
     error: str = ""
 
 
@@ -80,9 +80,9 @@ class Rounds:
         if not job.scrub_mb_per_s:
             return
         next_at = time.monotonic() + self._look_seconds
-        known = self._rounds.get(job.owner.attempt)
-        if known is not None:
-            known.job, known.next_at = job, next_at
+        run = self._rounds.get(job.owner.attempt)
+        if run is not None:
+            run.job, run.next_at = job, next_at
         else:
             self._rounds[job.owner.attempt] = _Round(job, next_at)
             self.forget(list(self._rounds)[:-_MOST_JOBS])
@@ -96,7 +96,7 @@ class Rounds:
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
         """Return the locations of the tiers of each job, by the job's attempt."""
-        return {name: roots_of(each.job) for name, each in self._rounds.items()}
+        return {name: roots_of(run.job) for name, run in self._rounds.items()}
 
     def due_in(self) -> float | None:
         """Return in how many seconds the next round begins. Return None if there is no job, or if a
@@ -104,38 +104,40 @@ class Rounds:
         """
         if self._worker is not None or not self._rounds:
             return None
-        return max(0.0, min(each.next_at for each in self._rounds.values()) - time.monotonic())
+        return max(0.0, min(run.next_at for run in self._rounds.values()) - time.monotonic())
 
-    def begin(self, where: Workplace) -> None:
+    def begin(self, workplace: Workplace) -> None:
         """Start a round for the job that has been due for the longest time.
 
         Args:
-            where: The resources for the worker.
+            workplace: The resources for the worker.
 
         Raises:
             OSError: No worker can be started. The round begins some minutes later.
         """
-        now = time.monotonic()
-        self._runs = run = min(self._rounds.values(), key=lambda each: each.next_at)
-        run.next_at = now + self._look_seconds
-        run.seen = {
-            key: (at, last)
-            for key, (at, last) in run.seen.items()
+        time_now = time.monotonic()
+        self._runs = run = min(self._rounds.values(), key=lambda candidate: candidate.next_at)
+        run.next_at = time_now + self._look_seconds
+        run.results = {
+            key: (date, result)
+            for key, (date, result) in run.results.items()
             # Older results are of steps that were removed: an existing step would have been
             # verified again since.
-            if now - at < 2 * self._again_seconds + _LOOK_SECONDS
+            if time_now - date < 2 * self._again_seconds + _LOOK_SECONDS
         }
         fresh = [
-            key for key, (at, last) in run.seen.items() if now - at < self._pause_seconds(last)
+            key
+            for key, (date, result) in run.results.items()
+            if time_now - date < self._pause_seconds(result)
         ]
         order = Order(run.job, "scrub", tuple(fresh))
-        self._worker = Worker(order, where, partial(self._take_in, run), self._on_end)
+        self._worker = Worker(order, workplace, partial(self._take_in, run), self._on_end)
 
-    def _pause_seconds(self, last: Verified) -> float:
-        """Return how many seconds after ``last`` a step is verified again. A damaged step is tried
-        sooner, since a tier that can mend it may be available again.
+    def _pause_seconds(self, result: Verified) -> float:
+        """Return how many seconds after ``result`` a step is verified again. A damaged step is
+        tried sooner, since a tier that can mend it may be available again.
         """
-        return self._again_seconds / _DAMAGED if last.damage else self._again_seconds
+        return self._again_seconds / _DAMAGED_RATE if result.damage else self._again_seconds
 
     def _take_in(self, run: _Round, report: Report) -> None:
         """Record a report of the worker. Call ``notify`` for each result for which ``_is_news`` is
@@ -143,14 +145,14 @@ class Rounds:
         """
         match report:
             case Verifying():
-                run.verifying = report
+                run.progress = report
             case Verified():
                 if _is_news(run, report):
                     self._notify(run.job.owner.attempt, report)
-            case Ended(_, why):
-                if why and why != run.error:
-                    _log.warning("ckpt: not all steps can be verified: %s", why)
-                run.error = why
+            case Ended(_, error):
+                if error and error != run.error:
+                    _log.warning("ckpt: not all steps can be verified: %s", error)
+                run.error = error
             case _:
                 pass  # Workers for other tasks send these reports
 
@@ -169,26 +171,28 @@ class Rounds:
         """Note that no round is under way."""
         self._worker = None
         if self._runs is not None:
-            self._runs.verifying = None
+            self._runs.progress = None
 
     def status(self, attempt: str) -> ScrubStatus:
         """Return the status of the verification of a job, without credentials in URLs."""
-        found = self._rounds.get(attempt)
-        if found is None:
+        run = self._rounds.get(attempt)
+        if run is None:
             return ScrubStatus()
-        now = found.verifying
-        last = [each for _, each in found.seen.values()]
+        progress = run.progress
+        results = [result for _, result in run.results.values()]
         return ScrubStatus(
-            step=now.step if now else -1,
-            tier=redact(now.tier) if now else "",
-            done_bytes=now.done_bytes if now else 0,
-            total_bytes=now.total_bytes if now else 0,
-            verified=sum(not each.damage for each in last),
-            mended=found.mended,
+            step=progress.step if progress else -1,
+            tier=redact(progress.tier) if progress else "",
+            done_bytes=progress.done_bytes if progress else 0,
+            total_bytes=progress.total_bytes if progress else 0,
+            verified=sum(not result.damage for result in results),
+            mended=run.mended_count,
             damaged=tuple(
-                f"{each.step} {redact(each.tier)}: {each.damage}" for each in last if each.damage
+                f"{result.step} {redact(result.tier)}: {result.damage}"
+                for result in results
+                if result.damage
             ),
-            error=found.error,
+            error=run.error,
         )
 
 
@@ -198,14 +202,14 @@ def _is_news(run: _Round, report: Verified) -> bool:
     mended, log nothing and return False. Otherwise return True.
     """
     key = f"{report.tier} {report.folder}"
-    _, before = run.seen.get(key, (0.0, None))
-    run.seen[key] = time.monotonic(), report
-    run.mended += len(report.mended)
-    where = f"step {report.step} on {redact(report.tier)}"
+    _, last_result = run.results.get(key, (0.0, None))
+    run.results[key] = time.monotonic(), report
+    run.mended_count += len(report.mended)
+    subject = f"step {report.step} on {redact(report.tier)}"
     for name in report.mended:
-        _log.warning("ckpt: %s was damaged, and is mended: %s", where, name)
+        _log.warning("ckpt: %s was damaged, and is mended: %s", subject, name)
     if report.damage:
-        if before is not None and before.damage and not report.mended:
+        if last_result is not None and last_result.damage and not report.mended:
             return False
-        _log.error("ckpt: %s is damaged: %s", where, report.damage)
+        _log.error("ckpt: %s is damaged: %s", subject, report.damage)
     return True

@@ -64,7 +64,7 @@ have removed it.
 """
 _GIVE_UP_SECONDS: Final = 24 * 3600.0
 """For how long after the end of its trainer the agent tries to finish a job."""
-_REMEMBERED: Final = 16
+_MAX_JOBS_LISTED: Final = 16
 """The status lists at most this many jobs that are over."""
 _CONNECTIONS: Final = 256
 _MOST_WORKERS: Final = 8
@@ -84,13 +84,13 @@ class _Caller:
     Attributes:
         attempt: The attempt of the job that the process has registered on this connection; empty if
             it has registered none.
-        unread: The bytes that were received and are not decoded yet.
+        buffer: The bytes that were received and are not decoded yet.
     """
 
     connection: socket.socket
     pid: int
     attempt: str = ""
-    unread: bytearray = field(default_factory=bytearray)
+    buffer: bytearray = field(default_factory=bytearray)
 
 
 class Agent:
@@ -116,19 +116,19 @@ class Agent:
     ) -> None:
         self._folder, self._rounds = folder, Rounds(scrub_seconds, self._tell_trainer)
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
-        self._listening: socket.socket | None = None
+        self._listener: socket.socket | None = None
         self._listens, self._may_work = Lock(folder, "listen"), Lock(folder, "work")
-        self._works = self._ends = self._full = self._signalled = False
-        self._started, self._busy = time.time(), time.monotonic()
+        self._works = self._ends = self._full = self._has_signal = False
+        self._start_time, self._busy = time.time(), time.monotonic()
         self._jobs: list[WatchedJob] = []
-        self._over: list[JobStatus] = []
+        self._past_jobs: list[JobStatus] = []
         self._given_up: list[JobStatus] = []
-        self._asking: _Caller | None = None
+        self._asker: _Caller | None = None
         self._socket = (0, 0)
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
         self._workplace = Workplace(folder, self._may_work, self._selector)
-        self._lent: dict[Worker, str] = {}
+        self._copy_workers: dict[Worker, str] = {}
 
     def listen(self) -> bool:
         """Open the socket, and return True. Return False if another agent has it."""
@@ -141,30 +141,30 @@ class Agent:
         """Make the socket, in place of an old one, and accept callers there."""
         with suppress(FileNotFoundError):
             os.unlink(self._folder.socket)
-        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         mask = os.umask(0o177)
         try:
-            found.bind(self._folder.socket)
+            listener.bind(self._folder.socket)
         except OSError:
-            found.close()
+            listener.close()
             raise
         finally:
             os.umask(mask)
-        if self._listening is not None:
-            self._hear_no_caller(self._listening)
-            self._listening.close()
-        self._listening, self._socket = found, identity(self._folder.socket)
-        found.listen(_CONNECTIONS)
+        if self._listener is not None:
+            self._hear_no_caller(self._listener)
+            self._listener.close()
+        self._listener, self._socket = listener, identity(self._folder.socket)
+        listener.listen(_CONNECTIONS)
         self._hear_callers()
 
     def _hear_callers(self) -> None:
         """Accept callers from now on."""
-        if self._listening is not None and self._listening not in self._selector.get_map():
-            self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        if self._listener is not None and self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _hear_no_caller(self, listening: socket.socket) -> None:
+    def _hear_no_caller(self, listener: socket.socket) -> None:
         with suppress(KeyError):  # The agent had no free descriptor, and accepts no caller already
-            self._selector.unregister(listening)
+            self._selector.unregister(listener)
 
     def run(self) -> None:
         """Run the loop until the agent has been idle for ``idle_seconds``, or until its work is
@@ -200,21 +200,21 @@ class Agent:
     # -- planning ----------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        if self._jobs or self._lent:
+        if self._jobs or self._copy_workers:
             self._busy = time.monotonic()
             return False
         return self._ends or time.monotonic() - self._busy > self._idle_seconds
 
     def _patience(self) -> float | None:
         """Return how many seconds the loop may wait for events; None for no limit."""
-        now = time.monotonic()
-        waits = [] if self._listening is None else [_SOCKET_SECONDS]
+        time_now = time.monotonic()
+        waits = [] if self._listener is None else [_SOCKET_SECONDS]
         if (round_in := self._scrubs_in()) is not None:
             waits.append(max(_LOOK_SECONDS, round_in))
         if not self._jobs:
-            waits.append(max(0.0, self._busy + self._idle_seconds - now) + _LOOK_SECONDS)
+            waits.append(max(0.0, self._busy + self._idle_seconds - time_now) + _LOOK_SECONDS)
         waits += [
-            max(_LOOK_SECONDS, job.next_at - now)
+            max(_LOOK_SECONDS, job.next_at - time_now)
             for job in self._jobs
             if job.waits and not self._is_held_up(job)
         ]
@@ -225,7 +225,7 @@ class Agent:
         verification. An agent that ends and only has memory left to free releases ``work.lock``.
         """
         due = [job for job in self._jobs if job.waits and time.monotonic() >= job.next_at]
-        frees = self._ends and all(job.settled for job in self._jobs)
+        frees = self._ends and all(job.is_settled for job in self._jobs)
         if frees and self._works and not any(job.worker for job in self._jobs):
             self._works = False
             self._may_work.release()
@@ -234,13 +234,13 @@ class Agent:
         # A job that has failed often comes last, so that a store that hangs delays no other job.
         due.sort(key=lambda job: job.failures)
         for job in due if self._works or frees else ():
-            working = sum(other.worker is not None for other in self._jobs)
-            if working < _MOST_WORKERS and not self._is_held_up(job):
+            worker_count = sum(other_job.worker is not None for other_job in self._jobs)
+            if worker_count < _MOST_WORKERS and not self._is_held_up(job):
                 self._rounds.cancel()
                 try:
-                    job.begin(self._after)
+                    job.begin(self._after_try)
                 except OSError as error:  # The system has no memory or no process id left
-                    self._after(job, job.fail(f"no worker could be started: {error}"))
+                    self._after_try(job, job.fail(f"no worker could be started: {error}"))
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -268,7 +268,7 @@ class Agent:
 
     def _tell_trainer(self, attempt: str, report: Verified) -> None:
         """Send the result of a verification to the trainer of the job."""
-        for caller in [each for each in self._callers if each.attempt == attempt]:
+        for caller in [caller for caller in self._callers if caller.attempt == attempt]:
             try:
                 caller.connection.sendall(encode(report))
             except OSError as error:  # The trainer notices the end of the connection
@@ -282,8 +282,10 @@ class Agent:
         worker. ``job`` must then wait.
         """
         return any(
-            other is not job and (other.runs or other.worker is not None) and other.meets(job)
-            for other in self._jobs
+            other_job is not job
+            and (other_job.runs or other_job.worker is not None)
+            and other_job.meets(job)
+            for other_job in self._jobs
         )
 
     # -- jobs --------------------------------------------------------------------------------------
@@ -310,24 +312,26 @@ class Agent:
             AgentError: The processes of the job cannot be watched.
         """
         self._check(job, caller)
-        watched = WatchedJob(job, self._workplace, self._on_death)
-        for other in [other for other in self._jobs if other.attempt == watched.attempt]:
-            self._drop(other)
+        new_job = WatchedJob(job, self._workplace, self._on_death)
+        for other_job in [
+            other_job for other_job in self._jobs if other_job.attempt == new_job.attempt
+        ]:
+            self._drop(other_job)
         self._rounds.cancel()
         self._rounds.forget(
             attempt
             for attempt, roots in self._rounds.jobs().items()
-            if attempt != watched.attempt and share_a_root(roots, watched.roots)
+            if attempt != new_job.attempt and share_a_root(roots, new_job.roots)
         )
         self._rounds.add(job)
-        for other in self._jobs:  # The new job must not wait for the worker of an earlier one
-            if other.worker is not None and other.meets(watched):
-                other.cancel()
-        self._jobs.append(watched)
-        caller.attempt = watched.attempt
-        _log.info("ckpt: job %s is registered", watched.attempt)
-        if watched.has_died:  # Its processes have ended since they sent the request
-            self._end_of_trainer(watched)
+        for other_job in self._jobs:  # The new job must not wait for the worker of an earlier one
+            if other_job.worker is not None and other_job.meets(new_job):
+                other_job.cancel()
+        self._jobs.append(new_job)
+        caller.attempt = new_job.attempt
+        _log.info("ckpt: job %s is registered", new_job.attempt)
+        if new_job.has_died:  # Its processes have ended since they sent the request
+            self._end_of_trainer(new_job)
         return Done()
 
     def _lend(self, job: Job, caller: _Caller) -> None:
@@ -340,24 +344,26 @@ class Agent:
         self._check(job, caller)
         if not self._takes_work():
             raise AgentError("an agent that it has replaced still works")
-        if len(self._lent) >= _MOST_LENT:
+        if len(self._copy_workers) >= _MOST_LENT:
             raise AgentError(f"{_MOST_LENT} of its workers copy for trainers already")
         order = Order(job, "copy", connection=caller.connection.fileno())
         try:
             worker = Worker(
-                order, self._workplace, _log_error, lambda _: self._lent.pop(worker, None)
+                order, self._workplace, _log_error, lambda _: self._copy_workers.pop(worker, None)
             )
         except OSError as error:
             raise AgentError(f"no worker could be started: {error}") from None
-        self._lent[worker] = job.owner.attempt
+        self._copy_workers[worker] = job.owner.attempt
         self._leave(caller)
 
     def _end_lent(self, attempt: str | None = None) -> None:
         """Kill the workers that copy for living trainers: those of the job ``attempt``, or all if
         ``attempt`` is None.
         """
-        for worker in [worker for worker, of in self._lent.items() if attempt in (None, of)]:
-            del self._lent[worker]
+        for worker in [
+            worker for worker, of in self._copy_workers.items() if attempt in (None, of)
+        ]:
+            del self._copy_workers[worker]
             worker.kill()
 
     def _detach(self, attempt: str) -> Answer:
@@ -389,19 +395,19 @@ class Agent:
         if self._ends:
             self._drop(job)
 
-    def _after(self, job: WatchedJob, ended: Ended) -> None:
+    def _after_try(self, job: WatchedJob, outcome: Ended) -> None:
         """Decide how to go on after a try to finish ``job`` has ended: try again later, free the
         memory of the job later, or drop the job.
         """
-        if ended.error:
-            _log.warning("ckpt: job %s: %s", job.attempt, ended.error)
-        if ended.outcome == "superseded":
+        if outcome.error:
+            _log.warning("ckpt: job %s: %s", job.attempt, outcome.error)
+        if outcome.outcome == "superseded":
             self._drop(job, "superseded")
-        elif ended.outcome == "failed":
+        elif outcome.outcome == "failed":
             if self._ends or time.monotonic() - job.ended_at > _GIVE_UP_SECONDS:
                 self._drop(job, "given up")
-        elif job.has_memory and not job.settled:
-            job.settled, job.next_at = True, time.monotonic() + self._memory_seconds
+        elif job.has_memory and not job.is_settled:
+            job.is_settled, job.next_at = True, time.monotonic() + self._memory_seconds
         else:
             self._drop(job, "done")
 
@@ -413,10 +419,10 @@ class Agent:
         job.close()
         if state:
             _log.info("ckpt: job %s is over: %s", job.attempt, state)
-            over = msgspec.structs.replace(job.status(), state=state, since=time.time())
-            self._over = [*self._over, over][-_REMEMBERED:]
+            status = msgspec.structs.replace(job.status(), state=state, since=time.time())
+            self._past_jobs = [*self._past_jobs, status][-_MAX_JOBS_LISTED:]
             if state == "given up":
-                self._given_up.append(over)
+                self._given_up.append(status)
             if state not in {"done", "closed"}:
                 self._rounds.forget([job.attempt])
         self._jobs.remove(job)
@@ -424,13 +430,13 @@ class Agent:
     # -- callers -----------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        assert self._listening is not None
+        assert self._listener is not None
         try:
-            connection, _ = self._listening.accept()
+            connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):  # The caller has closed the connection again
             return
         except OSError as error:  # This process has no free descriptor
-            self._hear_no_caller(self._listening)
+            self._hear_no_caller(self._listener)
             if not self._full:
                 self._full = True
                 _log.warning("ckpt: the agent can hear no more callers for now: %s", error)
@@ -450,8 +456,8 @@ class Agent:
 
     def _hear(self, caller: _Caller) -> None:
         try:
-            caller.unread += (data := caller.connection.recv(_READ_BYTES))
-            for frame in frames(caller.unread):
+            caller.buffer += (data := caller.connection.recv(_READ_BYTES))
+            for frame in frames(caller.buffer):
                 if (answer := self._answer(_REQUESTS.decode(frame), caller)) is None:
                     return
                 caller.connection.sendall(encode(answer))
@@ -482,7 +488,7 @@ class Agent:
                     self._lend(job, caller)
                     return None
                 case Stop(at_once, keep_memory):
-                    self._asking = caller
+                    self._asker = caller
                     self._stop(at_once=at_once, keep_memory=keep_memory)
                     return Done()
         except (AgentError, ConfigError) as error:
@@ -492,12 +498,12 @@ class Agent:
         return AgentStatus(
             version=VERSION,
             pid=os.getpid(),
-            started=self._started,
+            started=self._start_time,
             idle_seconds=self._idle_seconds,
             works=self._works,
             jobs=tuple(
                 msgspec.structs.replace(job, scrub=self._rounds.status(job.attempt))
-                for job in (*self._over, *(each.status() for each in self._jobs))
+                for job in (*self._past_jobs, *(new_job.status() for new_job in self._jobs))
             ),
         )
 
@@ -522,14 +528,14 @@ class Agent:
         self._ends = True
         if not keep_memory:
             self._memory_seconds = 0.0
-        for caller in [caller for caller in self._callers if caller is not self._asking]:
+        for caller in [caller for caller in self._callers if caller is not self._asker]:
             self._leave(caller)
         for job in list(self._jobs):
             if job.runs:
                 self._drop(job)
             elif at_once:
                 self._drop(job, "given up")
-            elif not (keep_memory and job.settled):
+            elif not (keep_memory and job.is_settled):
                 job.next_at = 0.0
 
     def _on_signal(self, ear: socket.socket) -> None:
@@ -540,14 +546,14 @@ class Agent:
         ready = {key.fd for key, _ in self._selector.select(0)}
         for job in list(self._jobs):
             job.look(ready)  # The trainer may have ended just before the signal
-        self._stop(at_once=self._signalled)
-        self._signalled = True
+        self._stop(at_once=self._has_signal)
+        self._has_signal = True
 
     def _look_for_socket(self) -> None:
         """Make the socket again if it was removed. If a lock file was removed too, another agent
         may have started in the folder, so this agent stops.
         """
-        if self._listening is None or identity(self._folder.socket) == self._socket:
+        if self._listener is None or identity(self._folder.socket) == self._socket:
             return
         if self._listens.is_in_place() and self._may_work.is_in_place():
             try:
@@ -560,12 +566,12 @@ class Agent:
             self._stop()
 
     def _stop_listening(self) -> None:
-        if self._listening is not None:
-            self._hear_no_caller(self._listening)
+        if self._listener is not None:
+            self._hear_no_caller(self._listener)
             if identity(self._folder.socket) == self._socket:
                 os.unlink(self._folder.socket)
-            self._listening.close()
-            self._listening = None
+            self._listener.close()
+            self._listener = None
             self._listens.close()
 
     def _close(self) -> None:
@@ -573,13 +579,13 @@ class Agent:
         self._end_lent()
         for job in list(self._jobs):
             self._drop(job)
-        if self._asking is not None:
+        if self._asker is not None:
             with suppress(OSError):  # The caller has not waited for the end of the agent
-                self._asking.connection.sendall(encode(Stopped(tuple(self._given_up))))
+                self._asker.connection.sendall(encode(Stopped(tuple(self._given_up))))
         self._stop_listening()
         for key in list(self._selector.get_map().values()):
-            if isinstance(found := key.fileobj, socket.socket):
-                found.close()
+            if isinstance(end := key.fileobj, socket.socket):
+                end.close()
         self._selector.close()
         self._may_work.close()
 

@@ -30,7 +30,7 @@ class WatchedJob:
 
     Args:
         job: The job.
-        where: The resources for its workers. The selector also watches the trainer's processes.
+        workplace: The resources for its workers. The selector also watches the trainer's processes.
         on_death: Called when the last process of the trainer on this node has ended.
 
     Attributes:
@@ -41,27 +41,29 @@ class WatchedJob:
     Thread safety: one thread.
     """
 
-    def __init__(self, job: Job, where: Workplace, on_death: Callable[[WatchedJob], None]) -> None:
+    def __init__(
+        self, job: Job, workplace: Workplace, on_death: Callable[[WatchedJob], None]
+    ) -> None:
         """Watch the processes of ``job`` from now on. Raises ``AgentError`` if that fails."""
-        self.job, self._where, self._on_death = job, where, on_death
+        self.job, self._workplace, self._on_death = job, workplace, on_death
         self.attempt = job.owner.attempt
         self.urls, self.roots = urls_of(job), roots_of(job)
         self._processes = _descriptors(job.processes)
         for process in self._processes:
-            where.selector.register(process, EVENT_READ, partial(self._end_process, process))
-        self.since = time.time()
+            workplace.selector.register(process, EVENT_READ, partial(self._end_process, process))
+        self.state_time = time.time()
         """When the state in ``status`` began, in seconds since 1970. It is only displayed."""
         self.next_at = 0.0
         self.ended_at = 0.0
         """When the trainer ended or detached, by the monotonic clock; 0 before that."""
-        self.settled = False
+        self.is_settled = False
         """Whether durable tiers have the steps that they should have. Then only the memory of the
         job is still to be freed.
         """
         self.failures = 0
-        self._copying: Copying | None = None
-        self._copied: list[str] = []
-        self._ended: Ended | None = None
+        self._copy_progress: Copying | None = None
+        self._copied_steps: list[str] = []
+        self._outcome: Ended | None = None
         self.worker: Worker | None = None
 
     @property
@@ -81,33 +83,33 @@ class WatchedJob:
 
     def status(self) -> JobStatus:
         """Return the status of the job, without credentials in URLs."""
-        now, copying = self._copying, self._copying or Copying(-1, "", 0, 0)
-        state = "running" if self.runs else "kept" if self.settled else "waiting"
+        progress = self._copy_progress or Copying(-1, "", 0, 0)
+        state = "running" if self.runs else "kept" if self.is_settled else "waiting"
         state = "finishing" if self.worker else state
-        planned = state in {"waiting", "kept"} and self.next_at
+        is_planned = state in {"waiting", "kept"} and self.next_at
         return JobStatus(
             attempt=self.attempt,
             state=state,
             tiers=tuple(map(redact, self.urls)),
             processes=tuple(process.pid for process in self.job.processes),
-            since=self.since,
+            since=self.state_time,
             in_parts=bool(self.job.here),
-            next_at=time.time() + self.next_at - time.monotonic() if planned else 0.0,
-            step=copying.step if now else -1,
-            to=copying.to,
-            done_bytes=copying.done_bytes,
-            total_bytes=copying.total_bytes,
-            copied=tuple(self._copied),
-            error=self._ended.error if self._ended else "",
+            next_at=time.time() + self.next_at - time.monotonic() if is_planned else 0.0,
+            step=progress.step,
+            to=progress.to,
+            done_bytes=progress.done_bytes,
+            total_bytes=progress.total_bytes,
+            copied=tuple(self._copied_steps),
+            error=self._outcome.error if self._outcome else "",
         )
 
-    def meets(self, other: WatchedJob) -> bool:
+    def meets(self, other_job: WatchedJob) -> bool:
         """Return True if the two jobs have a root in common."""
-        return share_a_root(self.roots, other.roots)
+        return share_a_root(self.roots, other_job.roots)
 
     def end(self) -> None:
         """Record that the trainer has ended or detached. A worker for the job may start at once."""
-        self.since, self.ended_at = time.time(), time.monotonic()
+        self.state_time, self.ended_at = time.time(), time.monotonic()
         self.next_at = 0.0
 
     # -- the processes of the trainer --------------------------------------------------------------
@@ -130,7 +132,7 @@ class WatchedJob:
             self._on_death(self)
 
     def _forget_process(self, process: int) -> None:
-        self._where.selector.unregister(process)
+        self._workplace.selector.unregister(process)
         self._processes.discard(process)
         os.close(process)
 
@@ -145,26 +147,26 @@ class WatchedJob:
         Raises:
             OSError: The system has no memory or no process id left.
         """
-        self._ended = self._copying = None
-        order = Order(self.job, "free" if self.settled else "finish")
+        self._outcome = self._copy_progress = None
+        order = Order(self.job, "free" if self.is_settled else "finish")
         self.worker = Worker(
             order,
-            self._where,
+            self._workplace,
             self._take_in,
             lambda code: on_end(self, self._finish(code)),
             of=f"for job {self.attempt}",
         )
-        self.since = time.time()
+        self.state_time = time.time()
 
     def _take_in(self, report: Report) -> None:
         match report:
             case Copying():
-                self._copying = report
-            case Copied(step, to):
-                self._copied.append(f"{step} {redact(to)}")
-                self._copying = None
+                self._copy_progress = report
+            case Copied(step, tier):
+                self._copied_steps.append(f"{step} {redact(tier)}")
+                self._copy_progress = None
             case Ended():
-                self._ended = report
+                self._outcome = report
             case _:
                 pass  # Workers for other tasks send these reports
 
@@ -173,17 +175,19 @@ class WatchedJob:
         If it has sent none, return a report with the outcome "failed". If the outcome is "failed",
         also plan the next try.
         """
-        self.worker = self._copying = None
-        outcome = self._ended or Ended("failed", f"its worker ended with exit code {code}")
+        self.worker = self._copy_progress = None
+        outcome = self._outcome or Ended("failed", f"its worker ended with exit code {code}")
         if outcome.outcome == "failed":
             return self.fail(outcome.error)
-        self._ended, self.since = outcome, time.time()
+        self._outcome, self.state_time = outcome, time.time()
         return outcome
 
-    def fail(self, why: str) -> Ended:
-        """Count a failed try, plan the next one, and return the outcome with the error ``why``."""
-        outcome = Ended("failed", why)
-        self._ended, self.since = outcome, time.time()
+    def fail(self, reason: str) -> Ended:
+        """Count a failed try, plan the next one, and return the outcome with the error
+        ``reason``.
+        """
+        outcome = Ended("failed", reason)
+        self._outcome, self.state_time = outcome, time.time()
         pause = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**self.failures)
         self.failures += 1
         self.next_at = time.monotonic() + pause
@@ -193,7 +197,7 @@ class WatchedJob:
         """Kill the worker, if there is one. The next worker continues its work."""
         if self.worker is not None:
             self.worker.kill()
-            self.worker = self._copying = None
+            self.worker = self._copy_progress = None
 
     def close(self) -> None:
         """Kill the worker, and stop watching the processes of the trainer."""
@@ -202,13 +206,15 @@ class WatchedJob:
             self._forget_process(process)
 
 
-def share_a_root(some: Sequence[str], others: Sequence[str]) -> bool:
-    """Return True if a URL of ``some`` and a URL of ``others`` name the same root.
+def share_a_root(urls: Sequence[str], other_urls: Sequence[str]) -> bool:
+    """Return True if a URL of ``urls`` and a URL of ``other_urls`` name the same root.
 
     Symbolic links are not resolved. So the call does not wait if a file system does not answer.
     """
     return any(
-        is_spelling_of(without_query(one), without_query(two)) for one in some for two in others
+        is_spelling_of(without_query(url), without_query(other_url))
+        for url in urls
+        for other_url in other_urls
     )
 
 
@@ -225,15 +231,15 @@ def allow_descriptors() -> None:
     """Raise this process's limit of open descriptors as far as allowed. Each process of a job takes
     one descriptor.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def _descriptors(processes: tuple[Process, ...]) -> set[int]:
     """Return a descriptor for each process that lives. A descriptor becomes readable when its
     process ends. Raises ``AgentError`` if a descriptor cannot be opened.
     """
-    found: set[int] = set()
+    descriptors: set[int] = set()
     try:
         for process in processes:
             with suppress(ProcessLookupError):
@@ -241,9 +247,9 @@ def _descriptors(processes: tuple[Process, ...]) -> set[int]:
                 if not process.lives:  # Another process has the process id now
                     os.close(descriptor)
                     continue
-                found.add(descriptor)
+                descriptors.add(descriptor)
     except OSError as error:
-        for descriptor in found:
+        for descriptor in descriptors:
             os.close(descriptor)
         raise AgentError(f"the processes of the job cannot be watched: {error}") from None
-    return found
+    return descriptors

@@ -46,7 +46,7 @@ class Worker:
 
     Args:
         order: The order.
-        where: The resources for the process.
+        workplace: The resources for the process.
         on_report: Called with each report.
         on_end: Called with the exit code when the process has ended, but not after ``kill``.
         of: A phrase that follows "the reports" in the log, such as "of a worker".
@@ -57,17 +57,20 @@ class Worker:
     def __init__(
         self,
         order: Order,
-        where: Workplace,
+        workplace: Workplace,
         on_report: Callable[[Report], None],
         on_end: Callable[[int], object],
         *,
         of: str = "of a worker",
     ) -> None:
         """Start the process. Raises ``OSError`` if the system has no memory or process id left."""
-        self._selector, self._on_report, self._on_end = where.selector, on_report, on_end
+        self._selector, self._on_report, self._on_end = workplace.selector, on_report, on_end
         self._of = of
         descriptor = os.memfd_create("ckpt-agent-order", os.MFD_CLOEXEC)
-        passed = [where.lock.descriptor, *([order.connection] if order.connection >= 0 else [])]
+        descriptors = [
+            workplace.lock.descriptor,
+            *([order.connection] if order.connection >= 0 else []),
+        ]
         try:
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(msgspec.msgpack.encode(order))
@@ -77,14 +80,14 @@ class Worker:
                 stdin=descriptor,
                 stdout=subprocess.PIPE,
                 cwd="/",
-                env={**order.job.environment, **_python(surroundings(where.folder))},
-                pass_fds=passed,
+                env={**order.job.environment, **_python(surroundings(workplace.folder))},
+                pass_fds=descriptors,
                 bufsize=0,
             )
         finally:
             os.close(descriptor)
         assert self._process.stdout is not None
-        self._pipe, self._unread = self._process.stdout, bytearray()
+        self._pipe, self._buffer = self._process.stdout, bytearray()
         os.set_blocking(self._pipe.fileno(), False)
         self._selector.register(self._pipe, selectors.EVENT_READ, self._read)
 
@@ -105,9 +108,9 @@ class Worker:
         if not data:
             self._on_end(self._await())
             return
-        self._unread += data
+        self._buffer += data
         try:
-            for frame in frames(self._unread):
+            for frame in frames(self._buffer):
                 self._on_report(_REPORTS.decode(frame))
         except (AgentError, msgspec.MsgspecError) as error:
             _log.warning("ckpt: the reports %s cannot be read: %s", self._of, error)

@@ -183,7 +183,7 @@ def _stop(*, at_once: bool, as_json: bool) -> None:
     if connection is not None:
         try:
             connection.ask(Stop(at_once=at_once))
-            last = connection.stopped()
+            last = connection.receive_stop()
         finally:
             connection.close()
     if as_json:

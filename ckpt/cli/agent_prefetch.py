@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ckpt.agent.prefetch import Prefetched
+from ckpt.agent.prefetch import PrefetchResult
 from ckpt.agent.prefetch import prefetch as copy_ahead
 from ckpt.catalog.index import find
 from ckpt.cli import output
@@ -91,7 +91,7 @@ def _tiers(
     return far_tier, near_tiers
 
 
-def _fill(far_tier: Tier, near_tiers: Sequence[OpenTier], step: int | None) -> list[Prefetched]:
+def _fill(far_tier: Tier, near_tiers: Sequence[OpenTier], step: int | None) -> list[PrefetchResult]:
     source = open_watched(far_tier.url, far_tier.options, TIMEOUT_SECONDS)
     refs = source.ask(partial(find, source, step))
     with workers_for(source) as workers:
@@ -110,7 +110,7 @@ def _fill(far_tier: Tier, near_tiers: Sequence[OpenTier], step: int | None) -> l
     raise AssertionError(refs)
 
 
-def _as_json(copy: Prefetched) -> dict[str, object]:
+def _as_json(copy: PrefetchResult) -> dict[str, object]:
     return {
         "tier": copy.tier,
         "step": copy.ref.step,

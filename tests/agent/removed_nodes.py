@@ -259,7 +259,7 @@ def end_agent() -> None:
     connection = connect(PLACE)
     assert connection is not None
     connection.ask(Stop())
-    connection.stopped()
+    connection.receive_stop()
     connection.close()
 
 

@@ -525,7 +525,7 @@ def test_an_agent_that_dies_is_started_again_by_the_trainer(
 def finish_of(owner: Owner, **fields: Any) -> Any:
     """Return a `Finish` of a job without tiers, with ``fields`` set."""
     found = object.__new__(Finish)
-    for name, value in {"_me": owner, "_superseded": False, "_errors": [], **fields}.items():
+    for name, value in {"_owner": owner, "_is_superseded": False, "_errors": [], **fields}.items():
         setattr(found, name, value)
     return found
 
@@ -544,7 +544,7 @@ def test_a_root_that_another_job_takes_during_a_commit_ends_the_work(
     root = SimpleNamespace(tier=SimpleNamespace(backend=backend, url=str(tmp_path)))
     finish = finish_of(owner, _workers=None)
     finish._attempt(partial(finish._finish_commit, root))
-    assert finish._superseded
+    assert finish._is_superseded
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])

@@ -56,12 +56,12 @@ def test_an_error_of_one_step_keeps_no_further_step_from_being_tried(
 ) -> None:
     """An error of the whole store, or of a root that another job has taken, ends the work."""
     parts: Any = [
-        SimpleNamespace(stored=SimpleNamespace(ref=StepRef(step, "a" * 12))) for step in (3, 2)
+        SimpleNamespace(step=SimpleNamespace(ref=StepRef(step, "a" * 12))) for step in (3, 2)
     ]
     tried: list[int] = []
 
     def bring(_: NodeParts, part: Any) -> None:
-        tried.append(part.stored.ref.step)
+        tried.append(part.step.ref.step)
         raise error
 
     monkeypatch.setattr(NodeParts, "_bring", bring)
@@ -71,7 +71,7 @@ def test_an_error_of_one_step_keeps_no_further_step_from_being_tried(
             own._try(parts)
         assert tried == [3]
     else:
-        assert own._try(parts) == {part.stored.ref: error for part in parts}
+        assert own._try(parts) == {part.step.ref: error for part in parts}
 
 
 @pytest.fixture

@@ -446,7 +446,7 @@ def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: A
     connection = reach(place)
     connection.ask(Stop())
     assert msgspec.structs.asdict(connection.welcome)["version"] == VERSION
-    assert connection.stopped().given_up == ()
+    assert connection.receive_stop().given_up == ()
     assert connection.next_news() is None
     connection.close()
 
