@@ -207,7 +207,9 @@ def test_a_slot_that_another_user_pretends_to_have_is_not_counted() -> None:
 
     path = act_as(ATTACKER, pretend)
     try:
-        assert os.path.basename(path) not in [name for name, _ in slot_files._slot_files()]
+        assert os.path.basename(path) not in [
+            name for name, _ in slot_files._files(slot_files.PREFIX)
+        ]
     finally:
         os.unlink(path)
 

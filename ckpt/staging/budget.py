@@ -91,6 +91,27 @@ class Room:
         """Return True if the settings allow more memory than there is."""
         return self.limit is not None and self.limit > self.memory
 
+    @property
+    def is_at_limit(self) -> bool:
+        """Return True if the machine has as much memory as the settings allow, so that only the
+        settings limit the slots.
+        """
+        return self.limit is not None and self.limit <= self.memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Siblings:
+    """What a rank knows of the other ranks on its node.
+
+    Attributes:
+        node_memory: The bytes that all ranks of the node divide among them.
+        shm_bytes: The bytes in ``/dev/shm`` that the other ranks already use. They are added to
+            those that are free before these are divided.
+    """
+
+    node_memory: int
+    shm_bytes: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
@@ -214,7 +235,7 @@ def measure(
     *,
     ranks: int,
     limit: int | None = None,
-    sibling_bytes: int = 0,
+    siblings: Siblings | None = None,
     reclaimable: int = 0,
     reclaimable_in_shm: int = 0,
 ) -> Room:
@@ -224,14 +245,14 @@ def measure(
         shm: The folder of shared memory.
         ranks: The number of ranks on this node, which share its memory.
         limit: The most bytes that this rank may use; None for no limit.
-        sibling_bytes: The bytes in ``shm`` that other ranks of the node already use. They are added
-            to the free memory before it is divided, so that the parts of all ranks are equal, in
-            whatever order the ranks call this.
+        siblings: What is known of the other ranks; None if they use no memory yet. With it, the
+            parts of all ranks are equal, in whatever order the ranks call this.
         reclaimable: The bytes of slots of this rank that count as free.
         reclaimable_in_shm: The bytes of these slots that are in ``shm``.
     """
-    free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM) + reclaimable
-    memory = min(free, (free + sibling_bytes) // ranks)
+    free = free_memory() + reclaimable
+    others = siblings or Siblings(node_memory=free, shm_bytes=0)
+    memory = min(free, others.node_memory // ranks)
     if limit is not None:
         memory = min(memory, limit)
     try:
@@ -239,8 +260,15 @@ def measure(
         shm_bytes = stat.f_bavail * stat.f_frsize + reclaimable_in_shm
     except OSError:
         shm_bytes = 0
-    shared_bytes = min(memory, shm_bytes, (shm_bytes + sibling_bytes) // ranks)
+    shared_bytes = min(memory, shm_bytes, (shm_bytes + others.shm_bytes) // ranks)
     return Room(memory=memory, shared_bytes=shared_bytes, ranks=ranks, limit=limit)
+
+
+def free_memory() -> int:
+    """Return the bytes that the machine and the cgroups of this process have free now, less a
+    reserve for other processes.
+    """
+    return int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
 
 
 def _cgroup_rooms() -> list[int]:

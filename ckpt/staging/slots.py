@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from typing import Protocol
 
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed
 from ckpt.locks import Condition
-from ckpt.processes import PROGRAM, namespace
 from ckpt.staging import slot_files
-from ckpt.staging.budget import Budget, Room, decide, measure
+from ckpt.staging.budget import Budget, Room, Siblings, decide, free_memory, measure
 from ckpt.staging.frames import SAVES, Ring, Spill
 from ckpt.staging.slot import NoNeed, Slot, SlotLost, capacity_of
 
@@ -137,6 +135,7 @@ class SlotPool:
         """
         self._change = Condition()
         self._spill = Spill(self._is_open)
+        self._node_memory = slot_files.NodeMemory()
         self._rings_in_use: deque[int] = deque(maxlen=SAVES)
         """The number of rings that were in use at the end of each of the last saves."""
         self._serials = itertools.count(1)
@@ -255,30 +254,40 @@ class SlotPool:
             self._free.append(slot)
             self._change.notify_all()
             fits = self._budget is None or self._fits(slot, self._budget.nbytes)
-            if (not fits and not self._is_needed(slot)) or self._is_one_ring_too_many(slot):
+            if isinstance(slot, Ring):
+                self._count_rings()
+            if (not fits and not self._is_needed(slot)) or self._is_spare_ring(slot):
                 self._let_go(slot)
             return not slot.is_shared and self._reconsider()
 
-    def _is_one_ring_too_many(self, slot: Slot) -> bool:
-        """Count how many rings are in use at the end of a save, of which ``slot`` is one that was
-        just released. Return True if there are more rings than the last saves needed.
-
-        If two saves overlap, two rings are in use when the first one ends. The caller must hold the
+    def _count_rings(self) -> None:
+        """Note how many rings were in use at the end of a save, whose ring was just released. If
+        two saves overlap, two rings are in use when the first one ends. The caller must hold the
         lock.
         """
-        if not isinstance(slot, Ring):
-            return False
-        rings = sum(isinstance(candidate, Ring) for candidate in self._slots)
-        free = sum(isinstance(candidate, Ring) for candidate in self._free)
-        self._rings_in_use.append(rings - free + 1)
-        if len(self._rings_in_use) < SAVES or rings <= max(self._rings_in_use):
-            return False
-        _log.info(
-            "ckpt: %d MiB of host memory are given back: the last %d saves needed no more rings",
-            slot.capacity >> 20,
-            SAVES,
+        free = sum(isinstance(slot, Ring) for slot in self._free)
+        self._rings_in_use.append(self._ring_count() - free + 1)
+
+    def _ring_count(self) -> int:
+        return sum(isinstance(slot, Ring) for slot in self._slots)
+
+    def _is_spare_ring(self, slot: Slot) -> bool:
+        """Return True if ``slot`` is a ring, and there are more rings than the last saves needed.
+        The caller must hold the lock.
+        """
+        is_spare = (
+            isinstance(slot, Ring)
+            and len(self._rings_in_use) == SAVES
+            and self._ring_count() > max(self._rings_in_use)
         )
-        return True
+        if is_spare:
+            _log.info(
+                "ckpt: %d MiB of host memory are given back: the last %d saves needed no more "
+                "rings",
+                slot.capacity >> 20,
+                SAVES,
+            )
+        return is_spare
 
     def look_again(self) -> None:
         """Wake the threads that wait for a slot. Call this when the step in a slot may no longer be
@@ -300,6 +309,7 @@ class SlotPool:
                 self._drop(slot)
             self._free.clear()
         self._spill.close()
+        self._node_memory.close()
 
     def reconsider(self) -> bool:
         """If slots are in anonymous memory and /dev/shm has room now, decide a new budget, and
@@ -330,11 +340,17 @@ class SlotPool:
         """Return the memory that this rank may use for images of ``nbytes``, as if the slots
         ``slots`` were closed.
         """
+        siblings = None
+        if self._ranks > 1:
+            siblings = Siblings(
+                node_memory=self._node_memory.figure(free_memory),
+                shm_bytes=slot_files.held_by_siblings(),
+            )
         return measure(
             slot_files.SHM,
             ranks=self._ranks,
             limit=self._limit(nbytes),
-            sibling_bytes=slot_files.held_by_siblings() if self._ranks > 1 else 0,
+            siblings=siblings,
             reclaimable=sum(slot.capacity for slot in slots),
             reclaimable_in_shm=sum(slot.capacity for slot in slots if slot.is_shared),
         )
@@ -424,11 +440,7 @@ class SlotPool:
                 part_bytes=self._part_bytes,
             )
             self._spill.allow(self._budget.spill_bytes)
-            is_usual = self._budget.is_shared or (
-                self._elastic and self._budget.slots == self._count
-            )
-            level = logging.INFO if is_usual and not room.is_short else logging.WARNING
-            _log.log(level, "ckpt: %s", self._budget.sentence)
+            _log.log(self._level(self._budget, room), "ckpt: %s", self._budget.sentence)
         if (
             self._is_full()
             and needed_slots == self._slots
@@ -437,6 +449,16 @@ class SlotPool:
         ):
             self._let_go(needed_slots[0])
         return not self._is_full()
+
+    def _level(self, budget: Budget, room: Room) -> int:
+        """Return the level of the log line about a budget: WARNING if the machine has less memory
+        than the settings allow, and INFO if the settings alone decide.
+        """
+        is_ring = budget.slot_bytes < budget.nbytes
+        is_wish = budget.slots == self._count and (self._elastic or not is_ring)
+        outlives = budget.is_shared or self._elastic or is_ring
+        is_usual = (is_wish or room.is_at_limit) and outlives and not room.is_short
+        return logging.INFO if is_usual else logging.WARNING
 
     def _is_full(self) -> bool:
         """Return True if there are as many slots as the budget allows, including those that are
@@ -497,8 +519,7 @@ class SlotPool:
         budget = self._budget
         is_ring = budget is not None and nbytes == budget.slot_bytes < budget.nbytes
         if budget is None or budget.is_shared:
-            name = f"{next(self._serials)}-{namespace()}.{time.monotonic_ns():x}.{PROGRAM}"
-            path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"
+            path = slot_files.new_path(next(self._serials))
             try:
                 return Slot(nbytes, path, self._is_open)
             except OSError as error:

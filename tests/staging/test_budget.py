@@ -6,7 +6,7 @@ import pytest
 
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging import budget
-from ckpt.staging.budget import Budget, Room, decide, measure
+from ckpt.staging.budget import Budget, Room, Siblings, decide, measure
 
 MIB = 1 << 20
 
@@ -58,14 +58,16 @@ def test_the_last_rank_to_ask_gets_as_much_as_the_first(cgroup, tmp_path):
     cgroup(("/job", 1000, 0, 0))
     first = measure(str(tmp_path), ranks=4).memory
     cgroup(("/job", 1000, 3 * first // MIB, 0))
-    assert first <= measure(str(tmp_path), ranks=4, sibling_bytes=3 * first).memory <= 1.1 * first
+    siblings = Siblings(node_memory=4 * first, shm_bytes=0)
+    assert measure(str(tmp_path), ranks=4, siblings=siblings).memory == first
     # what it would get if they were foreign processes
     assert measure(str(tmp_path), ranks=4).memory < first / 2
 
 
 def test_a_rank_gets_no_more_than_there_is_whatever_the_others_hold(cgroup, tmp_path):
     cgroup(("/job", 1000, 900, 0))
-    got = measure(str(tmp_path), ranks=2, sibling_bytes=900 * MIB)
+    siblings = Siblings(node_memory=1000 * MIB, shm_bytes=900 * MIB)
+    got = measure(str(tmp_path), ranks=2, siblings=siblings)
     assert got.memory / MIB / budget._HEADROOM == pytest.approx(100, abs=1)
     assert got.shared_bytes <= got.memory
 

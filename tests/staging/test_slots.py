@@ -19,10 +19,10 @@ import torch
 
 from ckpt.config import SaveConfig
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed, StorageError
-from ckpt.processes import PROGRAM, namespace
+from ckpt.processes import PROGRAM, Process, namespace
 from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
-from ckpt.staging.budget import measure
+from ckpt.staging.budget import Room, measure
 from ckpt.staging.frames import Ring
 from ckpt.staging.slot import Slot
 from ckpt.staging.slots import NoContents, SlotPool
@@ -383,9 +383,43 @@ def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
     assert held == 0
 
 
+def test_all_ranks_of_a_node_divide_the_memory_that_the_first_has_measured(shm):
+    script = (
+        "from ckpt.staging import slot_files; import sys; slot_files.SHM = sys.argv[1]; "
+        "memory = slot_files.NodeMemory(); "
+        "print(memory.figure(lambda: int(sys.argv[2])), flush=True); sys.stdin.read()"
+    )
+
+    def rank(nbytes: int) -> Any:
+        return subprocess.Popen(
+            [sys.executable, "-c", script, str(shm), str(nbytes)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    own = slot_files.NodeMemory()
+    assert own.figure(lambda: 100) == 100  # of another launcher's rank
+    (
+        shm / f"ckpt-memory-{os.getpid()}-{Process.of(os.getpid()).start_time}-x-{namespace()}"
+    ).touch()
+    with rank(900) as first:
+        assert first.stdout.readline() == "900\n"
+        with rank(700) as second:
+            assert second.stdout.readline() == "900\n"
+            first.kill()
+            first.wait()
+            with rank(500) as third:
+                assert third.stdout.readline() == "900\n"
+    with rank(500) as later:
+        assert later.stdout.readline() == "500\n"
+        assert own.figure(lambda: 1) == 100
+    own.close()
+    SlotPool(1).close()  # removes what the killed rank has left
+    assert len(os.listdir(shm)) == 1
+
+
 def test_what_an_earlier_program_of_this_process_has_left_is_removed(pools):
     """``os.execv`` keeps the process id and the time of the start."""
-    own = f"{slot_files.SHM}/{slot_files.own_prefix()}-1-{namespace()}.abc"
+    own = slot_files.new_path(1).rpartition(".")[0]  # without a program
     names = [f"{own}.{PROGRAM}", f"{own}.0badc0de"]
     for name in names:
         Path(name).write_bytes(b"slot")
@@ -871,6 +905,33 @@ def test_more_host_memory_than_the_machine_has_is_a_warning_with_both_figures(po
     caplog.clear()
     pool.plan(400 * MIB)
     assert "host_memory allows" not in caplog.text
+
+
+@pytest.mark.parametrize("limit", [250 * MIB, 500 * MIB, 900 * MIB])
+@pytest.mark.parametrize("elastic", [True, False])
+def test_what_host_memory_allows_is_no_warning(pools, caplog, limit, elastic):
+    """Whoever sets a limit knows that fewer images, or only parts of one, have room."""
+    caplog.set_level(logging.INFO, "ckpt")
+    pools(2, elastic=elastic, limit=limit).plan(600 * MIB)
+    (line,) = caplog.records
+    assert line.levelno == logging.INFO, line.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared", "words"),
+    [
+        (1000, 1000, "2 were wanted, so a save may wait"),
+        (2000, 500, "images are lost with the process"),
+        (500, 500, "in waves"),
+    ],
+)
+def test_what_the_machine_lacks_is_a_warning(pools, caplog, monkeypatch, memory, shared, words):
+    room = Room(memory=memory * MIB, shared_bytes=shared * MIB, ranks=1)
+    monkeypatch.setattr(slots_module, "measure", lambda *_, **__: room)
+    pools(2).plan(600 * MIB)
+    (line,) = caplog.records
+    assert line.levelno == logging.WARNING
+    assert words in line.getMessage()
 
 
 def test_a_ring_has_room_for_the_parts_of_the_store(pools):
