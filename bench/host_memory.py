@@ -2,15 +2,17 @@
 
     python -m bench.host_memory [--size-mib 1024] [--steps 0.5 2 8] [--saves 5] [--turns 3]
 
-The state is a GPT under AdamW. Each setting has a process of its own, and all of them work in turn.
-A turn is some training steps, each of which begins with a save and does not wait for the one
-before. The optimizer's step comes after 60 % of the step. The first turn, in which the memory
-settles, does not count. The printed rows of Markdown have, for each setting and length of a step,
-medians of all other saves:
+The state is a GPT under AdamW. Each setting has a process of its own, and the processes take turns.
+A turn is a number of training steps. Each step begins with a save, which does not wait for the
+previous save. The optimizer's step comes after 60 % of the training step. The first turn, in which
+the memory settles, is not reported.
 
-* the most memory that the saves add, and what they still have at the end;
-* the stall, and the drag, which is how much longer the steps beside the save took than others;
-* the time until the step is durable.
+The program prints a table in Markdown, with a row for each setting and length of a step:
+
+* the most memory that the saves have added, as a multiple of the state, and what is left of it
+  after the last save;
+* medians of the stall, the drag and the time until the step is durable. The drag is the time by
+  which the forward and backward passes of a step with a save take longer than without one.
 """
 
 from __future__ import annotations

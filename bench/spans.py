@@ -34,9 +34,11 @@ from ckpt_backends.posix import PosixBackend
 _THREADS: Final = {
     "MainThread": "training",
     "ckpt-copy": "copying",
-    "ckpt-save": "streaming",
     "ckpt-write": "writing",
+    "ckpt-save": "streaming",
 }
+ROLES: Final = tuple(_THREADS.values())
+"""What threads do in a save. Several threads may have the role "writing"."""
 FSYNC: Final = "fsync of a file"
 FSYNC_FOLDER: Final = "fsync of a folder"
 
@@ -53,6 +55,16 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.begin
+
+    @property
+    def role(self) -> str:
+        """One of ``ROLES``."""
+        return self.thread.partition(" ")[0]
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """The index of the role in ``ROLES``, and the name."""
+        return ROLES.index(self.role), self.name
 
 
 class Spans:

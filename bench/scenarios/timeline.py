@@ -20,7 +20,7 @@ from bench.measure import Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench, size_label
 from bench.scenarios import option
-from bench.spans import FSYNC, FSYNC_FOLDER, Span, Spans, recording
+from bench.spans import FSYNC, FSYNC_FOLDER, ROLES, Span, Spans, recording
 from bench.state import Training
 from ckpt import CheckpointManager
 
@@ -96,11 +96,10 @@ def run(bench: Bench, options: Options) -> Result:
                 bench.say(f"save {number}: {saves[-1].seconds:.3f} s")
     later = sorted(saves[1:], key=lambda save: save.seconds)
     case = size_label(options.size_mib << 20)
-    middle = later[len(later) // 2]
+    spans_of_middle = _visible(later[len(later) // 2])
     drawn = [
         (span.thread, span.name, round(span.begin, 5), round(span.end, 5))
-        for span in middle.spans
-        if _role(span) == "streaming" or span.seconds > _VISIBLE * middle.seconds
+        for span in spans_of_middle
     ]
     return bench.result(
         "A save, thread by thread",
@@ -131,6 +130,22 @@ def _saved(
     return _Save(seconds, floors.write(bench.folder), found)
 
 
+def _visible(save: _Save) -> list[Span]:
+    """Return the spans that the picture shows: those of the streaming thread, those that take a
+    visible part of the save, and the longest of each kind. So a save that takes long for other
+    reasons, such as a busy machine, loses no kind.
+    """
+    longest: dict[tuple[int, str], Span] = {}
+    for span in sorted(save.spans, key=lambda span: span.seconds):
+        longest[span.kind] = span
+    least = _VISIBLE * save.seconds
+    return [
+        span
+        for span in save.spans
+        if span.role == "streaming" or span.seconds > least or span is longest[span.kind]
+    ]
+
+
 def _lines(case: str, saves: Sequence[_Save], first: _Save) -> list[Line]:
     durable = Spread.of(save.seconds for save in saves)
     lines = [
@@ -149,12 +164,9 @@ def _lines(case: str, saves: Sequence[_Save], first: _Save) -> list[Line]:
             },
         )
     ]
-    kinds = dict.fromkeys((_role(span), span.name) for save in saves for span in save.spans)
-    for role, name in sorted(kinds, key=lambda kind: (_ROLES.index(kind[0]), kind[1])):
-        of = [
-            [span.seconds for span in save.spans if (_role(span), span.name) == (role, name)]
-            for save in saves
-        ]
+    for kind in sorted({span.kind for save in saves for span in save.spans}):
+        role, name = ROLES[kind[0]], kind[1]
+        of = [[span.seconds for span in save.spans if span.kind == kind] for save in saves]
         seconds = Spread.of(map(sum, of))
         if seconds.median >= _LEAST * durable.median:
             numbers: dict[str, Any] = {
@@ -167,18 +179,9 @@ def _lines(case: str, saves: Sequence[_Save], first: _Save) -> list[Line]:
     return [*lines, Line(case, "floor.write", "floor: O_DIRECT write", dict(floor))]
 
 
-_ROLES: Final = ("training", "copying", "writing", "streaming")
 _LEAST: Final = 0.0005  # What takes less of a save has no row
 _VISIBLE: Final = 0.0003  # What takes less of a save is not drawn
 _BEGIN: Final = 0.05  # of the save is shown as its begin
-
-
-def _role(span: Span) -> str:
-    return _role_of(span.thread)
-
-
-def _role_of(thread: str) -> str:
-    return thread.partition(" ")[0]
 
 
 def plot(result: Result, path: str) -> None:
@@ -189,10 +192,10 @@ def plot(result: Result, path: str) -> None:
     line = result.find(case, _NAME)
     assert line is not None
     spans = [Span(*row) for row in json.loads(result.conditions["spans"])]
-    end = max(span.end for span in spans if _role(span) == "streaming")
+    end = max(span.end for span in spans if span.role == "streaming")
     spans = [span for span in spans if span.begin < end]
-    written = max(span.end for span in spans if _role(span) == "writing")
-    threads = sorted({span.thread for span in spans}, key=lambda one: (_rank(one), one))[::-1]
+    written = max(span.end for span in spans if span.role == "writing")
+    threads = list(dict.fromkeys(span.thread for span in sorted(spans, key=_row)))[::-1]
     reading = (
         "One save: a row for each thread, a bar for what it does. Light grey: it waits. White: it "
         f"has nothing to do. Dashed: the step is durable, after {style.seconds(end)}; median of "
@@ -228,6 +231,10 @@ def plot(result: Result, path: str) -> None:
         )
 
 
+def _row(span: Span) -> tuple[int, str]:
+    return ROLES.index(span.role), span.thread
+
+
 def _panel(
     axis: Any, spans: Sequence[Span], threads: Sequence[str], low: float, high: float, end: float
 ) -> None:
@@ -242,7 +249,3 @@ def _panel(
     axis.axvline(end, color=style.INK, linewidth=1, linestyle="--")
     axis.set_xlim(low, high + 0.01 * (high - low))
     style.bare(axis)
-
-
-def _rank(thread: str) -> int:
-    return _ROLES.index(_role_of(thread))

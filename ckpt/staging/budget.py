@@ -251,8 +251,8 @@ def measure(
         reclaimable_in_shm: The bytes of these slots that are in ``shm``.
     """
     free = free_memory() + reclaimable
-    others = siblings or Siblings(node_memory=free, shm_bytes=0)
-    memory = min(free, others.node_memory // ranks)
+    division = siblings or Siblings(node_memory=free, shm_bytes=0)
+    memory = min(free, division.node_memory // ranks)
     if limit is not None:
         memory = min(memory, limit)
     try:
@@ -260,7 +260,7 @@ def measure(
         shm_bytes = stat.f_bavail * stat.f_frsize + reclaimable_in_shm
     except OSError:
         shm_bytes = 0
-    shared_bytes = min(memory, shm_bytes, (shm_bytes + others.shm_bytes) // ranks)
+    shared_bytes = min(memory, shm_bytes, (shm_bytes + division.shm_bytes) // ranks)
     return Room(memory=memory, shared_bytes=shared_bytes, ranks=ranks, limit=limit)
 
 
