@@ -14,11 +14,11 @@ from ckpt.storage.testing.suite import Suite, at_once, fetch, page_aligned, payl
 class UploadConformance(Suite):
     """The tests that the uploads of every backend must pass. `BackendConformance` includes them."""
 
-    @pytest.mark.parametrize("size", [0, 1, 4096, 5000])
-    def test_an_upload_of_less_than_a_part(self, backend: StorageBackend, size: int) -> None:
-        store(backend, "small", payload(size))
-        assert backend.head("small").size == size
-        assert fetch(backend, "small") == payload(size)
+    def test_an_upload_of_less_than_a_part(self, backend: StorageBackend) -> None:
+        for size in (0, 1, 4096, 5000):
+            store(backend, f"small/{size}", payload(size))
+            assert backend.head(f"small/{size}").size == size
+            assert fetch(backend, f"small/{size}") == payload(size)
 
     def test_an_upload_of_several_parts(self, backend: StorageBackend) -> None:
         data = self.large(backend)
@@ -83,14 +83,14 @@ class UploadConformance(Suite):
             assert backend.head(f"less/{size}").size == size
             assert fetch(backend, f"less/{size}") == data
 
-    @pytest.mark.parametrize("end", [4096, 4098, 20000])
-    def test_an_upload_must_end_where_its_parts_do(self, backend: StorageBackend, end: int) -> None:
-        upload = backend.upload("odd", 10000)
-        upload.write(0, page_aligned(payload(4097)))
-        with pytest.raises(StorageError):
-            upload.finish(end)
-        upload.abort()
-        assert list(backend.list("")) == []
+    def test_an_upload_must_end_where_its_parts_do(self, backend: StorageBackend) -> None:
+        for end in (4096, 4098, 20000):
+            upload = backend.upload("odd", 10000)
+            upload.write(0, page_aligned(payload(4097)))
+            with pytest.raises(StorageError):
+                upload.finish(end)
+            upload.abort()
+            assert list(backend.list("")) == []
 
     def test_parts_may_come_in_any_order(self, backend: StorageBackend) -> None:
         data = self.large(backend)
@@ -126,16 +126,15 @@ class UploadConformance(Suite):
         assert upload.finish().size == len(data)
         assert fetch(backend, "again") == data
 
-    @pytest.mark.parametrize("shift", [1, 512])
-    def test_memory_need_not_be_aligned(self, backend: StorageBackend, shift: int) -> None:
+    def test_memory_need_not_be_aligned(self, backend: StorageBackend) -> None:
         data = self.large(backend)
-        view = page_aligned(data, shift)
-        upload = backend.upload("unaligned", len(data))
-        send(upload, view)
-        upload.finish()
-        out = page_aligned(bytes(len(data)), shift)
-        backend.read_into("unaligned", 0, out)
-        assert out == data
+        for shift in (1, 512):
+            upload = backend.upload(f"unaligned/{shift}", len(data))
+            send(upload, page_aligned(data, shift))
+            upload.finish()
+            out = page_aligned(bytes(len(data)), shift)
+            backend.read_into(f"unaligned/{shift}", 0, out)
+            assert out == data
 
     def test_slices_of_a_bytearray_and_readonly_memory_are_taken(
         self, backend: StorageBackend
