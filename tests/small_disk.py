@@ -68,7 +68,7 @@ def run(
             job(root, steps, kill, tier or (lambda url: Tier(url, keep_last=1)))
             code = 0
         except OutOfSpace as error:
-            print("full:", error, file=sys.stderr)
+            print("ckpt:", error, file=sys.stderr)
             code = 3
         except BaseException as error:
             print(repr(error), file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from pathlib import Path
 
@@ -15,9 +14,10 @@ from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, PeerFailed
 from ckpt.save.tier_writer import TierWriter
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World
-from tests.kit.disks import run_mounted
+from tests.kit.disks import run_script_mounted
 from tests.kit.states import IMAGE, state
 from tests.kit.stores import faulty, whole
+from tests.kit.worlds import ROOT
 
 THREE = 3 * IMAGE + 100_000
 
@@ -290,9 +290,10 @@ def test_a_rank_that_does_not_begin_a_save_holds_up_nobody(tmp_path, lazy):
 
 
 def test_on_a_disk_that_is_really_full(tmp_path):
-    done = run_mounted(
+    said = run_script_mounted(
         f"mount -t tmpfs -o size=4m none {tmp_path}",
-        f"exec {sys.executable} -m tests.full_disk {tmp_path}",
+        ROOT / "tests" / "full_disk.py",
+        tmp_path,
     )
     # the save that is larger than the disk removed all but the newest in vain, and said so
-    assert done.stdout == "left 5 7\n", done.stderr[-3000:]
+    assert said.splitlines()[-1] == "left 5 7", said[-3000:]

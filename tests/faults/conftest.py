@@ -18,6 +18,7 @@ import fsspec.asyn
 import pytest
 
 from tests.faults.ledger import Tally
+from tests.kit import worlds
 from tests.servers import reserved
 
 Count = Callable[[str, int], None]
@@ -60,7 +61,10 @@ def held() -> set[str]:
     found |= {
         name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")
     }
+    of_forks = worlds.descriptors()
     for number in os.listdir("/proc/self/fd"):
+        if int(number) in of_forks:
+            continue
         try:
             name = os.readlink(f"/proc/self/fd/{number}")
             found.add(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,9 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import AccessDenied, CkptError, OutOfSpace
 from tests.crash.nursery import Killer
 from tests.faults.conftest import Count
-from tests.kit.disks import mount, run_mounted
+from tests.kit.disks import mount, run_script_mounted
 from tests.kit.stores import whole, wrap_stores
+from tests.kit.worlds import ROOT
 
 __all__ = ["mount"]
 ALL = [pytest.mark.torture, pytest.mark.timeout(1800)]
@@ -162,23 +162,24 @@ def test_a_disk_that_is_turned_read_only_between_two_calls(
     tally("read-only", lost)
 
 
-def output_on(place: Path, size: str, module: str) -> str:
-    """Return what ``python -m module place`` prints while ``place`` is a tmpfs of this size."""
-    done = run_mounted(
-        f"mount -t tmpfs -o size={size} none {place}", f"exec {sys.executable} -m {module} {place}"
+def output_on(place: Path, size: str, script: str) -> list[str]:
+    """Return the lines that a script of tests/ prints while ``place`` is a tmpfs of this size,
+    without those of the log.
+    """
+    said = run_script_mounted(
+        f"mount -t tmpfs -o size={size} none {place}", ROOT / "tests" / script, place
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return [line for line in said.splitlines() if not line.startswith("ckpt: ")]
 
 
 def test_a_disk_that_is_pulled_takes_no_save_under_its_mount_point(tmp_path: Path) -> None:
-    reported = output_on(tmp_path, "64m", "tests.pulled_disk")
-    assert reported.splitlines() == ["disk 1 4", "disk/run 1 4", "disk/run2 4"]
+    reported = output_on(tmp_path, "64m", "pulled_disk.py")
+    assert reported == ["disk 1 4", "disk/run 1 4", "disk/run2 4"]
 
 
 def test_jobs_that_are_killed_in_mid_save_do_not_fill_a_small_disk(tmp_path: Path) -> None:
-    reported = output_on(tmp_path, "4m", "tests.small_disk")
-    assert reported.splitlines() == [
+    reported = output_on(tmp_path, "4m", "small_disk.py")
+    assert reported == [
         "after kills 12",
         "at the end 40 1",
         "beside another's file 102",

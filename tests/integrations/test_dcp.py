@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,9 +48,10 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.integrations.workers.dcp import build as trained_as_sharded
 from tests.integrations.workers.dcp import state_of, total
+from tests.kit.disks import run_script_mounted
 from tests.kit.pages import block
 from tests.kit.stores import faulty
-from tests.kit.worlds import world
+from tests.kit.worlds import run_forks, world
 from tests.processes import run
 
 WORKER = Path(__file__).parent / "workers" / "dcp.py"
@@ -277,16 +275,9 @@ def test_a_damaged_near_tier_is_read_from_the_farther_one(tmp_path):
 
 
 def test_a_full_disk_raises_and_the_step_before_is_whole(tmp_path):
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode
-    ):
-        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
-    mount = f"mount -t tmpfs -o size=4m none {tmp_path} && exec {sys.executable} {WORKER} full"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = run(["unshare", "-m", "sh", "-c", f"{mount} {tmp_path}"], env=environment, timeout=60)
-    assert done.returncode == 0, done.stdout
-    assert f"{OutOfSpace.__name__} loaded 1" in done.stdout
+    mount = f"mount -t tmpfs -o size=4m none {tmp_path}"
+    said = run_script_mounted(mount, WORKER, "full", tmp_path)
+    assert f"{OutOfSpace.__name__} loaded 1" in said
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, 2), (2, 2), (1, 1)])
@@ -311,9 +302,8 @@ def test_a_load_finishes_a_commit_that_lacks_only_its_manifest(tmp_path, asked, 
 
 def test_a_save_that_is_killed_leaves_the_step_before(tmp_path):
     """DCP's own writer overwrites files in place, and its reader then loads a mixture of both."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = run([sys.executable, str(WORKER), "killed", str(tmp_path)], env=environment, timeout=60)
-    assert done.returncode == -signal.SIGKILL, done.stdout
+    done = run_forks([WORKER, "killed", tmp_path], [{}], timeout=60)
+    assert done.statuses == (-signal.SIGKILL,), done.said
     target = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
     dcp.load(target, storage_reader=CkptReader(tmp_path))
     assert torch.equal(target["a"], torch.ones(100_000))

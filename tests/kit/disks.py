@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.worlds import ENVIRONMENT, ROOT
+from tests.kit.worlds import ENVIRONMENT, ROOT, run_script
 
 
 @pytest.fixture
@@ -41,14 +41,9 @@ def run_mounted(
     mount: str, command: str, *, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run a shell's ``command`` after its ``mount``, in a mount namespace of its own."""
-    words = ["unshare", "-m", "sh", "-c", mount]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(words, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
+    _skip_unless_it_may_mount(mount)
     return subprocess.run(
-        [*words[:-1], f"{mount} && {command}"],
+        ["unshare", "-m", "sh", "-c", f"{mount} && {command}"],
         cwd=ROOT,
         env=os.environ | ENVIRONMENT,
         capture_output=True,
@@ -56,3 +51,21 @@ def run_mounted(
         timeout=timeout,
         check=False,
     )
+
+
+def run_script_mounted(mount: str, script: Path, *args: object, timeout: float = 150) -> str:
+    """Run a script after a shell's ``mount``, in a mount namespace of its own, and return what it
+    printed. If the script fails, the test fails with what it printed.
+    """
+    _skip_unless_it_may_mount(mount)
+    program = Path(__file__).with_name("in_mounts.py")
+    return run_script(program, mount, script, *args, timeout=timeout)
+
+
+def _skip_unless_it_may_mount(mount: str) -> None:
+    words = ["unshare", "-m", "sh", "-c", mount]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(words, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")

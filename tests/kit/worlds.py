@@ -132,6 +132,11 @@ def run_forks(
     return Ended(said, tuple(statuses))
 
 
+def descriptors() -> set[int]:
+    """Return the descriptors that lead to the process that forks, which ends with the tests."""
+    return _server.descriptors()
+
+
 class _ForkServer:
     """The process of ``fork_server.py``. The first request starts it."""
 
@@ -172,6 +177,12 @@ class _ForkServer:
             return None
         statuses: list[int] = json.loads(self._process.stdout.readline())
         return statuses
+
+    def descriptors(self) -> set[int]:
+        if self._process is None:
+            return set()
+        pipes = (self._process.stdin, self._process.stdout)
+        return {pipe.fileno() for pipe in pipes if pipe is not None}
 
     def end(self) -> None:
         """Kill the process, and what it runs."""
