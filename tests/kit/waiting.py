@@ -7,10 +7,15 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], seconds: float = 100) -> bool:
-    """Return whether ``condition`` becomes true within the bound."""
-    deadline = time.monotonic() + seconds
+    """Return whether ``condition`` becomes true within the bound.
+
+    The pauses grow with the time that has passed, up to 0.1 s: many conditions ask another process
+    or look through all processes, and those who wait would take the time of those who work.
+    """
+    start = time.monotonic()
     while not condition():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - start
+        if waited > seconds:
             return False
-        time.sleep(0.02)
+        time.sleep(min(max(0.02, waited / 20), 0.1))
     return True
