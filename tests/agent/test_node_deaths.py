@@ -30,8 +30,8 @@ def _no_memory_for_the_next_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_nodes_may_die_at_a_random_moment(tmp_path: Path, tally: Count) -> None:
-    deaths(tmp_path / "run", 6, 1, timeout=280)
-    tally("node-deaths", 6)
+    deaths(tmp_path / "run", 3, 1, timeout=280)
+    tally("node-deaths", 3)
 
 
 @pytest.mark.torture

@@ -165,7 +165,7 @@ def test_jobs_that_end_together_are_finished_a_few_at_a_time(
     place: AgentFolder, tmp_path: Path
 ) -> None:
     """Each worker takes memory. All of the jobs are finished."""
-    jobs = 20
+    jobs = 12
     script = """
 import os, sys
 from ckpt import CheckpointManager

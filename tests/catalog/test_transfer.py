@@ -182,10 +182,13 @@ def test_from_disk_to_disk(tmp_path: Path, workers: Workers) -> None:
     assert verify_step(destination, written.ref, workers=workers).intact
 
 
-def test_no_flipped_bit_is_ever_committed(source: StorageBackend, workers: Workers) -> None:
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.torture)])
+def test_no_flipped_bit_is_ever_committed(
+    source: StorageBackend, workers: Workers, stride: int
+) -> None:
     written = write_checkpoint(source, 1, SMALL, chunk_bytes=64)
     for key, whole in objects(source).items():
-        for position in range(0, len(whole), 1 if len(whole) < 1000 else 13):
+        for position in range(0, len(whole), stride if len(whole) < 1000 else 13 * stride):
             bad = bytearray(whole)
             bad[position] ^= 1 << position % 8
             source.put(key, [bad])
