@@ -528,7 +528,6 @@ def test_mypy_checks_every_module() -> None:
 
 STEP_FILES = "ckpt/coordination/step_files.py"
 OTHER_DELETIONS = {
-    "ckpt/agent/finish.py": "the record of the owner of a root",
     "ckpt/catalog/pins.py": "pins",
     "ckpt/catalog/watching.py": "the records of watchers",
     "ckpt/cli/pin.py": "pins",

@@ -157,6 +157,16 @@ def test_a_run_is_copied(tmp_path: Path) -> None:
         assert manager.steps() == [100, 200, 300]
 
 
+def test_newer_steps_go_so_that_the_next_start_goes_on_from_an_older_one(run: Path) -> None:
+    assert "1 step removed" in command("rm")
+    state = job(5)
+    with CheckpointManager("runs/gpt") as manager:
+        report = manager.restore(state)
+    assert report is not None
+    assert report.step == 200
+    assert equal(state["model"], 2)
+
+
 def test_steps_are_pruned_for_show(run: Path) -> None:
     command("prune")
     assert len(list(run.glob("*step*"))) == 3
@@ -168,4 +178,11 @@ def test_each_step_is_handled_once() -> None:
 
 def test_each_answer_in_code_is_run_here() -> None:
     assert len(_PYTHON) == 9
-    assert {line.split()[1] for line in _COMMANDS} == {"watch", "export", "diff", "copy", "prune"}
+    assert {line.split()[1] for line in _COMMANDS} == {
+        "watch",
+        "export",
+        "diff",
+        "copy",
+        "prune",
+        "rm",
+    }

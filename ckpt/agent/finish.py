@@ -40,9 +40,9 @@ from ckpt.catalog.transfer_by_rank import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.owner import NO_PROCESS, Owner, owner_of, read_owner
+from ckpt.coordination.owner import NO_PROCESS, Owner, delete_owner, owner_of, read_owner
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, errors_of
-from ckpt.model.keys import OWNER, StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, attempts_of
@@ -499,7 +499,7 @@ class Finish:
         """
         owner = read_owner(root.tier.backend)
         if owner and owner.attempt == self._owner.attempt and self._handed_over:
-            root.tier.backend.delete(OWNER)
+            delete_owner(root.tier.backend)
 
     def _free(self, root: _Root) -> None:
         """Free the memory of each step of the job that can never become a checkpoint, or for which
@@ -521,7 +521,7 @@ class Finish:
                 has_steps = True
         if not has_steps:
             self._confirm(root)
-            root.tier.backend.delete(OWNER)
+            delete_owner(root.tier.backend)
 
 
 def _is_remains(stored_step: StoredStep, parts: NodeParts | None) -> bool:

@@ -41,6 +41,7 @@ Examples:
   ckpt top runs/gpt                               watch it in the terminal
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
+  ckpt rm runs/gpt --after 1200                   go back: newer steps go for good
   ckpt advise runs/gpt --failures-per-day 2       how often to save?
   ckpt pin runs/gpt 1200 --for 2h                 keep it for now
   ckpt watch runs/gpt --exec 'eval.sh {path}'     do something with each new step
@@ -141,6 +142,7 @@ COMMANDS: Final = {
     "advise": ("advise:advise", "Show how often to save, and what is lost per day."),
     "copy": ("copy:copy", "Copy checkpoints between any two places."),
     "prune": ("prune:prune", "Remove checkpoints that need not be kept."),
+    "rm": ("rm:rm", "Remove the steps that you name, on all tiers of a run."),
     "pin": ("pin:pin", "Keep a step from being removed for some time."),
     "unpin": ("pin:unpin", "End the pins of a step, or of all steps."),
     "watch": ("watch:watch", "Handle each committed step once, and wait for more."),

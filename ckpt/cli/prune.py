@@ -183,10 +183,10 @@ def _farther_tiers(
     tiers = load_config(config).tiers
     if tier in tiers:
         return tiers[tiers.index(tier) + 1 :]
-    if owner is None or not (state := _state(owner)):
+    if owner is None or not (work := activity(owner)):
         return ()
     text = (
-        f"{url}: the job that writes here {state} ({owner}), and what its farther tiers still "
+        f"{url}: the job that writes here {work} ({owner}), and what its farther tiers still "
         "have to read is not known: write all its tiers into ckpt.toml (--config), or give "
         "--force"
     )
@@ -196,7 +196,7 @@ def _farther_tiers(
     return ()
 
 
-def _state(owner: Owner) -> str:
+def activity(owner: Owner) -> str:
     """Return in words whether the job ``owner`` or its agent may be at work; empty if neither."""
     if owner.pid == NO_PROCESS:
         return "has left the rest of its work to the agent"
@@ -246,7 +246,7 @@ def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run
             str(removal.ref.step),
             removal.ref.attempt,
             output.size(removal.nbytes),
-            _state_text(removal.state),
+            state_text(removal.state),
             "goes",
         )
         for removal in removals
@@ -256,7 +256,7 @@ def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run
             str(verdict.step.ref.step),
             verdict.step.ref.attempt,
             output.size(verdict.step.nbytes),
-            _state_text(verdict.step.state),
+            state_text(verdict.step.state),
             f"stays: {', '.join(verdict.reasons)}",
         )
         for verdict in (kept_steps if dry_run else ())
@@ -292,7 +292,7 @@ def _best(text: str) -> Best:
         ) from None
 
 
-def _state_text(state: State) -> str:
+def state_text(state: State) -> str:
     return {
         "committed": "checkpoint",
         "damaged": "files are missing",

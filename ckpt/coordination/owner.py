@@ -256,7 +256,12 @@ def release(backend: StorageBackend, claimant: Owner) -> None:
     Even if the deletion fails, later managers of this process may use the root.
     """
     if _leave(backend, claimant) is not None:
-        backend.delete(OWNER)
+        delete_owner(backend)
+
+
+def delete_owner(backend: StorageBackend) -> None:
+    """Delete the record of the owner of a root, whichever job that is."""
+    backend.delete(OWNER)
 
 
 def _leave(backend: StorageBackend, claimant: Owner) -> Owner | None:

@@ -172,6 +172,22 @@ def journal_of(root: str | os.PathLike[str]) -> str:
     return os.path.abspath(local_path(place)) + ".journal"
 
 
+def journal_files(root: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of the files of the journal of ``root``; empty if there is no journal.
+
+    Raises:
+        ConfigError: ``root`` is not a folder of this machine.
+    """
+    folder = journal_of(root)
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [
+        os.path.join(folder, name) for name in names if name.endswith((".jsonl", ".jsonl" + _OLD))
+    ]
+
+
 def record_of(event: Event) -> Record:
     """Return the record of an event, written now."""
     names = [name for name in Record.__struct_fields__ if hasattr(event, name)]
@@ -231,7 +247,7 @@ class JournalReader:
     """
 
     def __init__(self, root: str) -> None:
-        self._folder = journal_of(root)
+        self._root, self._folder = root, journal_of(root)
         self._cache: dict[str, tuple[tuple[int, int, int], list[Record]]] = {}
 
     def read(self) -> list[Record]:
@@ -259,12 +275,8 @@ class JournalReader:
         """Return the names of at most 128 files: first the files of verifications, and then the
         files of the ranks, lowest rank first. A run has at most two files of verifications.
         """
-        try:
-            names = os.listdir(self._folder)
-        except OSError:
-            return []
-        journals = (name for name in names if name.endswith((".jsonl", ".jsonl" + _OLD)))
-        return sorted(journals, key=lambda name: (not name.startswith(_VERIFY), name))[:_MOST_FILES]
+        names = map(os.path.basename, journal_files(self._root))
+        return sorted(names, key=lambda name: (not name.startswith(_VERIFY), name))[:_MOST_FILES]
 
 
 def _records(path: str, size: int) -> Iterator[Record]:

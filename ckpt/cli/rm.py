@@ -1,0 +1,301 @@
+"""``ckpt rm``: remove steps that a person names, on all tiers of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from ckpt.catalog.index import why_missing
+from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.pins import all_pins, remove_pin
+from ckpt.cli import output
+from ckpt.cli.options import (
+    LATEST,
+    TIMEOUT_SECONDS,
+    ConfigFileOption,
+    JsonOption,
+    RootsOption,
+    TimeoutOption,
+    ask_each,
+    is_step,
+    open_each,
+    places,
+)
+from ckpt.cli.prune import activity, state_text
+from ckpt.cli.store_timeout import WatchedStore, silence_notes
+from ckpt.config import MEMORY, load_config
+from ckpt.coordination.owner import Owner, delete_owner, read_owner
+from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
+from ckpt.observe.journal import journal_files
+from ckpt.retention.removal import remove
+from ckpt.storage.places import is_folder
+from ckpt.storage.tiers import resolve_tier
+
+
+@dataclass(frozen=True, slots=True)
+class _TierSteps:
+    """What a tier of the run has.
+
+    Attributes:
+        steps: All attempts at steps on the tier.
+        owner: The owner of the root; None if it has none.
+    """
+
+    store: WatchedStore
+    steps: Sequence[StoredStep]
+    owner: Owner | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The steps that a call names.
+
+    Attributes:
+        numbers: The steps that are named one by one.
+        last_step: All steps after this one are named; None for none of them.
+        is_run: Whether all steps are named.
+    """
+
+    numbers: frozenset[int]
+    last_step: int | None
+    is_run: bool
+
+    def takes(self, step: int) -> bool:
+        is_newer = self.last_step is not None and step > self.last_step
+        return self.is_run or is_newer or step in self.numbers
+
+
+def rm(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ROOT]... [STEP]...",
+            help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a "
+            "name is ./NAME.",
+            show_default=False,
+        ),
+    ] = None,
+    last_step: Annotated[
+        int | None,
+        typer.Option(
+            "--after", metavar="N", min=0, help="Remove all steps after step N, to go back to it."
+        ),
+    ] = None,
+    whole_run: Annotated[
+        bool, typer.Option("--run", help="Remove all steps, the pins and the journal.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Remove the steps although a job or its agent may use them."),
+    ] = False,
+    roots: RootsOption = None,
+    config: ConfigFileOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
+    json: JsonOption = False,
+) -> None:
+    r"""Remove steps for good, on all tiers of a run.
+
+    The tiers are those of ckpt.toml, if ROOT is one of them or is not given; else those that are
+    given. A step that stayed on a tier would be restored from there. So nothing is removed if a
+    tier does not answer, if a step is pinned, or if the job is alive or has left work to its agent
+    (--force). The last checkpoint goes only with --run.
+
+    \b
+    Examples:
+      ckpt rm runs/gpt 1200 1300 --dry-run
+      ckpt rm runs/gpt --after 1200                   go on from step 1200
+      ckpt rm memory runs/gpt s3://bucket/gpt --run   start from nothing
+    """
+    words = arguments or []
+    urls = places([word for word in words if not is_step(word)], roots)
+    step_words = [word for word in words if is_step(word)]
+    if (bool(step_words) + (last_step is not None) + whole_run) != 1:
+        raise ConfigError("name what goes: one or more of STEP, or --after N, or --run")
+    tiers = _look(urls, config, timeout)
+    choice = _choice(step_words, last_step, whole_run, tiers)
+    removals = _removals(tiers, choice)
+    _check(tiers, choice, removals, force=force or dry_run)
+    with ExitStack() as stack:
+        for tier in tiers:
+            stack.enter_context(silence_notes(tier.store))
+        if not dry_run:
+            removals = _carry_out(removals)
+            if whole_run:
+                _remove_rest(tiers)
+    if json:
+        output.show_json(
+            {
+                "roots": [tier.store.url for tier in tiers],
+                "dry_run": dry_run,
+                "removed": [_as_json(tier, step) for tier, step in removals],
+            }
+        )
+    else:
+        _show(removals, dry_run=dry_run)
+
+
+def _look(urls: Sequence[str], config: str | None, timeout: float) -> list[_TierSteps]:
+    """Return what each tier of the run has, nearest first.
+
+    Raises:
+        CkptError: A tier cannot be opened or listed.
+    """
+    tiers = load_config(config).tiers
+    is_in_config = (
+        len(urls) < 2
+        and MEMORY not in urls
+        and resolve_tier(next(iter(urls), None), config) in tiers
+    )
+    stores = (
+        open_each(None, config, timeout=timeout, all_tiers=True)
+        if is_in_config
+        else open_each([*urls] or None, config, timeout=timeout)
+    )
+
+    def look(store: WatchedStore) -> _TierSteps:
+        return _TierSteps(store, Inventory(store).look(), read_owner(store))
+
+    results = [result for _, result in ask_each(stores, look)]
+    for result in results:
+        if isinstance(result, CkptError):
+            raise result
+    return [result for result in results if isinstance(result, _TierSteps)]
+
+
+def _choice(
+    step_words: Sequence[str], last_step: int | None, whole_run: bool, tiers: Sequence[_TierSteps]
+) -> _Choice:
+    """Return the steps that the call names.
+
+    Raises:
+        NoCheckpoint: No tier has anything of a step that is named, or the run has no step at all.
+    """
+    present = {step.ref.step for tier in tiers for step in tier.steps}
+    committed = {
+        step.ref.step for tier in tiers for step in tier.steps if step.state == "committed"
+    }
+    urls = ", ".join(tier.store.url for tier in tiers)
+    if not present and not whole_run:
+        store = tiers[-1].store
+        raise NoCheckpoint(urls, store.ask(partial(why_missing, store, [], None)))
+    numbers = {int(word) for word in step_words if word != LATEST}
+    if LATEST in step_words:
+        numbers.add(max(committed or present))
+    if missing := sorted({*numbers, *([] if last_step is None else [last_step])} - present):
+        raise NoCheckpoint(urls, f"step {missing[0]} is not there")
+    return _Choice(frozenset(numbers), last_step, whole_run)
+
+
+def _removals(tiers: Sequence[_TierSteps], choice: _Choice) -> list[tuple[_TierSteps, StoredStep]]:
+    """Return the attempts to remove, newest step first. So an interrupted call leaves the history
+    up to some step.
+    """
+    return sorted(
+        ((tier, step) for tier in tiers for step in tier.steps if choice.takes(step.ref.step)),
+        key=lambda removal: removal[1].ref,
+        reverse=True,
+    )
+
+
+def _check(
+    tiers: Sequence[_TierSteps],
+    choice: _Choice,
+    removals: Sequence[tuple[_TierSteps, StoredStep]],
+    *,
+    force: bool,
+) -> None:
+    """Check that the steps may be removed.
+
+    Raises:
+        CommitError: A step is pinned, or a job or its agent may be at work (not with ``force``).
+        ConfigError: No checkpoint would be left, and the call does not name the whole run.
+    """
+    for tier, step in removals:
+        if step.pins:
+            raise CommitError(
+                f"step {step.ref.step} on {tier.store.url} is pinned until "
+                f"{output.moment(max(pin.until for pin in step.pins))}: end the pin with "
+                f"`ckpt unpin {tier.store.url} {step.ref.step}` first"
+            )
+    for tier in tiers:
+        owner = tier.owner
+        if owner is not None and not force and (text := activity(owner)):
+            raise CommitError(
+                f"{tier.store.url}: the job that writes here {text} ({owner}), and may save or "
+                "copy the steps again: end it first, or give --force"
+            )
+    numbers = {step.ref.step for tier in tiers for step in tier.steps if step.state == "committed"}
+    if numbers and all(map(choice.takes, numbers)) and not choice.is_run:
+        raise ConfigError(
+            f"{output.count(len(numbers), 'checkpoint')} would go, and none be left: to remove "
+            "the whole run, give --run alone"
+        )
+
+
+def _carry_out(
+    removals: Sequence[tuple[_TierSteps, StoredStep]],
+) -> list[tuple[_TierSteps, StoredStep]]:
+    """Remove the attempts, and return them.
+
+    Raises:
+        CommitError: A step stays, since another process has pinned it meanwhile, or finishes it.
+    """
+    for tier, step in removals:
+        if not remove(tier.store, step):
+            raise CommitError(
+                f"step {step.ref.step} on {tier.store.url} stays, since another process has "
+                "pinned it meanwhile, or finishes it: try again later"
+            )
+    return list(removals)
+
+
+def _remove_rest(tiers: Sequence[_TierSteps]) -> None:
+    """Remove the pins that have ended, the owners of the roots, and the journals. Files of others
+    stay.
+    """
+    for tier in tiers:
+        for pin in all_pins(tier.store):
+            remove_pin(tier.store, pin)
+        delete_owner(tier.store)
+        for path in journal_files(tier.store.url) if is_folder(tier.store.url) else ():
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _show(removals: Collection[tuple[_TierSteps, StoredStep]], *, dry_run: bool) -> None:
+    rows = [
+        (
+            str(step.ref.step),
+            step.ref.attempt,
+            output.size(step.nbytes),
+            state_text(step.state),
+            tier.store.url,
+        )
+        for tier, step in removals
+    ]
+    if rows:
+        output.show_table(("step", "attempt", "size", "what", "tier"), rows, right=("step", "size"))
+    count = len({step.ref.step for _, step in removals})
+    total = output.size(sum(step.nbytes for _, step in removals))
+    output.show_line(
+        f"{output.count(count, 'step')} {'would be ' if dry_run else ''}removed, {total}"
+    )
+
+
+def _as_json(tier: _TierSteps, step: StoredStep) -> dict[str, object]:
+    return {
+        "root": tier.store.url,
+        "step": step.ref.step,
+        "attempt": step.ref.attempt,
+        "bytes": step.nbytes,
+        "state": step.state,
+    }

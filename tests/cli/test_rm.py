@@ -1,0 +1,170 @@
+"""Tests of `ckpt rm`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.coordination.owner import Owner, put_owner
+from ckpt.observe.journal import Journal
+from ckpt.storage.registry import open_backend
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli
+
+
+def numbers(cli: Cli, *roots: object) -> list[int]:
+    return [step["step"] for step in cli("ls", "--json", *roots).json["steps"]]
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[Path, Path]:
+    """A run on two tiers, which ``ckpt.toml`` names. The near one has steps 1 to 4, the far one 1
+    to 3.
+    """
+    near, far = tmp_path / "near", tmp_path / "far"
+    for folder, steps in ((near, (1, 2, 3, 4)), (far, (1, 2, 3))):
+        for step in steps:
+            write_checkpoint(open_backend(str(folder)), step=step, arrays=ARRAYS)
+    (tmp_path / "ckpt.toml").write_text(
+        f'[[tiers]]\nurl = "{near}"\n[[tiers]]\nurl = "{far}"\n', encoding="utf-8"
+    )
+    return near, far
+
+
+@pytest.fixture(autouse=True)
+def _no_root(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_ROOT")
+
+
+def test_a_step_goes_from_all_tiers_of_the_run(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    ran = cli("rm", 2)
+    assert ran.code == 0
+    assert ran.out.count(str(tiers[1])) == 1
+    assert "1 step removed" in ran.out
+    assert (numbers(cli, tiers[0]), numbers(cli, tiers[1])) == ([1, 3, 4], [1, 3])
+
+
+@pytest.mark.parametrize("place", [[], ["near"], ["far"]])
+def test_any_tier_of_the_configuration_stands_for_the_run(
+    cli: Cli, tiers: tuple[Path, Path], place: list[str]
+) -> None:
+    ran = cli("rm", *place, "--after", 2, "--json")
+    assert [(removed["step"], Path(removed["root"]).name) for removed in ran.json["removed"]] == [
+        (4, "near"),
+        (3, "near"),
+        (3, "far"),
+    ]
+    assert (numbers(cli, tiers[0]), numbers(cli, tiers[1])) == ([1, 2], [1, 2])
+
+
+def test_places_that_are_given_are_the_only_ones(
+    cli: Cli, tiers: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "ckpt.toml").unlink()
+    assert cli("rm", "near", 1, "latest").code == 0
+    assert (numbers(cli, tiers[0]), numbers(cli, tiers[1])) == ([2, 3], [1, 2, 3])
+
+
+def test_a_dry_run_shows_the_steps_and_removes_none(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    ran = cli("rm", "--after", 3, "--dry-run")
+    assert "1 step would be removed" in ran.out
+    assert numbers(cli, tiers[0]) == [1, 2, 3, 4]
+
+
+def test_a_job_goes_on_from_the_step_that_a_person_has_gone_back_to(
+    cli: Cli, tmp_path: Path
+) -> None:
+    tiers = [Tier("near"), Tier("far")]
+    with CheckpointManager(tiers) as manager:
+        for step in (1, 2, 3):
+            manager.save({"x": torch.full((3,), float(step))}, step)
+    assert cli("rm", "near", "far", "--after", 1).code == 0
+    state = {"x": torch.zeros(3)}
+    with CheckpointManager(tiers) as manager:
+        report = manager.restore(state)
+        assert report is not None
+        assert report.step == 1
+        manager.save({"x": torch.ones(3)}, 2)
+    assert state["x"].tolist() == [1.0] * 3
+    assert (numbers(cli, "near"), numbers(cli, "far")) == ([1, 2], [1, 2])
+
+
+def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ckpt.toml").write_text(
+        '[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "runs"\nevery = 2\n', encoding="utf-8"
+    )
+    journal = Journal("runs")
+    with CheckpointManager([Tier("memory"), Tier("runs", every=2)], observers=[journal]) as manager:
+        for step in (1, 2, 3):
+            manager.save({"x": torch.ones(3)}, step)
+        memory = next(tier.url for tier in manager._tiers if tier.in_memory)
+    journal.close()
+    assert cli("pin", "runs", 2).code == 0
+    assert cli("rm", "--run").code == 5, "a step is pinned"
+    assert cli("unpin", "runs", 2).code == 0
+    try:
+        ran = cli("rm", "--run")
+        assert (ran.code, ran.err) == (0, "")
+        assert cli("ls", "runs").code == 7
+        assert os.listdir("runs.journal") == []
+        assert not Path("runs/writer.json").exists()
+        with CheckpointManager([Tier("memory"), Tier("runs", every=2)]) as manager:
+            assert manager.restore({"x": torch.zeros(3)}) is None
+    finally:
+        shutil.rmtree("/dev/shm/" + memory.removeprefix("shm://"), ignore_errors=True)
+
+
+def test_the_remains_of_a_save_go_with_its_step(cli: Cli, tmp_path: Path) -> None:
+    for step, commit in ((1, True), (2, False)):
+        write_checkpoint(open_backend("runs"), step=step, arrays=ARRAYS, commit=commit)
+    ran = cli("rm", "runs", 2)
+    assert "remains" in ran.out
+    assert [path.name[:14] for path in Path("runs").glob("step-*")] == ["step-000000001"]
+
+
+def test_steps_of_a_living_job_stay_unless_a_person_insists(
+    cli: Cli, tiers: tuple[Path, Path]
+) -> None:
+    put_owner(open_backend(str(tiers[1])), Owner.of_this_process("a" * 12))
+    ran = cli("rm", "--after", 2)
+    assert ran.code == 5
+    assert "is alive" in ran.err
+    assert numbers(cli, tiers[0]) == [1, 2, 3, 4]
+    assert cli("rm", "--after", 2, "--force").code == 0
+    assert numbers(cli, tiers[0]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ((), 2, "name what goes"),
+        ((1, "--run"), 2, "name what goes"),
+        ((1, "--after", 1), 2, "name what goes"),
+        ((9,), 7, "step 9 is not there"),
+        (("--after", 9), 7, "step 9 is not there"),
+        ((1, 2, 3, 4), 2, "4 checkpoints would go, and none be left"),
+        (("elsewhere", 1), 7, "elsewhere"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_removes_nothing(
+    cli: Cli, tiers: tuple[Path, Path], arguments: tuple[object, ...], code: int, text: str
+) -> None:
+    ran = cli("rm", *arguments)
+    assert (ran.code, ran.out) == (code, "")
+    assert text in ran.err
+    assert ran.err.count("\n") == 1
+    assert (numbers(cli, tiers[0]), numbers(cli, tiers[1])) == ([1, 2, 3, 4], [1, 2, 3])
+
+
+def test_nothing_goes_if_a_tier_does_not_answer(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    shutil.rmtree(tiers[1])
+    tiers[1].write_bytes(b"")
+    ran = cli("rm", 2)
+    assert ran.code in {2, 3}
+    assert str(tiers[1]) in ran.err
+    assert numbers(cli, tiers[0]) == [1, 2, 3, 4]
