@@ -29,13 +29,14 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.prune import activity, state_text
 from ckpt.cli.store_timeout import WatchedStore, silence_notes
-from ckpt.config import MEMORY, load_config
+from ckpt.config import MEMORY, Tier, load_config
 from ckpt.coordination.owner import Owner, delete_owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.observe.journal import journal_files
 from ckpt.retention.removal import remove
 from ckpt.storage.places import is_folder
-from ckpt.storage.tiers import resolve_tier
+from ckpt.storage.registry import stores_in_memory
+from ckpt.storage.tiers import resolve_tier, urls_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _look(urls: Sequence[str], config: str | None, timeout: float) -> list[_Tier
     stores = (
         open_each(None, config, timeout=timeout, all_tiers=True)
         if is_in_config
-        else open_each([*urls] or None, config, timeout=timeout)
+        else open_each(_with_own_memory(urls) or None, config, timeout=timeout)
     )
 
     def look(store: WatchedStore) -> _TierSteps:
@@ -169,6 +170,18 @@ def _look(urls: Sequence[str], config: str | None, timeout: float) -> list[_Tier
         if isinstance(result, CkptError):
             raise result
     return [result for result in results if isinstance(result, _TierSteps)]
+
+
+def _with_own_memory(urls: Sequence[str]) -> list[str]:
+    """Return ``urls`` with "memory" replaced by the store of the run whose next tier follows. It is
+    left out if no job of this user has made it on this machine.
+
+    Raises:
+        ConfigError: No place follows "memory".
+    """
+    stores = stores_in_memory()
+    pairs = zip(urls, urls_of([Tier(url) for url in urls]), strict=True)
+    return [store for url, store in pairs if url != MEMORY or store in stores]
 
 
 def _choice(

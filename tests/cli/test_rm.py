@@ -119,6 +119,24 @@ def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: P
         shutil.rmtree("/dev/shm/" + memory.removeprefix("shm://"), ignore_errors=True)
 
 
+def test_the_memory_of_another_run_stays(cli: Cli, tmp_path: Path) -> None:
+    tiers = {name: [Tier("memory"), Tier(name, every=2)] for name in ("runs", "others")}
+    stores = []
+    for name in tiers:
+        with CheckpointManager(tiers[name]) as manager:
+            for step in (2, 3):
+                manager.save({"x": torch.ones(3)}, step)
+            stores.append(manager._tiers[0].url)
+    try:
+        removed = cli("rm", "memory", "runs", "--run", "--json").json["removed"]
+        assert {step["root"] for step in removed} == {stores[0], str(tmp_path / "runs")}
+        assert numbers(cli, stores[1]) == [3]
+        assert cli("rm", "memory", "--run").code == 2
+    finally:
+        for store in stores:
+            shutil.rmtree("/dev/shm/" + store.removeprefix("shm://"), ignore_errors=True)
+
+
 def test_the_remains_of_a_save_go_with_its_step(cli: Cli, tmp_path: Path) -> None:
     for step, commit in ((1, True), (2, False)):
         write_checkpoint(open_backend("runs"), step=step, arrays=ARRAYS, commit=commit)
