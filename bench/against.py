@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -42,10 +43,13 @@ _TIMES: Final = (
     "cold_seconds",
     "warm_seconds",
 )
+_SIZES: Final = ("added_memory_bytes",)
 _SPEEDS: Final = ("up_bytes_per_second", "down_bytes_per_second")
 
 Figures = Mapping[tuple[str, str, str], float]
-"""The medians of one run, by case, contender and column, as seconds or seconds for each byte."""
+"""The medians of one run, by case, contender and column, as seconds, bytes, or seconds for each
+byte.
+"""
 
 
 @dataclass(frozen=True)
@@ -132,17 +136,17 @@ def _run(scenario: str, options: Sequence[str], tree: Path, folder: Path) -> Fig
 def figures(result: Mapping[str, Any]) -> Figures:
     """Return what is compared of the JSON of one run."""
     return {
-        (line["case"], line["name"], column): value if column in _TIMES else 1 / value
+        (line["case"], line["name"], column): 1 / value if column in _SPEEDS else value
         for line in result["lines"]
         if line["name"].startswith("ckpt")
         for column, numbers in line["numbers"].items()
-        if column in (*_TIMES, *_SPEEDS) and (value := _median(numbers))
+        if column in (*_TIMES, *_SIZES, *_SPEEDS) and (value := _median(numbers))
     }
 
 
 def _median(numbers: Any) -> float | None:
     value = numbers["median"] if isinstance(numbers, Mapping) else numbers
-    return value if isinstance(value, float) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def compared(scenario: str, before: Sequence[Figures], now: Sequence[Figures]) -> Iterator[Row]:
@@ -164,16 +168,15 @@ def _table(rows: Iterable[Row]) -> Table:
     for row in rows:
         case, name, column = row.figure
         values = [statistics.median(run) for run in (row.before, row.now)]
-        written = (
-            [write(1 / value, "per_second") for value in values]
-            if column in _SPEEDS
-            else [write(value, "seconds") for value in values]
-        )
+        if column in _SPEEDS:
+            texts = [write(1 / value, "per_second") for value in values]
+        else:
+            texts = [write(value, "bytes" if column in _SIZES else "seconds") for value in values]
         table.add_row(
             row.scenario,
             case if name == _OURS else f"{case}, {name.removeprefix('ckpt.')}",
-            column.removesuffix("_bytes_per_second").removesuffix("_seconds").replace("_", " "),
-            *written,
+            re.sub("_(bytes_per_second|bytes|seconds)$", "", column).replace("_", " "),
+            *texts,
             f"{statistics.median(row.ratios):.2f} ({min(row.ratios):.2f}-{max(row.ratios):.2f})",
         )
     return table

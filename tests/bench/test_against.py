@@ -12,26 +12,32 @@ import pytest
 from bench.against import compared, figures, packages
 
 
-def _result(cold: float, up: float) -> dict[str, Any]:
+def _result(cold: float, up: float, memory: int = 7) -> dict[str, Any]:
     spread = {"median": cold, "low": cold, "high": cold, "all": [cold]}
     return {
         "lines": [
             {
                 "case": "1 GiB",
                 "name": "ckpt.save_async",
-                "numbers": {"cold_seconds": spread, "up_bytes_per_second": up, "loads": 5},
+                "numbers": {
+                    "cold_seconds": spread,
+                    "up_bytes_per_second": up,
+                    "added_memory_bytes": memory,
+                    "loads": 5,
+                },
             },
             {"case": "1 GiB", "name": "floor.read", "numbers": {"cold_seconds": spread}},
         ]
     }
 
 
-def test_a_ratio_above_one_means_slower_whatever_the_unit() -> None:
-    before, now = figures(_result(cold=2.0, up=10.0)), figures(_result(cold=3.0, up=5.0))
+def test_a_ratio_above_one_means_slower_or_larger_whatever_the_unit() -> None:
+    before, now = figures(_result(cold=2.0, up=10.0)), figures(_result(3.0, up=5.0, memory=21))
     rows = list(compared("restore", [before, before], [now, before]))
     assert {row.figure[2]: row.ratios for row in rows} == {
         "cold_seconds": (1.5, 1.0),
         "up_bytes_per_second": (2.0, 1.0),
+        "added_memory_bytes": (3.0, 1.0),
     }
 
 
