@@ -373,8 +373,9 @@ class PosixBackend:
         )
 
     def _make_folders(self, folder: str) -> None:
-        """Create ``folder`` and the folders above it that are missing, and force their names to the
-        medium.
+        """Create ``folder`` and the folders above it that are missing. Force the names of those
+        outside of the root to the medium. ``publish`` forces the others, together with the file
+        that is the first to need them.
 
         If ``folder`` is new, also set its striping.
 
@@ -401,8 +402,10 @@ class PosixBackend:
             # If another thread has removed the folder, FileNotFoundError makes ``_create`` repeat.
             if not stat.S_ISDIR(os.stat(path).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder")
-        if not self._root_synced or missing:
-            self._sync_root([os.path.dirname(path) for path in missing])
+        prefix = self._top().rstrip("/") + "/"
+        parents = [os.path.dirname(path) for path in missing if not path.startswith(prefix)]
+        if not self._root_synced or parents:
+            self._sync_root(parents)
 
     def _sync_root(self, parents: Sequence[str]) -> None:
         """Force the entry of the root in the folder above it, and the entries in ``parents``, to

@@ -357,6 +357,24 @@ def test_folders_are_forced_to_the_medium_up_to_the_parent_of_the_root(tmp_path,
     assert "a/root/step/sub" in synced[file_at:]
 
 
+def test_a_new_folder_in_a_root_is_forced_when_a_file_in_it_is_published(tmp_path, monkeypatch):
+    """Until then, nobody may rely on it."""
+    real, synced = os.fsync, []
+
+    def fsync(fd):
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        real(fd)
+
+    backend = open_posix(str(tmp_path / "root"), {})
+    backend.put("first/x", [b"x"])
+    monkeypatch.setattr(os, "fsync", fsync)
+    upload = backend.upload("second/sub/x", 1)
+    assert synced == []
+    upload.write(0, memoryview(b"x"))
+    upload.finish()
+    assert synced[-3:] == ["root/second/sub", "root/second", "root"]
+
+
 # O_DIRECT
 
 
