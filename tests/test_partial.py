@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager, PerRank
-from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, ShapeMismatch
+from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, RestoreError, ShapeMismatch
 
 
 def job(seed: int, *, head: int = 3, deeper: bool = False) -> dict[str, Any]:
@@ -229,6 +229,48 @@ def test_an_excluded_value_need_not_fit_and_need_not_be_saved(root: str) -> None
         manager.restore(state, exclude=["model/2.*", "new"])
     assert torch.equal(state["new"], torch.ones(2))
     assert torch.equal(state["model"][0].weight, job(1)["model"][0].weight)
+
+
+def tied_model(seed: int) -> nn.ModuleDict:
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def weight_of(model: nn.ModuleDict) -> torch.Tensor:
+    return model.get_parameter("head.weight").detach()
+
+
+@pytest.mark.parametrize(
+    "name", ["model/embed.weight", "model/head.*", "head", "twin", "parts/0", "parts"]
+)
+def test_a_tensor_that_is_excluded_by_one_of_its_names_is_not_overwritten(
+    tmp_path: Path, name: str
+) -> None:
+    def state(seed: int) -> dict[str, Any]:
+        model = tied_model(seed)
+        head = model["head"]
+        return {"model": model, "head": head.weight, "twin": head, "parts": [head.weight]}
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(state(1), 1)
+        target = state(2)
+        with pytest.raises(RestoreError, match="exclude both or neither"):
+            manager.restore(target, exclude=name)
+        assert torch.equal(target["head"], weight_of(tied_model(2)))
+        manager.restore(target, exclude=["model/embed.*", "model/head.*", "head", "twin", "parts"])
+    assert torch.equal(target["head"], weight_of(tied_model(2)))
+
+
+def test_values_that_no_restore_could_fill_can_be_excluded(root: str) -> None:
+    state = job(2) | {
+        "lazy": nn.LazyLinear(3),
+        "odd": {"sparse": torch.eye(2).to_sparse(), "meta": torch.ones(2, device="meta")},
+    }
+    with CheckpointManager(root) as manager:
+        manager.restore(state, exclude=["lazy", "odd"])
+    assert torch.equal(state["ema"], job(1)["ema"])
 
 
 def test_a_restore_with_an_exclusion_is_of_a_part(root: str) -> None:

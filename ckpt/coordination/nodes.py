@@ -174,7 +174,8 @@ def _identity(backend: StorageBackend) -> str:
         with suppress(CkptError):  # The first save reports this error of the tier
             root = backend.identity()
     owner = Owner.of_this_process("")
-    return checksum(f"{owner.host} {owner.machine} {root}".encode())[:16]
+    place = f"{owner.host} {owner.machine} {root}"
+    return checksum(place.encode(errors="surrogateescape"))[:16]
 
 
 def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:

@@ -57,15 +57,34 @@ def load(
         EntryMissing: The checkpoint has nothing of this name.
         IntegrityError: A chunk or the manifest is damaged.
         StorageError: The root cannot be read.
-        ConfigError: No backend serves the URL, ``dtype`` is no floating-point dtype, or ``name`` is
-            empty.
+        ConfigError: No backend serves the URL, or ``name``, ``step``, ``device`` or ``dtype`` is
+            invalid. ``dtype`` must be a floating-point dtype.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: give a floating-point dtype, such as torch.bfloat16")
-    if name == "":
-        raise ConfigError('name="": give the name of a part, or None for the whole state')
+    _check_dtype(dtype)
+    _check_device(device)
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ConfigError(f"name={name!r}: give the name of a part, or None for the whole state")
     with OpenCheckpoint(root, step) as checkpoint:
         return _Load(checkpoint.reader, torch.device(device), dtype).load(name)
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r}: give a floating-point dtype, such as torch.bfloat16")
+    try:
+        torch.zeros(1).to(dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(f"dtype={dtype!r}: torch converts no float to it ({error})") from None
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.zeros(1, device=torch.device(device))
+    except Exception as error:  # noqa: BLE001 - each backend of torch has errors of its own
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device={device!r}: torch has no such device here ({reason})") from None
 
 
 class _Load:
@@ -85,7 +104,9 @@ class _Load:
         return self._reader.tensors[name].name
 
     def _part(self, name: str | None, make: MakeTensor) -> Any:
-        tree = StateTree(self._reader.manifest, make, (), by_name=False, safe=False).build()
+        tree = StateTree(
+            self._reader.manifest, make, (), by_name=False, safe=False, parameter_names=False
+        ).build()
         path, value = "", tree
         while name is not None and path != name:
             items = _items(path, value)

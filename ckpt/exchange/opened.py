@@ -17,6 +17,7 @@ from ckpt.errors import ConfigError
 from ckpt.errors.frames import frameless
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
+from ckpt.model.keys import step_of
 from ckpt.model.manifest import Tensor
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
@@ -44,11 +45,12 @@ class OpenCheckpoint:
 
     def __init__(self, root: str | os.PathLike[str] | Tier, step: int | None) -> None:
         self._closed = True
+        number = None if step is None else step_of({}, step, last=None)
         tier = root if isinstance(root, Tier) else Tier(os.fspath(root))
         self._backend = open_backend(tier.url, tier.options)
         self.root = self._backend.url
         try:
-            ref = find(self._backend, step)[0]
+            ref = find(self._backend, number)[0]
             manifest = read_manifest(self._backend, ref)
         except BaseException:
             self._backend.close()

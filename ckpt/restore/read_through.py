@@ -527,7 +527,7 @@ class ReadThrough:
         if self._tiers[position].backend.capabilities.shared:
             return "all"
         place = f"{self._owner.machine} {self._tiers[position].url}"
-        return checksum(place.encode())[:12]
+        return checksum(place.encode(errors="surrogateescape"))[:12]
 
 
 def _is_folder(tier: OpenTier) -> bool:

@@ -296,7 +296,8 @@ def _memory_of(farther_tiers: Sequence[Tier]) -> str:
         place = os.path.realpath(local_path(url))
     else:
         place = " on ".join(filter(None, (without_query(url), server_of(farther_tiers[0]))))
-    return f"shm://{checksum(place.encode())[:16]}"
+    # The name of a folder may have bytes that are no text.
+    return f"shm://{checksum(place.encode(errors='surrogateescape'))[:16]}"
 
 
 def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,32 @@ def test_an_optimizer_loads_what_is_read_of_it(root: Path, state: dict[str, Any]
     optimizer = torch.optim.AdamW(Net().parameters())
     optimizer.load_state_dict(ckpt.load(root, "optimizer"))
     ours, saved = optimizer.state_dict(), state["optimizer"].state_dict()
-    saved["param_groups"][0]["param_names"] = ours["param_groups"][0]["param_names"]
     assert ours["param_groups"] == saved["param_groups"]
     assert ours["state"].keys() == saved["state"].keys()
     for number, values in saved["state"].items():
         assert all(map(torch.equal, values.values(), ours["state"][number].values()))
+
+
+def test_an_optimizer_that_has_loaded_takes_a_new_group(root: Path) -> None:
+    """torch refuses a group without names in an optimizer with names, and loading gives it some."""
+    optimizer = torch.optim.AdamW(Net().parameters())
+    optimizer.load_state_dict(ckpt.load(root, "optimizer"))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": 5}, {"name": ["model"]}, {"name": b"model"}, {"step": "3"}, {"step": -1},
+        {"step": True}, {"device": "cuda:99"}, {"device": "nothing"}, {"device": None},
+        {"dtype": "bfloat16"}, {"dtype": torch.float4_e2m1fn_x2},
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(root: Path, arguments: dict[str, Any]) -> None:
+    ((argument, value),) = arguments.items()
+    with pytest.raises(ConfigError, match=re.escape(f"{argument}={value!r}: ")):
+        ckpt.load(root, **arguments)
 
 
 def test_a_whole_state_is_read(root: Path, state: dict[str, Any]) -> None:

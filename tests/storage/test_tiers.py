@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from ckpt import CheckpointManager
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
 from ckpt.storage.tiers import resolve_tier, resolve_tiers, tier_at, urls_of
@@ -126,6 +129,18 @@ def test_the_memory_before_one_url_on_two_servers_is_two_stores(
     assert memory_of("s3://b/gpt?region=eu") == plain == "shm://78dd93c802573c2b"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://two")
     assert memory_of("s3://b/gpt") == two
+
+
+def test_the_name_of_a_folder_behind_memory_need_not_be_text(tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xffrun")
+    tiers = [Tier("memory"), Tier(folder)]
+    with CheckpointManager(tiers) as manager:
+        manager.save({"x": torch.ones(2)}, step=1)
+    state = {"x": torch.zeros(2)}
+    with CheckpointManager(tiers) as manager:
+        report = manager.restore(state)
+    assert report is not None
+    assert torch.equal(state["x"], torch.ones(2))
 
 
 def test_the_memory_before_a_folder_is_one_store_in_each_spelling(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ class _Match:
             is_container and self._matcher.selection.reaches(name)
         ):
             self._matcher.claim(name, source, silent=True)
+            self._exclude(value, name)
         elif node is not ABSENT:
             self._item(value, node, name, source, put)
         elif is_container and self._matcher.selection.rename_rules:
@@ -184,6 +185,14 @@ class _Match:
                 self._item(value, node, name, source, put)
         else:
             self._matcher.lack(name, source)
+
+    def _exclude(self, value: Any, name: str) -> None:
+        for path, tensor in walk_tensors(value, name):
+            self._matcher.exclude_tensor(path, tensor)
+        for path, module in walk_objects(value, name):
+            if isinstance(module, nn.Module):
+                for tensor in tensors_of([module]):
+                    self._matcher.exclude_tensor(path, tensor)
 
     def _mapping(self, target: MutableMapping[Any, Any], path: str, source: str) -> None:
         self._matcher.open(path, source)

@@ -64,6 +64,7 @@ def match_module(match: Matcher, module: nn.Module, node: Node, path: str, sourc
         entry_node = match.checkpoint.node(entry_source)
         if not match.takes(name):
             match.claim(name, entry_source, silent=True)
+            match.exclude_tensor(name, entry.value)
         elif entry_node is ABSENT:
             match.lack_tensor(name, entry_source, entry.value)
         else:

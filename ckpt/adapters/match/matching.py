@@ -17,7 +17,7 @@ from ckpt.adapters.match.remake import Remaker
 from ckpt.adapters.match.saved import SavedState, kind, tag
 from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.match.slots import Slot
-from ckpt.adapters.match.targets import memory_of
+from ckpt.adapters.match.targets import has_memory, memory_of
 from ckpt.adapters.tensors.layout import leaf_of
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.walk.modules import Parameters
@@ -112,6 +112,8 @@ class Matcher:
         }
         self.fills: dict[Hashable, tuple[str, Source | None]] = {}
         self._missing_tensors: dict[str, torch.Tensor] = {}
+        self._excluded_memory: dict[Hashable, str] = {}
+        self._fill_names: dict[Hashable, str] = {}
         self._names: list[str] = []
         self._leaves: list[Leaf] = []
         self._targets: list[Source] = []
@@ -177,6 +179,13 @@ class Matcher:
         self.lack(name, source)
         if isinstance(target, torch.Tensor):
             self._missing_tensors[name] = target
+
+    def exclude_tensor(self, name: str, target: object) -> None:
+        """Record that ``target``, which is ``name`` or inside of it, keeps its values if the
+        selection excludes ``name``.
+        """
+        if has_memory(target) and self.selection.excludes(name):
+            self._excluded_memory.setdefault(memory_of(target), name)
 
     @contextmanager
     def as_one(self, name: str, source: str) -> Generator[None]:
@@ -247,6 +256,7 @@ class Matcher:
                 raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
             self._conversions.append((name, tensor.dtype, leaf.dtype))
             leaf = replace(leaf, dtype=tensor.dtype)
+        self._fill_names.setdefault(memory, name)
         self._names.append(name)
         self._leaves.append(leaf if name == bytes_of else replace(leaf, name=bytes_of))
         self._targets.append(target)
@@ -262,8 +272,10 @@ class Matcher:
 
         Raises:
             EntryMissing: The restore is strict, and the checkpoint lacks names.
-            RestoreError: Elements of a part of ``LocalShards`` share their memory.
+            RestoreError: Elements of a part of ``LocalShards`` share their memory, or a tensor that
+                the selection excludes has its memory in common with one that is filled.
         """
+        self._check_excluded()
         self._find_tied()
         if self._missing and self.selection.strict:
             raise EntryMissing(
@@ -286,6 +298,14 @@ class Matcher:
             renames=tuple(self._renames.items()),
             conversions=tuple(self._conversions),
         )
+
+    def _check_excluded(self) -> None:
+        for memory, name in self._excluded_memory.items():
+            if fill_name := self._fill_names.get(memory):
+                raise RestoreError(
+                    f"{name!r} is excluded, but shares its memory with {fill_name!r}, which is "
+                    "restored: exclude both or neither"
+                )
 
     def _find_tied(self) -> None:
         """Take the names off the missing ones whose memory the restore fills as another name.

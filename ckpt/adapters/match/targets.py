@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.layout import local
+from ckpt.adapters.tensors.layout import PLAIN, local
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
@@ -30,6 +30,16 @@ def memory_of(target: Source) -> Hashable:
     if not address or not memory.numel():
         return id(target)
     return address, memory.dtype, memory.shape, memory.stride()
+
+
+def has_memory(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True if ``value`` is a plain or distributed dense tensor with data."""
+    return (
+        isinstance(value, torch.Tensor)
+        and (type(value) in PLAIN or isinstance(value, DTensor))
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_meta)
+    )
 
 
 def has_live(value: Any, depth: int = 0) -> bool:

@@ -71,6 +71,8 @@ class StateTree:
         by_name: True if the parameters of optimizers have names, and False if they have numbers.
         safe: True to make only values that ``torch.load(..., weights_only=True)`` accepts: NumPy
             scalars become Python numbers, and frozensets become sets.
+        parameter_names: True to give a parameter group the names of its parameters if these have
+            numbers. An optimizer that loads them takes no group without names any more.
 
     Attributes:
         notes: The differences between the checkpoint and the nested state.
@@ -84,9 +86,11 @@ class StateTree:
         *,
         by_name: bool,
         safe: bool = True,
+        parameter_names: bool = True,
     ) -> None:
         self._manifest, self._make, self._globs = manifest, make, globs
         self._by_name, self._safe = by_name, safe
+        self._has_names = parameter_names and not by_name
         self._names = sorted(manifest.tensor_map())
         self._modules: list[str] = []
         self.notes = Notes()
@@ -256,7 +260,7 @@ class StateTree:
                     state[ids[-1]] = entry
                     paths[parameter] = ids[-1]
             values = self._node(group["values"], f"{path}/param_groups/{index}")
-            name_list = {} if self._by_name else {"param_names": names}
+            name_list = {"param_names": names} if self._has_names else {}
             if values is not _ABSENT:
                 groups.append({**values, "params": ids, **name_list})
         state = {paths[p]: state[paths[p]] for p in in_order(paths, order.parameters, str)}
