@@ -14,8 +14,8 @@ def until(condition: Callable[[], object], seconds: float = 100) -> bool:
     """
     start = time.monotonic()
     while not condition():
-        waited = time.monotonic() - start
-        if waited > seconds:
+        age = time.monotonic() - start
+        if age > seconds:
             return False
-        time.sleep(min(max(0.02, waited / 20), 0.1))
+        time.sleep(min(max(0.02, age / 20), 0.1))
     return True
