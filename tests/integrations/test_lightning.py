@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +19,11 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError
 from ckpt.integrations.lightning import CkptCheckpoint
 from ckpt.integrations.lightning_strategy import mix_in
-from tests import processes
 from tests.integrations.conftest import after
-from tests.kit.worlds import world
+from tests.kit.worlds import run_forks, world
 
 WORKER = Path(__file__).parent / "workers" / "lightning_nets.py"
+IMPORTS = ("lightning.pytorch",)
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "lightning.md"
 
 pytestmark = [
@@ -90,10 +88,9 @@ def test_other_callbacks_schedulers_and_loops_are_restored(nets: Any, tmp_path: 
 
 @pytest.mark.slow
 def test_a_kill_in_mid_save_resumes_from_the_last_committed_step(nets: Any, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, WORKER, tmp_path / "killed", "kill", "3"]
-    done = processes.run(command, env=environment, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stdout
+    command = [WORKER, tmp_path / "killed", "kill", "3"]
+    done = run_forks(command, [{}], timeout=120, imports=IMPORTS)
+    assert done.statuses == (-signal.SIGKILL,), done.said
     assert list((tmp_path / "killed").glob("step-000000003.*")), "the save had begun"
     committed = max(steps(tmp_path / "killed"))
     assert committed < 3
@@ -111,7 +108,7 @@ def test_a_kill_in_mid_save_resumes_from_the_last_committed_step(nets: Any, tmp_
 @pytest.mark.parametrize("mode", ["ddp", "ddp-steps", "fsdp2"])
 def test_two_ranks_resume_in_the_same_process(nets: Any, tmp_path: Path, mode: str) -> None:
     """Lightning's part of a save copies no tensor."""
-    said = world(2, WORKER, tmp_path, mode)
+    said = world(2, WORKER, tmp_path, mode, imports=IMPORTS)
     assert "equal losses on rank 0 2" in said
     assert "equal losses on rank 1 2" in said
     net = nets.Net()

@@ -2,7 +2,8 @@
 
 A process then costs a tenth of a second, and not the import of torch. A fork runs its script as
 the interpreter does: as ``__main__``, with arguments, environment, folder and output of its own. It
-shares the modules of torch and the seed of hashes with the other forks.
+shares the modules of torch, those that a request names as ``imports``, and the seed of hashes with
+the other forks.
 
 When its script ends, a fork calls `exit_rank`, unless the request sets ``finalize``. To destroy all
 objects, as an interpreter does, a fork would have to copy 160 MB of memory, which takes half a
@@ -22,7 +23,8 @@ import os
 import runpy
 import signal
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
 from typing import Any
 
 import torch._dynamo
@@ -39,11 +41,14 @@ ckpt.CheckpointManager  # noqa: B018 - imported here, once
 
 def serve() -> None:
     """Run one request after the other, until the tests end."""
-    gc.collect()
-    # otherwise each fork looks through all objects of torch as it ends, and copies them
-    gc.freeze()
+    keep()
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
+        if not sys.modules.keys() >= {*request["imports"]}:
+            with redirect_stdout(sys.stderr):  # the answers go to standard output
+                for name in request["imports"]:
+                    import_module(name)
+            keep()
         running: dict[int, int] = {}
         for number in range(len(request["environments"])):
             if (process := os.fork()) == 0:
@@ -59,6 +64,14 @@ def serve() -> None:
                     with suppress(ProcessLookupError):
                         os.kill(other, signal.SIGKILL)
         print(json.dumps(statuses), flush=True)
+
+
+def keep() -> None:
+    """Keep all objects until the end. Otherwise each fork looks through all objects of torch as it
+    ends, and copies them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def run_script(request: dict[str, Any], number: int) -> None:

@@ -39,14 +39,17 @@ class Ended:
     statuses: tuple[int, ...]
 
 
-def world(ranks: int, script: Path, *args: object, timeout: float = 150) -> str:
+def world(
+    ranks: int, script: Path, *args: object, timeout: float = 150, imports: Sequence[str] = ()
+) -> str:
     """Run a script as torchrun does, on this many ranks, and return what they printed.
 
-    If one fails, the others are killed and the test fails with all that they printed.
+    If one fails, the others are killed and the test fails with all that they printed. ``imports``
+    are the modules that are to be imported before the forks.
     """
     port = free_port()
     environments = [environment_of(rank, ranks, port) for rank in range(ranks)]
-    ended = run_forks([script, *args], environments, timeout=timeout)
+    ended = run_forks([script, *args], environments, timeout=timeout, imports=imports)
     said = "".join(ended.said)
     assert not any(ended.statuses), f"{ended.statuses}\n{said[-8000:]}"
     return said
@@ -103,12 +106,14 @@ def run_forks(
     timeout: float,
     end_together: bool = True,
     finalize: bool = False,
+    imports: Sequence[str] = (),
 ) -> Ended:
     """Run a script once in each of these environments, all at the same time.
 
     If ``end_together``, the first that fails ends the others. With ``finalize``, each destroys all
-    objects at its end, as an interpreter does. If they take longer than ``timeout`` seconds, the
-    test fails with their output and their stacks.
+    objects at its end, as an interpreter does. ``imports`` are the modules that are to be imported
+    before the forks. If they take longer than ``timeout`` seconds, the test fails with their output
+    and their stacks.
     """
     with tempfile.TemporaryDirectory(prefix="ckpt-tests-") as folder:
         logs = [Path(folder, str(number)) for number in range(len(environments))]
@@ -122,6 +127,7 @@ def run_forks(
                 "folder": os.getcwd(),
                 "end_together": end_together,
                 "finalize": finalize,
+                "imports": [*imports],
             },
             timeout,
         )
