@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+
+from tests.kit.worlds import ROOT, run_script
 
 MOST = {
     "a save to one tier": (445, 85),
@@ -15,11 +15,8 @@ MOST = {
 
 
 def test_a_save_and_a_restore_enter_no_more_functions_and_files() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "bench.trace"],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    rows = re.findall(r"^\| (a [\w ]+) \| (\d+) \| (\d+) \|$", process.stdout, re.MULTILINE)
+    said = run_script(ROOT / "bench" / "trace.py")
+    rows = re.findall(r"^\| (a [\w ]+) \| (\d+) \| (\d+) \|$", said, re.MULTILINE)
     counts = {name: (int(functions), int(files)) for name, functions, files in rows}
     assert counts.keys() == MOST.keys()
     for name, most in MOST.items():
