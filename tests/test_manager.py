@@ -45,6 +45,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from tests.kit.stores import Gated, faulty, whole
 from tests.kit.waiting import until
+from tests.kit.worlds import run_code
 
 
 @pytest.fixture
@@ -546,16 +547,12 @@ manager.close()
 """
 
 
-def test_a_program_that_restarts_itself_by_execv_goes_on_and_leaves_no_slots(root: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _LIVES, root, "1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "LIVES": _LIVES},
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert len(set(ended.stdout.split())) == 1
+def test_a_program_that_restarts_itself_by_execv_goes_on_and_leaves_no_slots(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIVES", _LIVES)
+    said = run_code(_LIVES, root, "1")
+    assert len(set(said.split())) == 1, said
     assert whole(root) == [1, 2, 3]
 
 

@@ -26,7 +26,7 @@ def steps_of(root: Path) -> list[int]:
     return sorted(int(path.parent.name[5:14]) for path in root.glob("step-*/manifest.json"))
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", pytest.param("zstd", marks=pytest.mark.torture)])
 def test_a_step_that_only_the_memory_of_two_nodes_has_becomes_whole_without_a_restart(
     cluster: Cluster, codec
 ) -> None:
@@ -38,6 +38,7 @@ def test_a_step_that_only_the_memory_of_two_nodes_has_becomes_whole_without_a_re
     assert not any(cluster.memory(node).exists() for node in (0, 1))
 
 
+@pytest.mark.torture  # tests/agent/test_finish.py does it with one node
 @pytest.mark.server
 def test_a_step_in_memory_alone_reaches_an_object_store(
     cluster: Cluster, moto_server: Server
@@ -225,7 +226,12 @@ def test_nothing_is_copied_while_the_ranks_of_another_node_live(cluster: Cluster
 
 
 @pytest.mark.parametrize(
-    "moment", ["rank-00002.ended", "rank-00002.safetensors", "rank-00002.json"]
+    "moment",
+    [
+        "rank-00002.safetensors",
+        pytest.param("rank-00002.ended", marks=pytest.mark.torture),
+        pytest.param("rank-00002.json", marks=pytest.mark.torture),
+    ],
 )
 def test_an_agent_that_is_killed_in_the_middle_costs_no_step(cluster: Cluster, moment) -> None:
     """The step is whole on the shared tier, or not listed there and in memory."""

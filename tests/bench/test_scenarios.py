@@ -108,7 +108,9 @@ def check(folder: Path, scenario: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("scenario", ["train", "restore", "ranks"])
+@pytest.mark.parametrize(
+    "scenario", ["train", "ranks", pytest.param("restore", marks=pytest.mark.torture)]
+)
 def test_a_scenario_measures_what_was_asked_for_and_reports_it(
     results: Callable[[str], Path], scenario: str
 ) -> None:
