@@ -73,6 +73,7 @@ class _Proposal(msgspec.Struct, frozen=True):
             last proposal, because they are not complete any more.
         finished_commits: Pairs (step, URL of the tier) of the commits that this restore has
             finished so far.
+        broadcast: Whether the leader was called with ``broadcast=True``.
     """
 
     folder: str
@@ -81,6 +82,7 @@ class _Proposal(msgspec.Struct, frozen=True):
     peers: tuple[Peer, ...] = ()
     rejections: tuple[tuple[int, str], ...] = ()
     finished_commits: tuple[tuple[int, str], ...] = ()
+    broadcast: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,7 @@ class Restorer:
                 neighbours.peers(candidate.ref),
                 tuple(rejections),
                 tuple(finisher.finishes),
+                self._is_broadcast,
             )
             rejections.clear()
         if rejections:
@@ -338,7 +341,7 @@ class Restorer:
         fit, nowhere = self._rounds.do(
             "match",
             ref.step,
-            lambda: self._fit(state, sources, origin),
+            lambda: self._fit(state, sources, origin, broadcast=proposal.broadcast),
             lambda fit: (
                 *fit.state_match.surplus_names,
                 *map(_as_pattern, fit.state_match.idle_patterns),
@@ -392,11 +395,23 @@ class Restorer:
         agree("mend", fit.cache.mend)
         return spread.read_bytes, spread.received_bytes
 
-    def _fit(self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader) -> _Fit:
+    def _fit(
+        self,
+        state: MutableMapping[str, Any],
+        sources: Sources,
+        origin: TieredReader,
+        *,
+        broadcast: bool,
+    ) -> _Fit:
         """Match the state with the manifest, plan the reads, and look for files to fetch.
 
         This changes neither the state nor a tier.
         """
+        if broadcast != self._is_broadcast:  # The ranks would wait for each other in other rounds
+            raise ConfigError(
+                f"broadcast={self._is_broadcast}, but rank {LEADER} has broadcast={broadcast}: "
+                "give the same value on all ranks"
+            )
         with _pause_gc():
             stored_step, state_match, plan = origin.whole(
                 partial(self._match, state, sources, origin)

@@ -27,7 +27,7 @@ import ckpt.adapters.match.sink as sink
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank, Tier
 from ckpt.adapters.match.sink import TensorSink
-from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
+from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError
 from ckpt.storage.api import aligned_memory
 
 WIDTH = 256
@@ -270,6 +270,20 @@ def meta(folder: Path) -> None:
         same(contents(state | extra), contents(saved))
 
 
+def of_two_minds(folder: Path) -> None:
+    """Ranks that disagree about ``broadcast`` are told so at once, and nothing has changed."""
+    state = {"x": torch.ones(3)}
+    with CheckpointManager(str(folder / "minds")) as manager:
+        manager.save(state, step=1)
+        state["x"].zero_()
+        reason = "broadcast=True, but rank 0 has broadcast=False"
+        with pytest.raises(CkptError, match=reason):
+            manager.restore(state, broadcast=dist.get_rank() == 1)
+        assert not state["x"].any()
+        assert manager.restore(state, broadcast=True) is not None
+    assert state["x"].all()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
@@ -289,6 +303,7 @@ def main() -> None:
     failing(folder, "not arrived as it was sent", sending)
     damaged(folder)
     meta(folder)
+    of_two_minds(folder)
     with CheckpointManager(str(folder / "damaged")) as manager:
         for wrong in ("all", None, 3):
             with contextlib.suppress(ConfigError):
