@@ -21,7 +21,7 @@ from ckpt.adapters.torch_private import warn_of_untested
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.adapters.walk.collect import WalkResult, collect
 from ckpt.adapters.walk.last_walk import LastWalk
-from ckpt.adapters.walk.objects import walk_objects
+from ckpt.adapters.walk.objects import StateView, walk_objects, without_plain
 from ckpt.adapters.walk.origin import Origin
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.registration import check_detach, register
@@ -275,7 +275,8 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         self._check_open()
-        if origin := self._origin.save(state):
+        view = StateView.of(state)
+        if origin := self._origin.save(view.live):
             self.continue_from(origin, sweeps=False)  # A later restore has filled another state
         last_step, step = self._last_step, step_of(state, step, last=self._last_step)
         self._last_step = step
@@ -307,7 +308,7 @@ class CheckpointManager:
                 if checked_metrics and self._coordinator.rank == LEADER
                 else {}
             )
-            return self._save(state, ref, trial, began, notes, patterns)
+            return self._save(view, ref, trial, began, notes, patterns)
         except BaseException as error:
             # The other ranks must not wait for this one.
             if self._coordinator.world_size > 1 and self._newest_ref != ref:
@@ -459,14 +460,15 @@ class CheckpointManager:
             restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1
             report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
+        live = without_plain(state)
         if report is not None:
             ref = StepRef(report.step, report.attempt)
             is_first = step is None and self._last_step is None
-            if self._origin.restore(ref, state, is_part=selection.is_part, is_first=is_first):
+            if self._origin.restore(ref, live, is_part=selection.is_part, is_first=is_first):
                 self.continue_from(ref, sweeps=not selection.is_part)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
-        self._prepare_quietly(state)
+        self._prepare_quietly(live)
         return report
 
     def continue_from(self, ref: StepRef, *, sweeps: bool = True) -> None:
@@ -694,7 +696,7 @@ class CheckpointManager:
     @torch.inference_mode(False)
     def _save(
         self,
-        state: Mapping[str, Any],
+        view: StateView,
         ref: StepRef,
         trial: int,
         began: float,
@@ -708,7 +710,7 @@ class CheckpointManager:
                 SaveSkipped(ref.step, "no tier takes this step (every)"), is_reported=True
             )
             return pending
-        collection = self._collect(state, patterns=patterns)
+        collection = self._collect(view, patterns=patterns)
         # Another rank may have the name.
         if collection.idle_patterns and self._coordinator.world_size == 1:
             raise no_match_error(collection.idle_patterns)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from itertools import chain, compress, islice, repeat
-from operator import eq, is_
+from operator import is_, itemgetter, not_
 from typing import Any, Final
 
 from ckpt.errors import UnsupportedValue
@@ -26,10 +26,25 @@ around it. It raises ``UnsupportedValue`` if the value is not plain.
 """
 
 Tagged = Callable[[Any], Any]
-"""Returns the value of a node with a tag that is no tuple."""
+"""Returns the value of a node with a tag that this module does not have."""
 
-CONTAINERS: Final = frozenset({dict, list, tuple})
-_ALL_CONTAINERS: Final = CONTAINERS | {OrderedDict}
+MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+"""The types of mappings by the tags of their nodes, which have a list of pairs. A dict whose keys
+are names needs no tag.
+"""
+_TAGS: Final = {kind: tag for tag, kind in MAPPINGS.items()}
+CONTAINERS: Final[frozenset[type]] = frozenset({dict, list, tuple, OrderedDict, Counter})
+_FORMS: Final[dict[str | None, type]] = {
+    None: dict,
+    "tuple": tuple,
+    **dict.fromkeys(MAPPINGS, Mapping),
+}
+_NODES: Final = frozenset({dict, list})  # The types of nodes that contain nodes
+MOST_COLLISIONS: Final = 16
+"""The most members of a set, or keys of a dict, that may have the same hash.
+
+Building a set or dict takes quadratic time in the number of members with the same hash.
+"""
 _LARGE: Final = 1 << 10
 """The most values of a level that is never looked at for shared containers."""
 _MOST_TIMES: Final = 128
@@ -43,14 +58,26 @@ values takes a fraction of a second.
 _NOT_PLAIN: Final = UnsupportedValue("", "value that is not plain")
 
 
+INDEX_CHARS: Final = 8
+"""The most characters that the index of a list adds to a name, or a number as the key of a dict."""
+
+
 class Growth:
     """Finds containers that occur twice, on the few levels of a walk where it matters. A list that
     holds another one twice, and so on, has twice as many values on each level.
+
+    Attributes:
+        number: The number of values in the nodes of the levels, or more.
+        name_chars: The most characters that the names of the containers around these values have
+            together; infinite if this is not known.
     """
 
     def __init__(self) -> None:
         self._limit = _LARGE
         self._total = 0  # The values inside of all distinct containers, or more
+        self.number = 0
+        self.name_chars = 0.0
+        self._prefix_chars = 0  # The most characters of a name on the present level
 
     def distinct(self, containers: Mapping[type, Sequence[Any]]) -> Mapping[type, Sequence[Any]]:
         """Return ``containers``, each of them once if they have many values inside."""
@@ -58,14 +85,15 @@ class Growth:
         if size <= self._limit:
             self._total += size
             return containers
+        if all(len(set(map(id, members))) == len(members) for members in containers.values()):
+            self._limit = 2 * size
+            self._total += size
+            return containers
         singles: Mapping[type, Sequence[Any]] = {
             kind: list(dict(zip(map(id, members), members, strict=True)).values())
             for kind, members in containers.items()
         }
-        number = size_of(singles)
-        if number == size:
-            self._limit = 2 * size
-        self._total += number
+        self._total += size_of(singles)
         return singles
 
     def is_bounded(self, containers: Mapping[type, Sequence[Any]]) -> bool:
@@ -75,6 +103,14 @@ class Growth:
         self.distinct(containers)
         return size_of(containers) <= max(_MANY, _MOST_TIMES * self._total)
 
+    def count(self, number: int, keys: Iterable[str]) -> None:
+        """Count the values of one level, with the keys of its dicts. The node of a tuple takes two
+        levels.
+        """
+        self.number += number
+        self.name_chars += (self._prefix_chars + 2) * number
+        self._prefix_chars += 2 + max(INDEX_CHARS, 1 + max(map(len, keys), default=0))
+
 
 def size_of(containers: Mapping[type, Sequence[Any]]) -> int:
     """Return the number of values inside of all containers."""
@@ -83,13 +119,33 @@ def size_of(containers: Mapping[type, Sequence[Any]]) -> int:
 
 def contents(containers: Mapping[type, Sequence[Any]]) -> list[Any]:
     """Return the values inside of all containers, in their order. ``containers`` has the lists,
-    tuples and dicts by their types.
+    tuples and mappings by their types.
     """
     values: list[Any] = []
     for kind, members in containers.items():
-        parts = map(dict.values, members) if issubclass(kind, dict) else members
-        values += chain.from_iterable(parts)
+        full = filter(None, members)
+        values += chain.from_iterable(map(kind.values, full) if issubclass(kind, dict) else full)
     return values
+
+
+def collide(items: Collection[Any]) -> bool:
+    """Return True if too many of the members of a set, or of the keys of a dict, have the same
+    hash.
+    """
+    return (
+        len(items) > MOST_COLLISIONS and max(Counter(map(hash, items)).values()) > MOST_COLLISIONS
+    )
+
+
+def is_text(value: str) -> bool:
+    """Return True if UTF-8 can encode ``value``, which means that it has no lone surrogate."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def by_type(values: Sequence[Any], kinds: AbstractSet[type]) -> dict[type, Sequence[Any]]:
@@ -108,7 +164,7 @@ def _groups(
 
 def is_plain(value: Any, leaves: AbstractSet[type], deepest: int) -> bool:
     """Return True if ``value`` is of one of the types ``leaves``, or if all values in its lists,
-    tuples and dicts are. These may be nested ``deepest`` times.
+    tuples and mappings are. These may be nested ``deepest`` times.
     """
     level: Sequence[Any] = (value,)
     plain, growth = CONTAINERS | leaves, Growth()
@@ -130,7 +186,7 @@ def is_bounded(value: Any, deepest: int) -> bool:
     level: Sequence[Any] = (value,)
     growth = Growth()
     for _ in range(deepest):
-        containers = by_type(level, _ALL_CONTAINERS)
+        containers = by_type(level, CONTAINERS)
         if not containers:
             return True
         if not growth.is_bounded(containers):
@@ -140,7 +196,7 @@ def is_bounded(value: Any, deepest: int) -> bool:
 
 
 @contextmanager
-def _without_collector() -> Generator[None]:
+def without_collector() -> Generator[None]:
     """Pause the garbage collector. It would look at all new objects again and again, which takes
     longer than to make them, and there is no garbage among them.
     """
@@ -154,7 +210,7 @@ def _without_collector() -> Generator[None]:
         gc.enable()
 
 
-def node_of(value: Any, depth: int, deepest: int, leaf: Leaf) -> Any:
+def node_of(value: Any, depth: int, deepest: int, leaf: Leaf, growth: Growth | None = None) -> Any:
     """Return the node of ``value``. It is ``value`` itself if this is its own node.
 
     Args:
@@ -162,13 +218,15 @@ def node_of(value: Any, depth: int, deepest: int, leaf: Leaf) -> Any:
         depth: The number of these containers.
         deepest: The largest such number that a container may have.
         leaf: See ``Leaf``.
+        growth: Counts the values inside.
 
     Raises:
-        UnsupportedValue: A value inside is not plain, a dict has other keys than names, or
-            containers are nested too deeply or not bounded (``is_bounded``). The error has no name.
+        UnsupportedValue: A value inside is not plain, too many keys of a dict have the same hash,
+            or containers are nested too deeply or not bounded (``is_bounded``). The error has no
+            name.
     """
-    with _without_collector():
-        return _nodes([value], depth, deepest, leaf, Growth())[0]
+    with without_collector():
+        return _nodes([value], depth, deepest, leaf, growth or Growth())[0]
 
 
 def _nodes(
@@ -176,110 +234,232 @@ def _nodes(
 ) -> Sequence[Any]:
     """Return the node of each value. The result is ``values`` itself if all are their own nodes."""
     types = set(map(type, values))
-    groups: Mapping[type, Sequence[Any]] = _groups(values, types, types)
+    groups = _groups(values, types, types)
     containers: dict[type, Sequence[Any]] = {
-        kind: groups[kind] for kind in groups if kind in CONTAINERS
+        kind: group for kind, group in groups.items() if kind in CONTAINERS
     }
-    nodes = {
+    nodes: dict[type, Sequence[Any]] = {
         kind: _leaves(kind, group, depth, leaf)
         for kind, group in groups.items()
         if kind not in containers
     }
+    if any(nodes[kind] is not groups[kind] for kind in nodes):
+        growth.name_chars = math.inf  # Some nodes are dicts with a tag
     if containers:
-        is_bounded = depth <= deepest and growth.is_bounded(containers)
-        if not is_bounded or not _are_named(containers):
+        # torch gives an ``OrderedDict`` an attribute, which takes a tag of its own.
+        if depth > deepest or any(map(vars, containers.get(OrderedDict, ()))):
             raise _NOT_PLAIN
-        items = contents(containers)
-        inner_nodes = _nodes(items, depth + 1, deepest, leaf, growth)
-        rest = iter(inner_nodes)
-        for kind, members in containers.items():
-            nodes[kind] = _container_nodes(kind, members, None if inner_nodes is items else rest)
+        nodes |= _container_nodes(
+            containers, growth, lambda inner: _nodes(inner, depth + 1, deepest, leaf, growth)
+        )
     if all(nodes[kind] is group for kind, group in groups.items()):
         return values
     if len(groups) == 1:
         return next(iter(nodes.values()))
     turns = {kind: iter(group) for kind, group in nodes.items()}
-    return [next(turns[type(value)]) for value in values]
-
-
-def _are_named(containers: Mapping[type, Sequence[Any]]) -> bool:
-    """Return True if all keys of all dicts are ASCII strings that do not begin with "$"."""
-    keys = set(chain.from_iterable(containers.get(dict, ())))
-    return set(map(type, keys)) <= {str} and all(key.isascii() and key[:1] != "$" for key in keys)
+    return list(map(next, map(turns.__getitem__, map(type, values))))
 
 
 def _container_nodes(
-    kind: type, members: Sequence[Any], items: Iterator[Any] | None
-) -> Sequence[Any]:
-    """Return the nodes of containers of one kind. ``items`` has the nodes of all values inside of
-    them; None if these are their own nodes.
+    containers: Mapping[type, Sequence[Any]],
+    growth: Growth,
+    inner: Callable[[Sequence[Any]], Sequence[Any]],
+) -> dict[type, Sequence[Any]]:
+    """Return the nodes of containers, by their types. ``inner`` returns the nodes of the values
+    inside of them.
     """
+    full = {kind: list(filter(None, members)) for kind, members in containers.items()}
+    if not growth.is_bounded(full):
+        raise _NOT_PLAIN
+    names = set(chain.from_iterable(full.get(dict, ())))
+    flags = {
+        kind: _in_pairs(kind, members, names)
+        for kind, members in containers.items()
+        if issubclass(kind, dict)
+    }
+    pairs = [list(compress(containers[kind], flags[kind])) for kind in flags]
+    items = contents(full)
+    number = len(items)
+    if any(pairs):
+        growth.name_chars = math.inf
+        items += chain.from_iterable(chain.from_iterable(pairs))
+    else:
+        growth.count(number + 2 * len(containers.get(tuple, ())), names)
+    nodes = inner(items)
+    rest, keys = iter(nodes), islice(nodes, number, None)
+    is_own = nodes is items and not any(pairs)
+    return {
+        kind: _mapping_nodes(_TAGS[kind], members, flags[kind], rest, keys)
+        if any(flags.get(kind, ()))
+        else _sized_nodes(kind, members, rest, is_own=is_own)
+        for kind, members in containers.items()
+    }
+
+
+def _in_pairs(kind: type, members: Sequence[Any], keys: AbstractSet[Any]) -> Sequence[bool]:
+    """Return for each mapping whether its node has a list of pairs, and nothing if none has. A
+    dict has none if all of its keys are text that does not begin with "$". ``keys`` are those of
+    all dicts.
+    """
+    flags: Sequence[bool] = [True] * len(members)
+    if kind is dict:
+        # Keys of different types may be equal, so that only one of them is in the set.
+        types = set(map(type, chain.from_iterable(filter(None, members))))
+        if any(issubclass(other, str) for other in types - {str}):
+            raise _NOT_PLAIN
+        names = keys if types <= {str} else {key for key in keys if type(key) is str}
+        if not (all(map(str.isascii, names)) or all(map(is_text, names))):
+            raise _NOT_PLAIN
+        others = {*(keys - names), *compress(names, map(str.startswith, names, repeat("$")))}
+        if not others:
+            return ()
+        flags = list(map(not_, map(others.isdisjoint, members)))
+    if any(collide(member) for member in compress(members, flags) if len(member) > 1):
+        raise _NOT_PLAIN
+    return flags
+
+
+def _mapping_nodes(
+    tag: str,
+    members: Sequence[Any],
+    flags: Sequence[bool],
+    items: Iterator[Any],
+    keys: Iterator[Any],
+) -> Sequence[Any]:
+    """Return the nodes of mappings, some of which have pairs. ``items`` and ``keys`` have the nodes
+    of their values, and of the keys of those that have pairs.
+    """
+    return [
+        {"$": tag, "v": list(map(list, zip(islice(keys, len(member)), islice(items, len(member)))))}  # noqa: B905
+        if flag
+        else dict(zip(member, items))  # noqa: B905
+        for member, flag in zip(members, flags, strict=True)
+    ]
+
+
+def _sized_nodes(
+    kind: type, members: Sequence[Any], items: Iterator[Any], *, is_own: bool
+) -> Sequence[Any]:
+    """Return the nodes of lists, tuples or dicts without pairs. ``items`` has the nodes of all
+    values inside of them, and takes no step if these are their own nodes.
+    """
+    if kind is tuple and is_own:
+        return [{"$": "tuple", "v": list(member)} for member in members]
+    if is_own:
+        return members
     if kind is dict:
         # ``zip`` asks the keys first, so that it takes no item more than the dict has.
-        return members if items is None else [dict(zip(container, items)) for container in members]  # noqa: B905
-    if kind is list:
-        return (
-            members
-            if items is None
-            else [list(islice(items, len(container))) for container in members]
-        )
-    if items is None:
-        return [{"$": "tuple", "v": list(container)} for container in members]
-    return [{"$": "tuple", "v": list(islice(items, len(container)))} for container in members]
+        return list(map(dict, map(zip, members, repeat(items))))
+    parts = map(list, map(islice, repeat(items), map(len, members)))
+    return list(parts) if kind is list else [{"$": "tuple", "v": part} for part in parts]
 
 
 def _leaves(kind: type, values: Sequence[Any], depth: int, leaf: Leaf) -> Sequence[Any]:
     if kind is bool or kind is type(None):
         return values
     if kind is float:
-        is_own = all(map(math.isfinite, values))
-    elif kind is int:
+        if all(map(math.isfinite, values)):
+            return values
+        return [value if math.isfinite(value) else leaf(value, depth) for value in values]
+    if kind is int:
         is_own = min(values) >= -(2**63) and max(values) < 2**63
     else:
-        is_own = kind is str and all(map(str.isascii, values))
+        is_own = kind is str and (all(map(str.isascii, values)) or is_text("".join(values)))
     return values if is_own else [leaf(value, depth) for value in values]
 
 
 def value_of(node: Any, tagged: Tagged) -> Any:
     """Return the value of ``node``, with new lists and dicts."""
-    with _without_collector():
+    with without_collector():
         return _values([node], tagged)[0]
 
 
 def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     """Return the value of each node. The result is ``nodes`` itself if there is no container."""
-    groups = by_type(nodes, CONTAINERS)
+    groups = by_type(nodes, _NODES)
     if not groups:
         return nodes
-    lists, dicts = groups.get(list, ()), groups.get(dict, ())
-    dicts_alone, tuples, tagged_nodes = _by_tag(dicts)
-    parts = chain(lists, tuples, map(dict.values, dicts_alone))
-    items = iter(_values(list(chain.from_iterable(parts)), tagged))
-    new_lists = [list(islice(items, len(node))) for node in lists]
-    new_tuples = [tuple(islice(items, len(node))) for node in tuples]
-    # ``zip`` asks the keys first, so that it takes no item more than the dict has.
-    new_dicts = [dict(zip(node, items)) for node in dicts_alone]  # noqa: B905
-    for values in (new_lists, new_tuples, new_dicts):
-        if len(values) == len(nodes):
-            return values
-    turns = {None: iter(new_dicts), "tuple": iter(new_tuples)}
-    list_turn, tagged_turn = iter(new_lists), map(tagged, tagged_nodes)
+    lists, all_dicts = groups.get(list, ()), groups.get(dict, ())
+    forms = _forms(all_dicts)
+    dicts = all_dicts if forms is None else _of_form(dict, all_dicts, forms)
+    tuples, mappings, others = (
+        _of_form(form, all_dicts, forms or ()) for form in (tuple, Mapping, object)
+    )
+    tuples = list(map(itemgetter("v"), tuples))
+    pairs = list(chain.from_iterable(map(itemgetter("v"), mappings)))
+    inner = contents({list: lists, tuple: tuples, dict: dicts})
+    number = len(inner)
+    inner += [item for _, item in pairs]
+    inner += [key for key, _ in pairs]
+    values = _values(inner, tagged)
+    is_flat = values is inner
+    items = islice(values, number if is_flat else 0, None)
+    results: dict[type, Sequence[Any]] = {
+        list: _filled(list, lists, items, is_flat=is_flat),
+        tuple: _filled(tuple, tuples, items, is_flat=is_flat),
+        dict: _filled(dict, dicts, items, is_flat=is_flat),
+        Mapping: _mappings(mappings, items, islice(values, number + len(pairs), None)),
+    }
+    for members in results.values():
+        if len(members) == len(nodes):
+            return members
+    turns: dict[type, Iterator[Any]] = {form: iter(group) for form, group in results.items()}
+    turns[object] = map(tagged, others)
+    form_turn = iter(forms) if forms else repeat(dict)
     return [
-        next(list_turn)
-        if type(node) is list
-        else next(turns.get(node.get("$"), tagged_turn))
-        if type(node) is dict
-        else node
-        for node in nodes
+        next(turns[next(form_turn) if kind is dict else list]) if kind in _NODES else node
+        for node, kind in zip(nodes, map(type, nodes), strict=True)
     ]
 
 
-def _by_tag(dicts: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Return the dicts without a tag, the items of the tuples, and the nodes with other tags."""
-    if "$" not in set(chain.from_iterable(dicts)):
-        return dicts, (), ()
-    tags = list(map(dict.get, dicts, repeat("$")))
-    plain = list(compress(dicts, map(is_, tags, repeat(None))))
-    tuples = [node["v"] for node in compress(dicts, map(eq, tags, repeat("tuple")))]
-    tagged = [node for node, tag in zip(dicts, tags, strict=True) if tag not in (None, "tuple")]
-    return plain, tuples, tagged
+def _filled(
+    kind: type, members: Sequence[Any], items: Iterator[Any], *, is_flat: bool
+) -> Sequence[Any]:
+    """Return containers of this kind with the lengths, or keys, of ``members``. ``items`` has the
+    values inside of all of them. It takes no step if these are the items of ``members``.
+    """
+    if is_flat:
+        return list(map(kind, members))
+    if kind is dict:
+        # ``zip`` asks the keys first, so that it takes no item more than the dict has.
+        return list(map(dict, map(zip, members, repeat(items))))
+    return list(map(kind, map(islice, repeat(items), map(len, members))))
+
+
+def _mappings(
+    nodes: Sequence[Any], items: Iterator[Any], keys: Iterator[Any]
+) -> Sequence[Mapping[Any, Any]]:
+    """Return the mappings of nodes with pairs. ``items`` and ``keys`` have their values and keys.
+
+    Raises:
+        ValueError: Too many keys of one mapping have the same hash.
+    """
+    made: list[Mapping[Any, Any]] = []
+    for node in nodes:
+        number = len(node["v"])
+        parts = list(islice(keys, number))
+        if number > 1 and collide(parts):
+            raise ValueError("too many members of one hash")
+        mapping = dict(zip(parts, islice(items, number), strict=True))
+        made.append(mapping if node["$"] == "dict" else MAPPINGS[node["$"]](mapping))
+    return made
+
+
+def _forms(dicts: Sequence[Any]) -> Sequence[type] | None:
+    """Return for each node that is a dict what it stands for: a ``dict``, a ``tuple``, a
+    ``Mapping`` with pairs, or any other ``object``. Return None if all of them are dicts.
+    """
+    keys = set(chain.from_iterable(dicts))
+    if "$" not in keys:
+        return None
+    forms = list(map(_FORMS.get, map(dict.get, dicts, repeat("$")), repeat(object)))
+    if "m" not in keys:
+        return forms
+    return [
+        object if form is Mapping and "m" in node else form
+        for form, node in zip(forms, dicts, strict=True)
+    ]
+
+
+def _of_form(form: type, dicts: Sequence[Any], forms: Sequence[type]) -> Sequence[Any]:
+    return list(compress(dicts, map(is_, forms, repeat(form))))

@@ -16,9 +16,10 @@ import math
 import re
 import struct
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from typing import Any, Final
 
@@ -26,7 +27,22 @@ import msgspec
 import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
-from ckpt.model.levels import CONTAINERS, by_type, contents, is_bounded, node_of, size_of, value_of
+from ckpt.model.levels import (
+    CONTAINERS,
+    INDEX_CHARS,
+    MAPPINGS,
+    MOST_COLLISIONS,
+    Growth,
+    by_type,
+    collide,
+    contents,
+    is_bounded,
+    is_text,
+    node_of,
+    size_of,
+    value_of,
+    without_collector,
+)
 
 # Python has no static type for all values that msgspec's JSON encoder accepts.
 Node = Any
@@ -43,22 +59,15 @@ _NAME_CHARS_PER_BYTE: Final = 256
 the tree. A name contains the keys of all containers around the value, so a long key could make a
 small tree need much memory.
 """
-_INDEX_CHARS: Final = 8
-"""The most characters that the index of a list adds to a name, or a number as the key of a dict."""
 _PLAIN, _PAIRS, _PAIR = range(3)
 """The roles of a JSON array: any array, the array of the pairs of a tagged dict, and a pair."""
-_MOST_COLLISIONS: Final = 16
-"""The most members of a set, or keys of a dict, that may have the same hash.
-
-Building a set or dict takes quadratic time in the number of members with the same hash.
-"""
 _INT_KEY: Final = re.compile(r"~2-?[0-9]{1,19}")
 _NAN: Final = "nan:"
 """The prefix of a NaN whose bits are not those of ``math.nan``. The bits follow in hexadecimal."""
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
-_MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
-_TAGS: Final = tuple(_MAPPINGS.values())
+_MAPPINGS: Final[dict[type, str]] = {kind: tag for tag, kind in MAPPINGS.items()}
+_TAGS: Final = tuple(MAPPINGS)
 
 _DAMAGE: Final = (
     LookupError,
@@ -74,6 +83,8 @@ VERSIONS: Final = "_metadata"
 """The attribute of a ``Module.state_dict()`` in which torch keeps the versions of the modules."""
 _NESTED_KEYS: Final = frozenset({tuple, frozenset})
 _CONTAINERS: Final = frozenset({dict, list})  # The types of nodes that contain nodes
+
+NO_ENTRIES: Final[Mapping[str, float]] = {}
 
 LARGE: Final = 32
 """``encode`` passes a dict of at least this many entries to its hook as a whole."""
@@ -101,17 +112,6 @@ def unescape(part: str) -> str | int:
     if part.startswith("~2"):
         return int(part[2:]) if _INT_KEY.fullmatch(part) else part
     return part.replace("~1", "/").replace("~0", "~")
-
-
-def is_text(value: str) -> bool:
-    """Return True if UTF-8 can encode ``value``, which means that it has no lone surrogate."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def check_name(key: str, path: str) -> None:
@@ -164,7 +164,8 @@ def parse(raw: msgspec.Raw, name: str = "tree") -> Node:
     if not bytes(raw):
         return None
     try:
-        node = msgspec.json.decode(raw)
+        with without_collector():
+            node = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ManifestCorrupt(name, str(error)[:200]) from None
     if fault := _excess(node, len(bytes(raw))):
@@ -188,14 +189,17 @@ def check_structure(name: str) -> Generator[None]:
         raise ManifestCorrupt(name, f"it is none that ckpt writes ({str(error)[:200]!r})") from None
 
 
-def _excess(tree: Node, nbytes: int) -> str:
+def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIES) -> str:
     """Return a text that names the limit which a tree exceeds; empty if it exceeds none.
 
     The limits are on the depth, and on the characters of all names for a JSON of ``nbytes`` bytes.
-    The time grows linearly with the size of the tree.
+    The time grows linearly with the size of the tree. See ``dumps`` for ``name_chars``.
     """
     budget = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
-    if _most_name_chars(tree) <= budget:
+    others = (
+        {key: item for key, item in tree.items() if key not in name_chars} if name_chars else tree
+    )
+    if sum(name_chars.values()) + _most_name_chars(others) <= budget:
         return ""
     # These are three parallel lists, since a tuple for each container would start the garbage
     # collector.
@@ -220,7 +224,7 @@ def _excess(tree: Node, nbytes: int) -> str:
                 inner_chars += [chars + len(key) + 1 for key in compress(node, inner)]
                 parts += [_PAIRS if node.get("$") in _TAGS else _PLAIN] * count
             else:
-                part_chars = _chars_of_key(node) if role == _PAIR else _INDEX_CHARS
+                part_chars = _chars_of_key(node) if role == _PAIR else INDEX_CHARS
                 inner_chars += [chars + part_chars] * count
                 parts += [_PAIR if role == _PAIRS else _PLAIN] * count
         if budget < 0:
@@ -254,7 +258,7 @@ def _most_name_chars(tree: Node) -> float:
             level = list(chain(items, map(dict.get, dicts, repeat("v"))))
         else:
             level = contents(containers)
-        longest += max(_INDEX_CHARS, 1 + max(map(len, keys), default=0))
+        longest += max(INDEX_CHARS, 1 + max(map(len, keys), default=0))
     return math.inf
 
 
@@ -263,7 +267,7 @@ def _chars_of_key(items: Sequence[Node]) -> int:
     are the key and the value.
     """
     if len(items) != 2 or type(items[0]) not in (str, dict, list):
-        return _INDEX_CHARS
+        return INDEX_CHARS
     return len(items[0]) if type(items[0]) is str else len(msgspec.json.encode(items[0]))
 
 
@@ -327,6 +331,37 @@ def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> N
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$": "numpy", "d": value.dtype.str, "v": base64.b64encode(value.tobytes()).decode()}
     return hook(value, path)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNode:
+    """The node of a plain list, tuple or mapping.
+
+    Attributes:
+        value: The value.
+        node: Its node.
+        name_chars: The most characters that the names of all values inside of it have together;
+            infinite if this is not known.
+    """
+
+    value: object
+    node: Node
+    name_chars: float
+
+
+def plain_node(value: object, key: str) -> PlainNode | None:
+    """Return the node of a list, tuple or mapping with the name ``key``. Return None if it has
+    another value than plain ones inside, or one that ``encode`` refuses. All values are looked at
+    once, level by level.
+    """
+    if type(value) not in CONTAINERS:
+        return None
+    growth = Growth()
+    try:
+        node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, growth)
+    except UnsupportedValue:
+        return None
+    return PlainNode(value, node, growth.name_chars + (len(key) + 1) * growth.number)
 
 
 def check_bounded(value: object, path: str) -> None:
@@ -447,7 +482,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], hook: OtherDecoder) -> An
             pairs = {
                 key: decode(item, hook) for key, (_, item) in zip(keys, node["v"], strict=True)
             }
-            mapping = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)
+            mapping = MAPPINGS[tag](pairs)
             if tag == "OrderedDict" and "m" in node:
                 vars(mapping)[VERSIONS] = decode(node["m"], hook)
             return mapping
@@ -470,31 +505,25 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], hook: OtherDecoder) -> An
 
 
 def _hashable(items: list[Any]) -> list[Any]:
-    """Return ``items``. Raises ``ValueError`` if more than ``_MOST_COLLISIONS`` of them have the
+    """Return ``items``. Raises ``ValueError`` if more than ``MOST_COLLISIONS`` of them have the
     same hash.
 
     A forged tree could contain large ints that all have the same hash. Building a set of these ints
     would take quadratic time.
     """
-    if _collide(items):
+    if collide(items):
         raise ValueError("too many members of one hash")
     return items
-
-
-def _collide(items: Collection[Any]) -> bool:
-    return (
-        len(items) > _MOST_COLLISIONS and max(Counter(map(hash, items)).values()) > _MOST_COLLISIONS
-    )
 
 
 def _check_hashes(value: Collection[object], path: str) -> None:
     """Raise ``UnsupportedValue`` if too many members of a set, or keys of a dict, have the same
     hash, since ``decode`` would refuse the value.
     """
-    if _collide(value):
+    if collide(value):
         raise UnsupportedValue(
             path,
-            f"{type(value).__name__} with more than {_MOST_COLLISIONS} members of one hash",
+            f"{type(value).__name__} with more than {MOST_COLLISIONS} members of one hash",
             "save a list of its members instead",
         )
 
@@ -531,12 +560,14 @@ def to_json(name: str, value: object) -> bytes:
     return dumps(encode(value, name, refuse), name)
 
 
-def dumps(node: Node, name: str) -> bytes:
+def dumps(node: Node, name: str, name_chars: Mapping[str, float] = NO_ENTRIES) -> bytes:
     """Return the JSON of a node. Dicts keep their order.
 
     Args:
         node: The node.
         name: The name of the value in errors.
+        name_chars: If ``node`` is a dict, those keys whose values are known to have names of so
+            many characters at most (see ``PlainNode``).
 
     Raises:
         UnsupportedValue: The node cannot be encoded as JSON, or ``parse`` would refuse the JSON.
@@ -545,6 +576,6 @@ def dumps(node: Node, name: str) -> bytes:
         data = msgspec.json.encode(node)
     except (UnicodeError, TypeError, RecursionError) as error:
         raise UnsupportedValue(name, "value", str(error)) from None
-    if fault := _excess(node, len(data)):
+    if fault := _excess(node, len(data), name_chars):
         raise UnsupportedValue(name, "value", fault)
     return data

@@ -140,7 +140,7 @@ class SaveRequests:
             image=snapshot.window,
             tied=collection.ties,
             views=collection.views,
-            tree=dumps(collection.tree, "state"),
+            tree=dumps(collection.tree, "state", collection.name_chars),
             per_rank=dumps(collection.per_rank, "state"),
             replicas=snapshot.replicas,
             metadata=to_json("metadata", {**self._metadata, **notes})

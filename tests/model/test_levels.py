@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ckpt.adapters.walk.objects import walk_objects, walk_tensors
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model import values
 from ckpt.model.levels import is_plain
-from ckpt.model.values import decode, dumps, encode, to_json
+from ckpt.model.values import decode, dumps, encode, plain_node, to_json
 
 
 def refuse(value: object, path: str) -> Any:
@@ -43,6 +43,10 @@ def history(length: int) -> list[Any]:
 MIXED = [*history(9), 2**70, "é", b"x", np.float32(2), {3}, OrderedDict(a=(1,)), True, (-0.0,)]
 
 
+MOVED: OrderedDict[str, Any] = OrderedDict(a=1, b=(2,), c=3)
+MOVED.move_to_end("a")
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -56,6 +60,10 @@ MIXED = [*history(9), 2**70, "é", b"x", np.float32(2), {3}, OrderedDict(a=(1,))
         [[0] * 3] * 70,
         [(1, 2)] * 70,
         [[]] * 70,
+        [{1: (2,)}, {"a": 1}, {"$": 3}, {(1, 2): {True: []}}, {}] * 20,
+        [OrderedDict(b=1, a=[(2,)]), Counter("abca"), OrderedDict(), (3,)] * 20,
+        [MOVED, {1: MOVED}, [MOVED]],
+        ["é", math.inf, math.nan, -math.nan, 2**64, "a"] * 20,
     ],
     ids=lambda _: "",
 )
@@ -72,6 +80,39 @@ def test_what_is_not_plain_is_named_with_its_path() -> None:
     with pytest.raises(UnsupportedValue) as refused:
         encode(value, "v", refuse)
     assert refused.value.name == "v/80/deep/0/1"
+
+
+class Name(StrEnum):
+    A = "a"
+
+
+@pytest.mark.parametrize("key", [Name.A, "\ud800", np.str_("a")])
+def test_a_key_that_is_no_text_is_named_beside_an_equal_one(key: str) -> None:
+    with pytest.raises(UnsupportedValue, match=r"v/1/"):
+        encode([{"a": 1}, {key: 2}], "v", refuse)
+
+
+def test_dicts_whose_keys_have_one_hash_are_refused_inside_of_a_list() -> None:
+    colliding = {number * sys.hash_info.modulus: 0 for number in range(1, 30)}
+    with pytest.raises(UnsupportedValue, match="one hash"):
+        encode([{}, colliding], "v", refuse)
+
+
+def test_the_names_of_a_plain_value_are_as_many_as_its_node_has() -> None:
+    """A tree that ``dumps`` lets pass is one that ``parse`` lets pass."""
+    value = [{"a key of 24 characters..": (step, [step, {}])} for step in range(50)]
+    part = plain_node(value, "history")
+    assert part is not None
+    tree = {"history": part.node}
+    assert part.name_chars >= values._most_name_chars(tree) - 1
+    nested: Any = list(range(5000))
+    for _ in range(5):
+        nested = {"z" * 100_000: nested}
+    deep = plain_node(nested, "n")
+    assert deep is not None
+    for name_chars in ({"n": deep.name_chars}, {}):
+        with pytest.raises(UnsupportedValue, match="as many characters"):
+            dumps({"n": deep.node}, "state", name_chars)
 
 
 def test_wide_containers_in_themselves_end_the_walk() -> None:
@@ -206,7 +247,10 @@ def refuse_tag(tag: str, node: object) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [history(3), MIXED, tuple(MIXED), {"a": MIXED}, [{1: 2}, (3,)], [{"$": 1}], (), [(), {}], {}],
+    [
+        *(history(3), MIXED, tuple(MIXED), {"a": MIXED}, [{1: 2}, (3,)], [{"$": 1}], (), [(), {}]),
+        *({}, [{1: (2,)}, {"a": 1}, {(1, 2): {3: []}}, Counter("aab"), MOVED], [MOVED, 1, [], ()]),
+    ],
     ids=lambda _: "",
 )
 def test_a_node_has_the_value_that_one_call_for_each_container_makes(value: Any) -> None:

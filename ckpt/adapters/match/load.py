@@ -45,6 +45,7 @@ from ckpt.adapters.walk.objects import (
     check_all_bounded,
     check_mode,
     declares_state,
+    has_only_values,
     is_stateful,
     look_again,
     walk_objects,
@@ -106,16 +107,19 @@ class _Match:
         selection: Selection,
     ) -> None:
         self._state, self._rank, self._world = state, rank, world_size
-        check_all_bounded(state)
-        self._objects = list(walk_objects(state))
-        check_mode(state, self._objects)
+        # Each plain value is looked at once. It may be large, and it is replaced as a whole.
+        live = {key: value for key, value in state.items() if not has_only_values(value)}
+        self._plain_names = {join("", key) for key in state.keys() - live.keys()}
+        check_all_bounded(live)
+        self._live, self._objects = live, list(walk_objects(live))
+        check_mode(live, self._objects)
         look_again(self._objects)
         for _, value in self._objects:
             if isinstance(value, nn.Module):
                 release(value)
         self._checkpoint = SavedState(manifest)
         selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
-        self._matcher = Matcher(self._checkpoint, selection, find_parameters(state, self._objects))
+        self._matcher = Matcher(self._checkpoint, selection, find_parameters(live, self._objects))
         self._actions = self._matcher.actions
         self._in_object = False
         self._targets: list[nn.Module | Optimizer] = []
@@ -156,7 +160,7 @@ class _Match:
             for path, value in self._objects
             if isinstance(value, Optimizer) and not declares_state(value)
         ]
-        other_tensors = (tensor for _, tensor in walk_tensors(self._state))
+        other_tensors = (tensor for _, tensor in walk_tensors(self._live))
         holders = Holders(optimizers, chain(tensors_of(modules), other_tensors))
         fill_slots(
             self._matcher.slots, holders, dict(self._matcher.fills), self._matcher.values.buffers
@@ -171,7 +175,7 @@ class _Match:
         """
         source = self._matcher.source(name)
         node = self._checkpoint.node(source)
-        is_container = holds_names(value)
+        is_container = name not in self._plain_names and holds_names(value)
         if not self._matcher.takes(name) and not (
             is_container and self._matcher.selection.reaches(name)
         ):
@@ -225,6 +229,10 @@ class _Match:
         ``node`` is ``ABSENT`` only if the renaming may find the values inside of ``target``
         elsewhere in the checkpoint.
         """
+        if path in self._plain_names:
+            self._matcher.claim(path, source)
+            self._leaf(target, node, path, source, put)
+            return
         if not is_stateful(target):
             target = adapt(target)
         match target:

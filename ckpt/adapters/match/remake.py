@@ -47,8 +47,18 @@ class Remaker:
                 tensor inside, which is no plain value. The error names ``path``.
             ManifestCorrupt, FormatUnsupported: A value inside of the node cannot be made.
         """
-        decode(node, partial(self._order, path))
-        return lambda: decode(node, self.make)
+        has_parts = False
+
+        def order(tag: str, inner: Mapping[str, Node]) -> object:
+            nonlocal has_parts
+            has_parts = True
+            return self._order(path, tag, inner)
+
+        trials = [decode(node, order)]
+        if has_parts:
+            trials.clear()
+        # A value without tensors inside is made already. Each further call makes another one.
+        return lambda: trials.pop() if trials else decode(node, self.make)
 
     def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
         """Make the tensors inside of a node with a tag, and check that its value can be made.

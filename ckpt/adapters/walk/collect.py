@@ -50,13 +50,14 @@ from ckpt.adapters.walk.modules import (
     unwrap,
 )
 from ckpt.adapters.walk.objects import (
+    StateView,
     check_mode,
     declares_state,
     is_stateful,
     look_again,
+    named_entries,
     walk_objects,
     walk_tensors,
-    without_plain,
 )
 from ckpt.adapters.walk.packing import after_state_dict, before_state_dict
 from ckpt.adapters.walk.registry import Registry
@@ -66,7 +67,7 @@ from ckpt.adapters.walk.views import views_of
 from ckpt.adapters.walk.wrappers import Wrappers, in_module, in_optimizer
 from ckpt.errors import UnsupportedValue
 from ckpt.model.patterns import WHOLE, Patterns
-from ckpt.model.values import Node, check_name, encode, join
+from ckpt.model.values import Node, encode, join
 from ckpt.model.views import View
 
 _log = logging.getLogger("ckpt")
@@ -98,6 +99,8 @@ class WalkResult:
             under which the bytes of the earlier tensor are stored.
         views: The tensors that share a buffer with others, each with its place in the buffer.
         tree: The tree of the state.
+        name_chars: The most characters of all names in those entries of ``tree`` for which this is
+            known (see ``dumps``).
         per_rank: The path of each ``PerRank`` value -> the tree of the value on this rank.
         optimizers: The optimizers whose steps the fence must hold.
         idle_patterns: The patterns that have matched no name.
@@ -109,6 +112,7 @@ class WalkResult:
     ties: dict[str, str] = field(default_factory=dict[str, str])
     views: dict[str, View] = field(default_factory=dict[str, View])
     tree: Node = None
+    name_chars: dict[str, float] = field(default_factory=dict[str, float])
     per_rank: dict[str, Node] = field(default_factory=dict[str, Node])
     optimizers: list[Optimizer] = field(default_factory=list[Optimizer])
     idle_patterns: tuple[str, ...] = ()
@@ -127,7 +131,7 @@ class WalkResult:
 
 
 def collect(
-    state: Mapping[str, Any],
+    state: Mapping[str, Any] | StateView,
     *,
     rank: int,
     last_walk: LastWalk | None = None,
@@ -155,6 +159,8 @@ def collect(
         UnsupportedValue: The state has a value that ckpt cannot save, such as one that only pickle
             could save. The error names its path, and gives advice if there is any.
     """
+    view = state if isinstance(state, StateView) else StateView.of(state)
+    state, live, plain = view.state, view.live, view.plain
     if not isinstance(state, Mapping):
         raise UnsupportedValue(
             "state",
@@ -162,7 +168,6 @@ def collect(
             "a state is a dict: {'model': model, 'optimizer': optimizer, ...}",
         )
     last_walk = last_walk or LastWalk()
-    live = without_plain(state)
     objects = list(walk_objects(live))
     check_mode(state, objects)
     look_again(objects)
@@ -179,8 +184,13 @@ def collect(
     choice = last_walk.choice(patterns)
     walk = _Walk(parameters, optimizers, choice, rank, last_walk, is_lasting=lasting)
     walk.out.tree = {
-        key: encode(value, join("", key), walk.leaf_node)
-        for key, value in _string_keys(choice.part_of(state))
+        key: part.node
+        if (part := plain.get(key)) and part.value is value
+        else encode(value, join("", key), walk.leaf_node)
+        for key, value in named_entries(choice.part_of(state))
+    }
+    walk.out.name_chars = {
+        key: part.name_chars for key, part in plain.items() if walk.out.tree.get(key) is part.node
     }
     walk.out.idle_patterns, walk.out.left_out = choice.idle_patterns, choice.left_out
     walk.out.views = views_of(walk.out.parts)
@@ -213,16 +223,6 @@ class _Optimizers:
             for group in optimizer.param_groups:
                 ids.update(map(id, group["params"]))
         return late_ids - eager
-
-
-def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if not isinstance(key, str) or not key or key.startswith("$"):
-            raise UnsupportedValue(
-                repr(key), "key of the state", "use non-empty strings that do not begin with '$'"
-            )
-        check_name(key, join("", key))
-        yield key, value
 
 
 def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:

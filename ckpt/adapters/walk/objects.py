@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import UnsupportedValue
 from ckpt.model.levels import is_bounded, is_plain
-from ckpt.model.values import check_bounded, join
+from ckpt.model.values import PlainNode, check_bounded, check_name, join, plain_node
 
 _MAX_DEPTH: Final = 100
 _VALUES: Final[frozenset[type]] = frozenset(
@@ -88,7 +89,35 @@ def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> 
         )
 
 
-def without_plain(state: object) -> object:
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """A state, with the nodes of its large plain values.
+
+    Such a value may be large, so a save looks at it once.
+
+    Attributes:
+        state: The state.
+        plain: The nodes of those lists, tuples and mappings of ``state`` that are plain, by their
+            names.
+        live: The entries of ``state`` in which a walk may find something (see ``without_plain``).
+    """
+
+    state: Mapping[str, Any]
+    plain: Mapping[str, PlainNode]
+    live: Any
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> StateView:
+        """Return the view of ``state``."""
+        if not isinstance(state, Mapping):
+            return cls(state, {}, state)
+        nodes = {key: plain_node(item, key) for key, item in state.items() if isinstance(key, str)}
+        plain = {key: node for key, node in nodes.items() if node is not None}
+        live = without_plain({key: item for key, item in state.items() if key not in plain})
+        return cls(state, plain, live)
+
+
+def without_plain(state: Any) -> Any:
     """Return the entries of ``state`` in which a walk may find something. Two walks over these are
     faster than two over the state, which may have a large value without any tensor. Entries for
     which a walk would take exponential time, and which ``encode`` refuses, are left out too.
@@ -99,13 +128,27 @@ def without_plain(state: object) -> object:
     return {key: item for key, item in entries.items() if is_bounded(item, _MAX_DEPTH)}
 
 
+def named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of ``state``.
+
+    Raises:
+        UnsupportedValue: A key is no name.
+    """
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or key.startswith("$"):
+            raise UnsupportedValue(
+                repr(key), "key of the state", "use non-empty strings that do not begin with '$'"
+            )
+        check_name(key, join("", key))
+        yield key, value
+
+
 def check_all_bounded(state: Mapping[str, Any]) -> None:
     """Raise ``UnsupportedValue`` if a walk over a value of ``state`` would take exponential
     time.
     """
     for key, item in state.items():
-        if not has_only_values(item):
-            check_bounded(item, join("", key))
+        check_bounded(item, join("", key))
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -873,8 +873,18 @@ def _processor_seconds(work: Callable[[], object]) -> float:
         [number * 0.1 for number in range(60_000)],
         [{"step": n, "loss": n * 0.1, "lr": 1e-3, "epoch": n / 7} for n in range(20_000)],
         {f"token{number}": number for number in range(40_000)},
+        [{} for _ in range(60_000)],
+        [{"pairs": [(n, n + 1), (n, 2)], "last": [(1, 2)]} for n in range(10_000)],
+        [{n: [n]} for n in range(10_000)],
     ],
-    ids=["floats", "log history", "vocabulary"],
+    ids=[
+        "floats",
+        "log history",
+        "vocabulary",
+        "empty dicts",
+        "tuples in lists",
+        "numbers as keys",
+    ],
 )
 def test_a_long_history_costs_the_training_thread_at_most_five_times_what_json_takes(history):
     """A list of 300,000 floats and one of 100,000 dicts took 4 and 5 to 9 times as long as json."""
