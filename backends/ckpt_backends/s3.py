@@ -50,7 +50,7 @@ from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.jitter import give_botocore_its_own_dice
 from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing, session_of
 from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
-from ckpt_backends.s3_options import check_options
+from ckpt_backends.s3_options import TOKEN, check_options
 from ckpt_backends.s3_orphans import Orphans
 
 _MIB: Final = 1 << 20
@@ -58,7 +58,6 @@ _MOST_PARTS: Final = 10_000
 _CONCURRENCY: Final = 16
 _ORPHAN_HOURS: Final = 24.0
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
     # On a slow network, the buffers of the system still hold megabytes of a part when botocore has
@@ -276,8 +275,11 @@ class S3Backend(StorageBackendOnFsspec):
         if self._writer is not None:
             path = self._prefix + check_key(key)
             return ObstoreUpload(self, self._writer, key, path, size, part_bytes=part_bytes)
-        reply = self.call(key, "create_multipart_upload", **self._bulk.algorithm)
-        return _S3Upload(self, key, size, upload_id=reply["UploadId"], part_bytes=part_bytes)
+        token = entropy.token_hex(16)
+        metadata = {TOKEN: token}
+        reply = self.call(key, "create_multipart_upload", Metadata=metadata, **self._bulk.algorithm)
+        upload_id = UploadId(reply["UploadId"], token)
+        return _S3Upload(self, key, size, upload_id=upload_id, part_bytes=part_bytes)
 
     def _receive(self, key: str, offset: int, out: memoryview) -> int:
         name = self._prefix + check_key(key)
@@ -345,15 +347,6 @@ class S3Backend(StorageBackendOnFsspec):
             client.meta.events.register_last("before-call.s3", expect_nothing)
             self._quiet_client = client
 
-    def etag_of(self, key: str) -> str | None:
-        """Return the size and the ETag of the object, separated by a blank; None if there is no
-        object, or if the request fails.
-        """
-        with suppress(StorageError):
-            reply = self.call(key, "head_object")
-            return f"{reply['ContentLength']} {reply['ETag']}"
-        return None
-
     def abort_uploads(self, key: str) -> None:
         """Abort all unfinished uploads of exactly this key. Never raise."""
         with suppress(StorageError):
@@ -393,12 +386,12 @@ class S3Backend(StorageBackendOnFsspec):
         """
         token = entropy.token_hex(16)
         try:
-            self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={_TOKEN: token})
+            self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={TOKEN: token})
         except ObjectExists:
-            if self._token_of(key) != token:
+            if self.token_of(key) != token:
                 raise
         except TransientStorageError as error:
-            if self._token_of(key) == token:
+            if self.token_of(key) == token:
                 return
             if not (repeats and "ConditionalRequestConflict" in error.detail):
                 raise
@@ -417,15 +410,15 @@ class S3Backend(StorageBackendOnFsspec):
         if bytes(data) != value:
             raise ObjectExists(key, "written by another at the same time")
 
-    def _token_of(self, key: str) -> str:
-        """Return the random token that `_put_if_none` has stored in the metadata of the object.
+    def token_of(self, key: str) -> str:
+        """Return the random token that a put or an upload has stored in the metadata of the object.
 
         Return '' if the object has no token, or if its metadata cannot be read.
         """
         with suppress(StorageError):
             metadata = self.call(key, "head_object").get("Metadata", {})
             return next(
-                (str(value) for name, value in metadata.items() if name.lower() == _TOKEN), ""
+                (str(value) for name, value in metadata.items() if name.lower() == TOKEN), ""
             )
         return ""
 
@@ -447,6 +440,19 @@ class S3Backend(StorageBackendOnFsspec):
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
 
+@dataclass(frozen=True, slots=True)
+class UploadId:
+    """The identity of a multipart upload.
+
+    Attributes:
+        name: The name that the server has given to the upload.
+        token: The random token in the metadata of the object that the upload makes.
+    """
+
+    name: str
+    token: str
+
+
 class _S3Upload:
     """A multipart upload.
 
@@ -455,7 +461,7 @@ class _S3Upload:
     """
 
     def __init__(
-        self, backend: S3Backend, key: str, size: int, *, upload_id: str, part_bytes: int
+        self, backend: S3Backend, key: str, size: int, *, upload_id: UploadId, part_bytes: int
     ) -> None:
         self._backend, self._key, self._size = backend, key, size
         self._id, self.part_bytes = upload_id, part_bytes
@@ -468,7 +474,7 @@ class _S3Upload:
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
         try:
-            part = self._backend.send_part(self._key, self._id, number + 1, data)
+            part = self._backend.send_part(self._key, self._id.name, number + 1, data)
         except ObjectNotFound as error:
             raise self._lost_upload_error(error) from error
         self._parts[number + 1] = (part, data.nbytes)
@@ -480,7 +486,7 @@ class _S3Upload:
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except StorageError as error:
-            if not self._complete_anyway(size):
+            if not self._complete_anyway():
                 if isinstance(error, ObjectNotFound):
                     raise self._lost_upload_error(error) from error
                 raise
@@ -501,20 +507,20 @@ class _S3Upload:
             f"the server has forgotten this upload: it must be sent again ({error.detail})",
         )
 
-    def _complete_anyway(self, size: int) -> bool:
+    def _complete_anyway(self) -> bool:
         """Return True if the upload was completed although the request failed, because only its
         reply was lost.
 
-        This is so if the server no longer knows the upload, and the object has the size ``size``.
-        No other process completes this upload.
+        This is so if the server no longer knows the upload, and the object has the token of the
+        upload. A server that keeps no metadata gives the error, and the caller sends all again.
         """
         with suppress(StorageError):
             try:
                 self._call("list_parts")
             except ObjectNotFound:
-                return self._backend.head(self._key).size == size
+                return self._backend.token_of(self._key) == self._id.token
         return False
 
     def _call(self, method: str, **arguments: object) -> None:
         """Make one request about this upload."""
-        self._backend.call(self._key, method, UploadId=self._id, **arguments)
+        self._backend.call(self._key, method, UploadId=self._id.name, **arguments)

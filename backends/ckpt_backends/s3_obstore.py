@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
+from secrets import token_hex
 from typing import Any, Final, Protocol
 
 from ckpt.errors import StorageError, TransientStorageError
 from ckpt.storage.api import ObjectInfo, check_written
+from ckpt_backends.s3_options import TOKEN
 
 _PARTS_AT_ONCE: Final = 8
 _REQUEST_SECONDS: Final = 120
@@ -34,9 +36,10 @@ class Bucket(Protocol):
         """Return a context manager that turns errors of client libraries into storage errors."""
         ...
 
-    def etag_of(self, key: str) -> str | None:
-        """Return the size and the ETag of the object, separated by a blank; None if there is no
-        object, or if the request fails.
+    def token_of(self, key: str) -> str:
+        """Return the random token that the writer of the object has stored in its metadata.
+
+        Return '' if the object has no token, or if its metadata cannot be read.
         """
         ...
 
@@ -66,14 +69,19 @@ class ObstoreWriter:
         self._obstore, self._bucket, self._settings = obstore, bucket, settings
         self._store: Any = None
 
-    def open(self, path: str, part_bytes: int) -> Any:
-        """Return a writable file of obstore for the object at ``path``. The object appears when the
-        file is closed.
+    def open(self, path: str, part_bytes: int, metadata: Mapping[str, str]) -> Any:
+        """Return a writable file of obstore for the object at ``path``, which gets ``metadata``.
+
+        The object appears when the file is closed.
         """
         if self._store is None:
             self._store = self._make()
         return self._obstore.open_writer(
-            self._store, path, buffer_size=part_bytes, max_concurrency=_PARTS_AT_ONCE
+            self._store,
+            path,
+            attributes=dict(metadata),
+            buffer_size=part_bytes,
+            max_concurrency=_PARTS_AT_ONCE,
         )
 
     def _make(self) -> Any:
@@ -138,9 +146,9 @@ class ObstoreUpload:
         part_bytes: int,
     ) -> None:
         self._bucket, self._key, self._size, self.part_bytes = bucket, key, size, part_bytes
-        self._old_etag = bucket.etag_of(key)
+        self._token = token_hex(16)
         with bucket.errors(key):
-            self._file: Any = writer.open(path, part_bytes)
+            self._file: Any = writer.open(path, part_bytes, {TOKEN: self._token})
         self._early: dict[int, bytes] = {}
         self._offset = 0
 
@@ -194,13 +202,10 @@ class ObstoreUpload:
         """Return True if the object is complete although the last request failed, because only its
         reply was lost.
 
-        This is so if the key now has another object than at the start, and this object has the size
-        of the upload. No other process writes to this key.
+        This is so if the object has the token of the upload. A server that keeps no metadata gives
+        the error, and the caller sends all again.
         """
-        with suppress(StorageError):
-            etag = self._bucket.etag_of(self._key)
-            return etag is not None and etag != self._old_etag and etag.startswith(f"{self._size} ")
-        return False
+        return self._bucket.token_of(self._key) == self._token
 
 
 @contextmanager

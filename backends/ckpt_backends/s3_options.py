@@ -13,6 +13,8 @@ from typing import Any, Final
 
 from ckpt.errors import ConfigError
 
+TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of metadata, not a secret
+"""The name in the metadata of an object under which a put or an upload stores a random token."""
 _OWN_OPTIONS: Final = {"region", "checksums"}
 _OF_THE_SESSION: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
 _NOT_TO_BE_SET: Final = {"self", "kwargs", "session", "asynchronous", "loop", "args"}

@@ -305,15 +305,15 @@ def _in_pairs(kind: type, members: Sequence[Any], keys: AbstractSet[Any]) -> Seq
     if kind is dict:
         # Keys of different types may be equal, so that only one of them is in the set.
         types = set(map(type, chain.from_iterable(filter(None, members))))
-        if any(issubclass(other, str) for other in types - {str}):
+        if any(issubclass(key_type, str) for key_type in types - {str}):
             raise _NOT_PLAIN
         names = keys if types <= {str} else {key for key in keys if type(key) is str}
         if not (all(map(str.isascii, names)) or all(map(is_text, names))):
             raise _NOT_PLAIN
-        others = {*(keys - names), *compress(names, map(str.startswith, names, repeat("$")))}
-        if not others:
+        odd_keys = {*(keys - names), *compress(names, map(str.startswith, names, repeat("$")))}
+        if not odd_keys:
             return ()
-        flags = list(map(not_, map(others.isdisjoint, members)))
+        flags = list(map(not_, map(odd_keys.isdisjoint, members)))
     if any(collide(member) for member in compress(members, flags) if len(member) > 1):
         raise _NOT_PLAIN
     return flags
@@ -382,7 +382,7 @@ def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     lists, all_dicts = groups.get(list, ()), groups.get(dict, ())
     forms = _forms(all_dicts)
     dicts = all_dicts if forms is None else _of_form(dict, all_dicts, forms)
-    tuples, mappings, others = (
+    tuples, mappings, leaf_nodes = (
         _of_form(form, all_dicts, forms or ()) for form in (tuple, Mapping, object)
     )
     tuples = list(map(itemgetter("v"), tuples))
@@ -395,16 +395,16 @@ def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     is_flat = values is inner
     items = islice(values, number if is_flat else 0, None)
     results: dict[type, Sequence[Any]] = {
-        list: _filled(list, lists, items, is_flat=is_flat),
-        tuple: _filled(tuple, tuples, items, is_flat=is_flat),
-        dict: _filled(dict, dicts, items, is_flat=is_flat),
+        list: _containers(list, lists, items, is_flat=is_flat),
+        tuple: _containers(tuple, tuples, items, is_flat=is_flat),
+        dict: _containers(dict, dicts, items, is_flat=is_flat),
         Mapping: _mappings(mappings, items, islice(values, number + len(pairs), None)),
     }
     for members in results.values():
         if len(members) == len(nodes):
             return members
     turns: dict[type, Iterator[Any]] = {form: iter(group) for form, group in results.items()}
-    turns[object] = map(tagged, others)
+    turns[object] = map(tagged, leaf_nodes)
     form_turn = iter(forms) if forms else repeat(dict)
     return [
         next(turns[next(form_turn) if kind is dict else list]) if kind in _NODES else node
@@ -412,7 +412,7 @@ def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     ]
 
 
-def _filled(
+def _containers(
     kind: type, members: Sequence[Any], items: Iterator[Any], *, is_flat: bool
 ) -> Sequence[Any]:
     """Return containers of this kind with the lengths, or keys, of ``members``. ``items`` has the
@@ -434,15 +434,15 @@ def _mappings(
     Raises:
         ValueError: Too many keys of one mapping have the same hash.
     """
-    made: list[Mapping[Any, Any]] = []
+    results: list[Mapping[Any, Any]] = []
     for node in nodes:
         number = len(node["v"])
         parts = list(islice(keys, number))
         if number > 1 and collide(parts):
             raise ValueError("too many members of one hash")
         mapping = dict(zip(parts, islice(items, number), strict=True))
-        made.append(mapping if node["$"] == "dict" else MAPPINGS[node["$"]](mapping))
-    return made
+        results.append(mapping if node["$"] == "dict" else MAPPINGS[node["$"]](mapping))
+    return results
 
 
 def _forms(dicts: Sequence[Any]) -> Sequence[type] | None:

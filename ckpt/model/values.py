@@ -196,10 +196,10 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
     The time grows linearly with the size of the tree. See ``dumps`` for ``name_chars``.
     """
     budget = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
-    others = (
+    remainder = (
         {key: item for key, item in tree.items() if key not in name_chars} if name_chars else tree
     )
-    if sum(name_chars.values()) + _most_name_chars(others) <= budget:
+    if sum(name_chars.values()) + _most_name_chars(remainder) <= budget:
         return ""
     # These are three parallel lists, since a tuple for each container would start the garbage
     # collector.

@@ -255,6 +255,24 @@ def test_a_completion_that_never_happened_is_a_failure_even_over_an_older_object
         upload.finish()
 
 
+@pytest.mark.parametrize("name", ["moto", "rclone"])
+def test_an_upload_that_the_server_has_dropped_is_a_failure_over_an_object_of_that_size(
+    name, request
+):
+    """Another job may have stored the object, or an earlier try of this one."""
+    backend = request.getfixturevalue(name)
+    old, new = payload(20 << 20), payload(20 << 20)[::-1]
+    store(backend, "key", old)
+    upload = backend.upload("key", len(new))
+    send(upload, memoryview(new))
+    backend.abort_uploads("key")
+    with pytest.raises(TransientStorageError):
+        upload.finish()
+    assert fetch(backend, "key") == old
+    store(backend, "key", new)
+    assert fetch(backend, "key") == new
+
+
 def uploads_of(backend) -> list[str]:
     reply = backend._fs.call_s3("list_multipart_uploads", Bucket="bucket")
     return [
@@ -560,6 +578,18 @@ def test_a_lost_reply_to_the_last_request_of_obstore_is_no_failure(obstore):
     upload._file.close()  # it has arrived, and another try fails
     assert upload.finish().size == len(data)
     assert fetch(obstore, "key") == data
+
+
+def test_an_upload_of_obstore_is_a_failure_if_another_has_replaced_the_object(obstore, moto_server):
+    data = payload(20 << 20)
+    store(obstore, "key", data)
+    upload = obstore.upload("key", len(data))
+    send(upload, memoryview(data))
+    store(obstore, "key", data[::-1])
+    obstore.abort_uploads("key")
+    with pytest.raises(StorageError):
+        upload.finish()
+    assert fetch(obstore, "key") == data[::-1]
 
 
 def test_a_server_that_dies_under_obstore(rclone_s3, monkeypatch):
