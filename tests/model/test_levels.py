@@ -43,8 +43,8 @@ def history(length: int) -> list[Any]:
 MIXED = [*history(9), 2**70, "é", b"x", np.float32(2), {3}, OrderedDict(a=(1,)), True, (-0.0,)]
 
 
-MOVED: OrderedDict[str, Any] = OrderedDict(a=1, b=(2,), c=3)
-MOVED.move_to_end("a")
+REORDER: OrderedDict[str, Any] = OrderedDict(a=1, b=(2,), c=3)
+REORDER.move_to_end("a")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ MOVED.move_to_end("a")
         [[]] * 70,
         [{1: (2,)}, {"a": 1}, {"$": 3}, {(1, 2): {True: []}}, {}] * 20,
         [OrderedDict(b=1, a=[(2,)]), Counter("abca"), OrderedDict(), (3,)] * 20,
-        [MOVED, {1: MOVED}, [MOVED]],
+        [REORDER, {1: REORDER}, [REORDER]],
         ["é", math.inf, math.nan, -math.nan, 2**64, "a"] * 20,
     ],
     ids=lambda _: "",
@@ -93,9 +93,9 @@ def test_a_key_that_is_no_text_is_named_beside_an_equal_one(key: str) -> None:
 
 
 def test_dicts_whose_keys_have_one_hash_are_refused_inside_of_a_list() -> None:
-    colliding = {number * sys.hash_info.modulus: 0 for number in range(1, 30)}
+    collision = {number * sys.hash_info.modulus: 0 for number in range(1, 30)}
     with pytest.raises(UnsupportedValue, match="one hash"):
-        encode([{}, colliding], "v", refuse)
+        encode([{}, collision], "v", refuse)
 
 
 def test_the_names_of_a_plain_value_are_as_many_as_its_node_has() -> None:
@@ -105,10 +105,10 @@ def test_the_names_of_a_plain_value_are_as_many_as_its_node_has() -> None:
     assert part is not None
     tree = {"history": part.node}
     assert part.name_chars >= values._most_name_chars(tree) - 1
-    nested: Any = list(range(5000))
+    depth: Any = list(range(5000))
     for _ in range(5):
-        nested = {"z" * 100_000: nested}
-    deep = plain_node(nested, "n")
+        depth = {"z" * 100_000: depth}
+    deep = plain_node(depth, "n")
     assert deep is not None
     for name_chars in ({"n": deep.name_chars}, {}):
         with pytest.raises(UnsupportedValue, match="as many characters"):
@@ -249,7 +249,11 @@ def refuse_tag(tag: str, node: object) -> Any:
     "value",
     [
         *(history(3), MIXED, tuple(MIXED), {"a": MIXED}, [{1: 2}, (3,)], [{"$": 1}], (), [(), {}]),
-        *({}, [{1: (2,)}, {"a": 1}, {(1, 2): {3: []}}, Counter("aab"), MOVED], [MOVED, 1, [], ()]),
+        *(
+            {},
+            [{1: (2,)}, {"a": 1}, {(1, 2): {3: []}}, Counter("aab"), REORDER],
+            [REORDER, 1, [], ()],
+        ),
     ],
     ids=lambda _: "",
 )

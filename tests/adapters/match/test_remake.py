@@ -42,12 +42,12 @@ def test_each_call_makes_another_value_of_a_node() -> None:
 def seconds(work: Callable[[], object]) -> float:
     """Return the least time of the processor that one of three calls takes in this thread."""
 
-    def once() -> float:
+    def measure() -> float:
         began = time.thread_time()
         work()
         return time.thread_time() - began
 
-    return min(once() for _ in range(3))
+    return min(measure() for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,5 @@ def seconds(work: Callable[[], object]) -> float:
 def test_a_long_history_is_made_again_in_at_most_ten_times_what_json_takes(history: Any) -> None:
     raw, text = msgspec.Raw(dumps(node_of(history), "v")), json.dumps(history)
     assert remaker().order(parse(raw))() == history
-    ours = seconds(lambda: remaker().order(parse(raw))())
-    assert ours < 10 * seconds(lambda: json.loads(text))
+    duration = seconds(lambda: remaker().order(parse(raw))())
+    assert duration < 10 * seconds(lambda: json.loads(text))
