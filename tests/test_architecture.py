@@ -148,6 +148,7 @@ LATE_IMPORTS = {
     "backends/ckpt_backends/file_server.py": {"fsspec"},
     "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
     "backends/ckpt_backends/gcs.py": {"fsspec"},
+    "ckpt/agent/__main__.py": {"ckpt"},  # NumPy: only its workers need it
     "ckpt/cli/diff.py": {"ckpt"},  # torch: only --values needs it
     "ckpt/cli/export.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/import_.py": {"ckpt"},
@@ -445,6 +446,11 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 )
 def test_importing_does_not_import_torch(module: str) -> None:
     done = bare_python("-c", f"import sys, {module}; print('torch' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_agent_imports_only_what_it_needs_while_it_waits() -> None:
+    done = bare_python("-c", "import sys, ckpt.agent.__main__; print('numpy' in sys.modules)")
     assert done.stdout.strip() == "False", done.stderr
 
 

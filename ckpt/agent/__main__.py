@@ -15,17 +15,13 @@ from typing import Final
 
 import msgspec
 
-from ckpt.agent.copy_worker import copy_files
-from ckpt.agent.finish import Finish
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import encode
 from ckpt.agent.reports import Ended, OnReport, Order
-from ckpt.agent.scrub import Scrub
 from ckpt.agent.server import Agent
 from ckpt.agent.watched_job import end_with_parent
 from ckpt.config import agent_idle_seconds, agent_memory_seconds, agent_scrub_seconds
 from ckpt.errors import CkptError
-from ckpt.pipeline.workers import Workers
 
 _THREADS: Final = 2
 _NICE: Final = 19
@@ -111,17 +107,29 @@ def work(parent: int) -> int:
 
 
 def _carry_out(order: Order, report: OnReport) -> Ended:
-    """Carry out the task of ``order``, pass reports to ``report``, and return the last report."""
+    """Carry out the task of ``order``, pass reports to ``report``, and return the last report.
+
+    Only a worker imports what its task needs, so the agent, which runs all the time, takes 24 MB of
+    memory and not 42.
+    """
+    from ckpt.pipeline.workers import Workers
+
     match order.task:
         case "copy":
+            from ckpt.agent.copy_worker import copy_files
+
             os.nice(_COPY_NICE)
             return copy_files(order)
         case "scrub":
+            from ckpt.agent.scrub import Scrub
+
             os.nice(_NICE)
             # With one thread, at most one piece is read at a time.
             with Workers("scrub", 1) as workers, Scrub(order, workers, report) as scrub:
                 return scrub.run()
         case "finish" | "free":
+            from ckpt.agent.finish import Finish
+
             with Workers("agent", _THREADS) as workers, Finish(order.job, workers, report) as job:
                 return job.clean() if order.task == "free" else job.run()
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
 from ckpt.agent.messages import Job
-from ckpt.catalog.verify import OnProgress
+
+if TYPE_CHECKING:  # The agent needs no more of it, and importing it takes 15 MB of memory
+    from ckpt.catalog.verify import OnProgress
 
 Task = Literal["finish", "free", "scrub", "copy"]
 OnReport = Callable[[msgspec.Struct], None]
