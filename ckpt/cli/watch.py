@@ -27,7 +27,7 @@ from ckpt.cli.options import (
     open_root,
     seconds,
 )
-from ckpt.errors import NoCheckpoint
+from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.storage.places import is_missing
 
 _END_SECONDS: Final = 30.0
@@ -41,14 +41,14 @@ _PLACE: Final = re.compile(r"\{(path|step|root)\}")
 def watch(
     argument: PlaceArgument = None,
     command: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--exec",
             metavar="COMMAND",
             help="Run this in a shell for each step; {path}, {step} and {root} are replaced. "
             "Default: print a line.",
         ),
-    ] = "",
+    ] = None,
     name: Annotated[
         str, typer.Option(metavar="NAME", help="The watcher. Each name handles every step once.")
     ] = "default",
@@ -82,6 +82,8 @@ def watch(
       ckpt watch s3://bucket/run42 --name publish --exec './publish.sh {root} {step}'
       ckpt watch runs/gpt --once --newest --json
     """
+    if command is not None and not command.strip():
+        raise ConfigError("--exec is empty: give a command, or leave the option out")
     poll_seconds = seconds("--poll", poll)
     place = one_place([argument] if argument else None, root)
     backend = open_root(place, config, timeout=timeout)

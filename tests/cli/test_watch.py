@@ -50,6 +50,15 @@ def test_a_command_that_fails_is_tried_again_by_the_next_watcher(cli: Cli, runs:
     assert "step 2" not in ran.out
 
 
+@pytest.mark.parametrize("command", ["", "  "])
+def test_an_empty_command_handles_no_step(cli: Cli, runs: Path, command: str) -> None:
+    """A shell variable that is not set gives an empty one."""
+    ran = cli("watch", "--once", "--exec", command)
+    assert ran.code == 2
+    assert "--exec is empty" in ran.err
+    assert cli("watch", "--once").out.startswith("step 1 ")
+
+
 def test_a_folder_that_does_not_exist_is_no_silent_wait(cli: Cli, tmp_path: Path) -> None:
     ran = cli("watch", "nowhere", "--once")
     assert ran.code == 7
