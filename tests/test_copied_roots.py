@@ -63,6 +63,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str
     return f"s3://bucket/{tmp_path.name}", {"endpoint_url": server.url, **keys}
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_root_whose_job_trains_is_trained_in_at_once(
     store: tuple[str, dict[str, Any]],
 ) -> None:

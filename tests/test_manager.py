@@ -547,6 +547,7 @@ manager.close()
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_restarts_itself_by_execv_goes_on_and_leaves_no_slots(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

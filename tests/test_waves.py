@@ -252,6 +252,7 @@ class Disk:
         wrap_stores(monkeypatch, lambda url, store: Gated(store))
 
 
+@pytest.mark.slow
 def test_a_large_state_takes_a_ring_and_more_only_where_the_optimizer_waits(
     tmp_path, monkeypatch, caplog
 ):
@@ -361,6 +362,7 @@ def test_the_tier_in_memory_needs_whole_images(tmp_path):
         CheckpointManager([Tier("memory"), tmp_path], host_memory="0.2x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_header_larger_than_the_ring_is_saved_and_restored(tmp_path, codec):
     """The ring has 16 KiB, in pieces of 4 KiB, and the header of 3,000 tensors has 200 KiB or more.

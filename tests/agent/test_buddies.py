@@ -19,6 +19,8 @@ from tests.processes import run
 
 __all__ = ["cluster"]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _with_copies(cluster: Cluster) -> None:

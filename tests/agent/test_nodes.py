@@ -20,6 +20,8 @@ from tests.servers import Server
 
 __all__ = ["cluster"]
 
+pytestmark = pytest.mark.slow
+
 
 def steps_of(root: Path) -> list[int]:
     """Return the steps that a node lists in its folder."""
