@@ -19,13 +19,13 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 import msgspec
 
-from ckpt.agent.folder import AgentFolder, Lock, check_peer, identity
+from ckpt.agent.callers import Caller, Callers
+from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import (
     VERSION,
     AgentStatus,
@@ -41,9 +41,7 @@ from ckpt.agent.messages import (
     Request,
     Stop,
     Stopped,
-    Welcome,
     encode,
-    frames,
 )
 from ckpt.agent.reports import Ended, Order, Report, Verified
 from ckpt.agent.scrub_rounds import Rounds
@@ -52,7 +50,6 @@ from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors import AgentError, ConfigError
 
 _log = logging.getLogger("ckpt")
-_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _READ_BYTES: Final = 1 << 16
 _LOOK_SECONDS: Final = 0.2
 """The shortest time that the loop waits before it checks again for work that is due. An agent that
@@ -66,31 +63,12 @@ _GIVE_UP_SECONDS: Final = 24 * 3600.0
 """For how long after the end of its trainer the agent tries to finish a job."""
 _MAX_JOBS_LISTED: Final = 16
 """The status lists at most this many jobs that are over."""
-_CONNECTIONS: Final = 256
 _MOST_WORKERS: Final = 8
 """The most jobs that the agent finishes at the same time. Each takes a worker, and so memory."""
 _MOST_LENT: Final = 32
 """The most workers that copy for living trainers at the same time. A trainer process needs one
 worker for each farther tier.
 """
-_SEND_SECONDS: Final = 1.0
-"""How long a caller may take to receive an answer."""
-
-
-@dataclass(slots=True)
-class _Caller:
-    """A process that is connected to the agent.
-
-    Attributes:
-        attempt: The attempt of the job that the process has registered on this connection; empty if
-            it has registered none.
-        buffer: The bytes that were received and are not decoded yet.
-    """
-
-    connection: socket.socket
-    pid: int
-    attempt: str = ""
-    buffer: bytearray = field(default_factory=bytearray)
 
 
 class Agent:
@@ -116,55 +94,21 @@ class Agent:
     ) -> None:
         self._folder, self._rounds = folder, Rounds(scrub_seconds, self._tell_trainer)
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
-        self._listener: socket.socket | None = None
-        self._listens, self._may_work = Lock(folder, "listen"), Lock(folder, "work")
-        self._works = self._ends = self._full = self._has_signal = False
+        self._may_work = Lock(folder, "work")
+        self._works = self._ends = self._has_signal = False
         self._start_time, self._busy = time.time(), time.monotonic()
         self._jobs: list[WatchedJob] = []
         self._past_jobs: list[JobStatus] = []
         self._given_up: list[JobStatus] = []
-        self._asker: _Caller | None = None
-        self._socket = (0, 0)
-        self._callers: list[_Caller] = []
+        self._asker: Caller | None = None
         self._selector = selectors.DefaultSelector()
+        self._callers = Callers(folder, self._selector, self._answer)
         self._workplace = Workplace(folder, self._may_work, self._selector)
         self._copy_workers: dict[Worker, str] = {}
 
     def listen(self) -> bool:
         """Open the socket, and return True. Return False if another agent has it."""
-        if not self._listens.take():
-            return False
-        self._bind()
-        return True
-
-    def _bind(self) -> None:
-        """Make the socket, in place of an old one, and accept callers there."""
-        with suppress(FileNotFoundError):
-            os.unlink(self._folder.socket)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        mask = os.umask(0o177)
-        try:
-            listener.bind(self._folder.socket)
-        except OSError:
-            listener.close()
-            raise
-        finally:
-            os.umask(mask)
-        if self._listener is not None:
-            self._hear_no_caller(self._listener)
-            self._listener.close()
-        self._listener, self._socket = listener, identity(self._folder.socket)
-        listener.listen(_CONNECTIONS)
-        self._hear_callers()
-
-    def _hear_callers(self) -> None:
-        """Accept callers from now on."""
-        if self._listener is not None and self._listener not in self._selector.get_map():
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-
-    def _hear_no_caller(self, listener: socket.socket) -> None:
-        with suppress(KeyError):  # The agent had no free descriptor, and accepts no caller already
-            self._selector.unregister(listener)
+        return self._callers.listen()
 
     def run(self) -> None:
         """Run the loop until the agent has been idle for ``idle_seconds``, or until its work is
@@ -185,7 +129,7 @@ class Agent:
                 self._begin_what_is_due()
                 ready = self._selector.select(self._patience())
                 # If callers were not accepted because no descriptor was free, one may be free now.
-                self._hear_callers()
+                self._callers.accept_again()
                 for key, _ in ready:
                     # An event before this one may have closed the descriptor.
                     if self._selector.get_map().get(key.fd) == key:
@@ -208,7 +152,7 @@ class Agent:
     def _patience(self) -> float | None:
         """Return how many seconds the loop may wait for events; None for no limit."""
         time_now = time.monotonic()
-        waits = [] if self._listener is None else [_SOCKET_SECONDS]
+        waits = [_SOCKET_SECONDS] if self._callers.is_listening else []
         if (round_in := self._scrubs_in()) is not None:
             waits.append(max(_LOOK_SECONDS, round_in))
         if not self._jobs:
@@ -275,7 +219,7 @@ class Agent:
                 _log.warning(
                     "ckpt: the trainer of job %s was not told of a verification: %s", attempt, error
                 )
-                self._leave(caller)
+                self._callers.leave(caller)
 
     def _is_held_up(self, job: WatchedJob) -> bool:
         """Return True if another job that shares a root with ``job`` has a living trainer or a
@@ -290,7 +234,7 @@ class Agent:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    def _check(self, job: Job, caller: _Caller) -> None:
+    def _check(self, job: Job, caller: Caller) -> None:
         """Raise ``AgentError`` or ``ConfigError`` if the agent cannot work for a job."""
         if self._ends:
             raise AgentError("it is about to end: try again")
@@ -301,7 +245,7 @@ class Agent:
             )
         job.open_as()  # Raises the ``ConfigError`` that a worker would meet
 
-    def _register(self, job: Job, caller: _Caller) -> Answer:
+    def _register(self, job: Job, caller: Caller) -> Answer:
         """Watch the processes of a job from now on, and add the job to the rounds of verification.
 
         An earlier registration of the same attempt is replaced. If another job shares a root with
@@ -334,7 +278,7 @@ class Agent:
             self._end_of_trainer(new_job)
         return Done()
 
-    def _lend(self, job: Job, caller: _Caller) -> None:
+    def _lend(self, job: Job, caller: Caller) -> None:
         """Start a worker that copies files for a trainer, and pass the caller's connection on to
         the worker.
 
@@ -354,7 +298,7 @@ class Agent:
         except OSError as error:
             raise AgentError(f"no worker could be started: {error}") from None
         self._copy_workers[worker] = job.owner.attempt
-        self._leave(caller)
+        self._callers.leave(caller)
 
     def _end_lent(self, attempt: str | None = None) -> None:
         """Kill the workers that copy for living trainers: those of the job ``attempt``, or all if
@@ -427,52 +371,9 @@ class Agent:
                 self._rounds.forget([job.attempt])
         self._jobs.remove(job)
 
-    # -- callers -----------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # The caller has closed the connection again
-            return
-        except OSError as error:  # This process has no free descriptor
-            self._hear_no_caller(self._listener)
-            if not self._full:
-                self._full = True
-                _log.warning("ckpt: the agent can hear no more callers for now: %s", error)
-            return
-        self._full = False
-        try:
-            pid = check_peer(connection, "a caller of the agent")
-            connection.settimeout(_SEND_SECONDS)
-            connection.sendall(encode(Welcome(VERSION, os.getpid())))
-        except (OSError, AgentError) as error:
-            _log.warning("ckpt: %s", error)
-            connection.close()
-            return
-        caller = _Caller(connection, pid)
-        self._callers.append(caller)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, caller))
-
-    def _hear(self, caller: _Caller) -> None:
-        try:
-            caller.buffer += (data := caller.connection.recv(_READ_BYTES))
-            for frame in frames(caller.buffer):
-                if (answer := self._answer(_REQUESTS.decode(frame), caller)) is None:
-                    return
-                caller.connection.sendall(encode(answer))
-        except (OSError, AgentError, msgspec.MsgspecError) as error:
-            _log.warning("ckpt: a connection to the agent is closed: %s", error)
-            data = b""
-        if not data:
-            self._leave(caller)
-
-    def _leave(self, caller: _Caller) -> None:
-        self._callers.remove(caller)
-        self._selector.unregister(caller.connection)
-        caller.connection.close()
-
-    def _answer(self, request: Request, caller: _Caller) -> Answer | None:
+    def _answer(self, request: Request, caller: Caller) -> Answer | None:
         """Carry out ``request``, and return the answer. Return None if a worker answers instead."""
         try:
             match request:
@@ -522,14 +423,14 @@ class Agent:
             keep_memory: Whether steps stay in memory for ``memory_seconds``. Otherwise their memory
                 is freed as soon as durable tiers have them.
         """
-        self._stop_listening()
+        self._callers.stop_listening()
         self._rounds.cancel()
         self._end_lent()
         self._ends = True
         if not keep_memory:
             self._memory_seconds = 0.0
         for caller in [caller for caller in self._callers if caller is not self._asker]:
-            self._leave(caller)
+            self._callers.leave(caller)
         for job in list(self._jobs):
             if job.runs:
                 self._drop(job)
@@ -553,26 +454,17 @@ class Agent:
         """Make the socket again if it was removed. If a lock file was removed too, another agent
         may have started in the folder, so this agent stops.
         """
-        if self._listener is None or identity(self._folder.socket) == self._socket:
+        if not self._callers.has_lost_socket:
             return
-        if self._listens.is_in_place() and self._may_work.is_in_place():
+        if self._callers.is_lock_in_place and self._may_work.is_in_place():
             try:
-                self._bind()
+                self._callers.bind()
                 _log.warning("ckpt: the agent's socket was removed: it was made again")
             except OSError as error:  # The next call tries again
                 _log.warning("ckpt: the agent's socket was removed, and is not made: %s", error)
         else:
             _log.warning("ckpt: the agent's folder was removed or replaced: the agent ends")
             self._stop()
-
-    def _stop_listening(self) -> None:
-        if self._listener is not None:
-            self._hear_no_caller(self._listener)
-            if identity(self._folder.socket) == self._socket:
-                os.unlink(self._folder.socket)
-            self._listener.close()
-            self._listener = None
-            self._listens.close()
 
     def _close(self) -> None:
         self._rounds.cancel()
@@ -582,7 +474,7 @@ class Agent:
         if self._asker is not None:
             with suppress(OSError):  # The caller has not waited for the end of the agent
                 self._asker.connection.sendall(encode(Stopped(tuple(self._given_up))))
-        self._stop_listening()
+        self._callers.stop_listening()
         for key in list(self._selector.get_map().values()):
             if isinstance(end := key.fileobj, socket.socket):
                 end.close()

@@ -348,9 +348,9 @@ def test_memory_that_was_kept_is_freed_when_the_agent_stops(
 
 AGENT = """
 import sys
-import ckpt.agent.server as server
+import ckpt.agent.callers as callers, ckpt.agent.server as server
 from ckpt.agent.__main__ import main
-server.VERSION = sys.argv[1]
+callers.VERSION = server.VERSION = sys.argv[1]
 sys.exit(main(["run"]))
 """
 
