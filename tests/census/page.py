@@ -3,8 +3,9 @@
 ``python -m tests.census.page`` (``make census``) installs the packages of packages.txt into
 ``.build/census``, without what they require, since torch must stay the one that is tested. It takes
 about an hour on two processors. With names of packages, only these are measured, and with words
-such as ``timm:lion`` only these optimizers. The other rows are those of the last run. Each row is
-in ``.build/census`` as soon as it is measured. ``--seconds`` is for slow optimizers.
+such as ``timm:lion`` only these optimizers. The other rows are those of the last run, which are in
+the folder ``records``. Each row is in ``.build/census`` as soon as it is measured. ``--seconds`` is
+for slow optimizers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from tests.versions.matrix import ROOT, uv
 
 BUILD: Final = ROOT / ".build" / "census"
 PINS: Final = Path(__file__).with_name("packages.txt")
+RECORDS: Final = Path(__file__).with_name("records")
+"""The newest row of each optimizer. The page is made of them."""
 PAGE: Final = ROOT / "docs" / "safety.md"
 BEGIN, END = "<!-- census: python -m tests.census.page -->", "<!-- end of the census -->"
 WORKERS: Final = 2
@@ -89,6 +92,23 @@ def rows_in(folder: Path, package: str) -> list[Row]:
     rows = [msgspec.json.decode(line, type=Row) for line in lines]
     newest = {(row.ranks, row.name.lower()): row for row in rows}
     return [newest[key] for key in sorted(newest)]
+
+
+def recall(folder: Path, records: Path = RECORDS) -> None:
+    """Put the rows of the last run into ``folder``, for each package that has no rows there."""
+    for package in PACKAGES:
+        name = f"{package}.jsonl"
+        if not (folder / name).exists() and (records / name).exists():
+            (folder / name).write_bytes((records / name).read_bytes())
+
+
+def record(folder: Path, records: Path = RECORDS) -> None:
+    """Keep the rows in ``folder`` for the next run."""
+    records.mkdir(exist_ok=True)
+    for package in PACKAGES:
+        if rows := rows_in(folder, package):
+            lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+            (records / f"{package}.jsonl").write_bytes(lines)
 
 
 def _environment() -> dict[str, str]:
@@ -229,6 +249,7 @@ def main() -> None:
     arguments = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     install()
+    recall(BUILD)
     names: defaultdict[str, list[str]] = defaultdict(list)
     for package, colon, name in (word.partition(":") for word in arguments.words):
         names[package] += [name] if colon else []
@@ -238,6 +259,7 @@ def main() -> None:
             measure(package, BUILD, chosen, seconds=arguments.seconds)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             errors.append(str(error))
+    record(BUILD)
     errors += [json.dumps(msgspec.to_builtins(row)) for row in shortfalls(write(BUILD))]
     if errors:
         sys.exit("\n".join(errors))

@@ -56,6 +56,31 @@ def test_a_row_that_is_measured_again_replaces_the_old_one(tmp_path: Path) -> No
     assert page.rows_in(tmp_path, "torch.optim") == [rows[2], rows[3], rows[1]]
 
 
+def test_a_run_of_one_optimizer_keeps_the_rows_of_the_others(tmp_path: Path) -> None:
+    """The folder of the last run may be gone."""
+    build, again, records = (tmp_path / name for name in ("build", "again", "records"))
+    build.mkdir()
+    again.mkdir()
+    rows = [row("a", **EQUAL), row("b", ckpt="differs")]
+    lines = b"".join(msgspec.json.encode(line) + b"\n" for line in rows)
+    (build / "torch.optim.jsonl").write_bytes(lines)
+    page.record(build, records)
+    page.recall(again, records)
+    with (again / "torch.optim.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(row("b", **EQUAL)) + b"\n")
+    page.recall(again, records)
+    page.record(again, records)
+    assert page.rows_in(records, "torch.optim") == [rows[0], row("b", **EQUAL)]
+
+
+def test_the_table_of_the_docs_is_made_of_the_records() -> None:
+    rows = [row for package in page.PACKAGES for row in page.rows_in(page.RECORDS, package)]
+    assert page.shortfalls(rows) == []
+    assert page.table(rows, page.versions_of({row.package: None for row in rows})).strip() == (
+        page.reported()
+    )
+
+
 def test_the_table_of_the_docs_names_the_pinned_versions() -> None:
     lines = [line.strip("| ").split(" | ") for line in page.reported().splitlines()]
     found = {line[0].strip("`"): line[1] for line in lines if line[0].strip("`") in page.PACKAGES}
