@@ -43,7 +43,7 @@ def main() -> None:
     assert isinstance(group, dist.ProcessGroup)
     training = sharded(group, plan["size"], plan["layers"], plan["batch"])
     for name in plan["names"]:
-        _say(plan, begin=name)
+        say(plan, begin=name)
         try:
             _measure(name, training, group, plan)
         except Exception as error:
@@ -88,9 +88,9 @@ def _measure(name: str, training: Training, group: dist.ProcessGroup, plan: dict
         dist.all_gather_object(everyone, (asdict(save), wrong))
         if found := [name for _, each in everyone for name in each]:
             raise BenchError(f"what was loaded is not what was saved: {', '.join(found[:3])}")
-        _say(plan, name=name, saves=[each for each, _ in everyone], disk_bytes=_clear(folder))
+        say(plan, name=name, saves=[each for each, _ in everyone], disk_bytes=_clear(folder))
     contender.close()
-    _say(plan, end=name)
+    say(plan, end=name)
 
 
 def _save(
@@ -108,7 +108,9 @@ def _save(
     finisher.take(handle, began + call)
     beside: list[Step] = []
     unsafe = not handle.durable
-    while _any(unsafe or finisher.waiting(), group):  # steps are collective: all ranks take as many
+    while any_rank(
+        unsafe or finisher.waiting(), group
+    ):  # steps are collective: all ranks take as many
         started = time.perf_counter()
         training.forward_backward()
         waiting = time.perf_counter()
@@ -130,7 +132,7 @@ def _step(training: Training) -> float:
     return time.perf_counter() - began
 
 
-def _any(mine: bool, group: dist.ProcessGroup) -> bool:
+def any_rank(mine: bool, group: dist.ProcessGroup) -> bool:
     flag = torch.tensor([int(mine)])
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
@@ -149,7 +151,7 @@ def _clear(folder: str) -> int:
     return nbytes
 
 
-def _say(plan: dict[str, Any], **what: Any) -> None:
+def say(plan: dict[str, Any], **what: Any) -> None:
     if dist.get_rank() == 0:
         _write(plan, **what)
 

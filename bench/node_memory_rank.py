@@ -1,0 +1,93 @@
+"""What a rank of ``bench.node_memory`` does: ``torchrun -m bench.node_memory_rank PLAN``.
+
+All ranks train one GPT in FSDP2 shards, and save it with each setting in turn. Rank 0 writes the
+figures of all ranks for each turn, as a JSON line, into the file that the plan names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.measure import MemorySampler
+from bench.rank import any_rank, say, sharded
+from bench.rank_exit import exit_rank
+from bench.state import Training
+from ckpt import CheckpointManager
+from ckpt.save import host_memory
+
+_PASSES = 3
+
+
+def main() -> None:
+    """Measure all settings in turn."""
+    with open(sys.argv[1]) as file:
+        plan = json.load(file)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    training = sharded(group, plan["size"], plan["layers"], batch=1)
+    for number in range(plan["turns"]):
+        for name in plan["names"]:
+            folder = os.path.join(plan["folder"], f"{name}-{number}")
+            figures = _turn(training, group, plan, name, folder)
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, figures)
+            say(plan, name=name, ranks=ranks)
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder)
+            dist.barrier()
+    exit_rank()
+
+
+def _turn(
+    training: Training, group: dist.ProcessGroup, plan: dict[str, Any], name: str, folder: str
+) -> dict[str, Any]:
+    """Save some times with one setting. The first save, in which the memory settles, is left out of
+    the times, and not of the memory.
+    """
+    passes = host_memory._may_pass_by
+    if name == "whole slots":
+        host_memory._may_pass_by = lambda *_: False
+    try:
+        with MemorySampler(os.getpid()) as own:  # What the training itself needs at its peak
+            for _ in range(_PASSES):
+                training.forward_backward()
+                training.optimizer_step()
+        with MemorySampler(os.getpid()) as sampler, CheckpointManager(folder) as manager:
+            manager.prepare(training.objects())
+            saves = [_save(manager, training, group, plan) for _ in range(plan["saves"] + 1)]
+        return {"memory": sampler.peak_bytes - own.peak_bytes, "saves": saves[1:]}
+    finally:
+        host_memory._may_pass_by = passes
+
+
+def _save(
+    manager: CheckpointManager, training: Training, group: dist.ProcessGroup, plan: dict[str, Any]
+) -> tuple[float, float, int]:
+    """Return the stall, the durable time and the bytes of a save. The optimizer's step comes
+    ``plan["ahead"]`` seconds after the call.
+    """
+    dist.barrier(group)
+    began = time.perf_counter()
+    pending = manager.save_async(training.objects(), training.step)
+    while any_rank(time.perf_counter() - began < plan["ahead"], group):
+        training.forward_backward()
+    training.optimizer_step()
+    pending.result()
+    training.forward_backward()
+    say(plan, step=training.step)  # so that the parent sees progress
+    assert pending.durable_seconds is not None
+    return pending.stall_seconds, pending.durable_seconds, pending.nbytes
+
+
+if __name__ == "__main__":
+    main()
