@@ -25,7 +25,7 @@ from ckpt.catalog.transfer import (
     has_codec,
 )
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
-from ckpt.coordination.claim_marker import claim_for_finish, clear_away, release_finish
+from ckpt.coordination.claim_marker import clear_away, release_finish, require_finish
 from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
 from ckpt.model.keys import fragment_name
@@ -127,8 +127,7 @@ def _check_manifest(folder: StepFolder) -> None:
 
 def _claim(folder: StepFolder) -> None:
     """Put the claim marker of a finisher. Raise ``StorageError`` if the step is being removed."""
-    if not folder.retry.call(partial(claim_for_finish, folder.backend, folder.ref)):
-        raise StorageError(folder.ref.folder, f"it is being removed on {folder.backend.url}")
+    folder.retry.call(partial(require_finish, folder.backend, folder.ref))
 
 
 def _put_manifest(

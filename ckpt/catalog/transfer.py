@@ -34,7 +34,7 @@ from ckpt.catalog.index import own_objects, read_manifest, read_packed
 from ckpt.catalog.tiered_reader import OnRepair, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
-from ckpt.coordination.claim_marker import claim_for_finish, release_finish
+from ckpt.coordination.claim_marker import release_finish, require_finish
 from ckpt.coordination.step_files import delete_files, put_manifest
 from ckpt.coordination.tombstone import delete_tombstone, has_manifest
 from ckpt.errors import (
@@ -401,8 +401,7 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
     destination, ref = folder.backend, folder.ref
     # The first check avoids a marker in the folder of a step that cannot be finished.
     look()
-    if not folder.retry.call(partial(claim_for_finish, destination, ref)):
-        raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
+    folder.retry.call(partial(require_finish, destination, ref))
     look()
     folder.retry.call(partial(delete_tombstone, destination, ref))
     _commit(folder, packed)

@@ -27,7 +27,7 @@ from typing import Final
 
 from ckpt.coordination.step_files import delete_files
 from ckpt.coordination.tombstone import has_manifest
-from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, OutOfSpace
+from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, OutOfSpace, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend, is_there
 
@@ -46,6 +46,20 @@ def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
     exist after this call, not before.
     """
     return _claim(backend, ref.claim_marker, _FINISH)
+
+
+def require_finish(backend: StorageBackend, ref: StepRef) -> None:
+    """Put the marker of a finisher.
+
+    Raises:
+        StorageError: The step has a marker of a removal.
+    """
+    if not claim_for_finish(backend, ref):
+        raise StorageError(
+            ref.folder,
+            f"it is being removed on {backend.url}: if that was cut short, 'ckpt prune "
+            f"{backend.url} --keep-last N' ends it",
+        )
 
 
 def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
+from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import Written, write_checkpoint
@@ -190,6 +191,21 @@ def test_a_name_that_only_begins_alike_is_another_place(
     cli: Cli, steps: dict[int, Written]
 ) -> None:
     assert cli("copy", "runs", "runs2").code == 0
+
+
+def test_where_a_removal_was_cut_short_the_error_names_the_command_that_ends_it(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
+    assert cli("copy", "runs", "there").code == 0
+    store = open_backend("there")
+    ref = steps[300].ref
+    assert claim_committed_for_removal(store, ref)
+    store.delete(ref.manifest)
+    ran = cli("copy", "runs", "there")
+    assert ran.code == 3
+    assert f"ckpt prune {store.url} --keep-last N" in ran.err
+    assert cli("prune", store.url, "--keep-last", 3).code == 0
+    assert results(cli, "runs", "there") == {300: "copied"}
 
 
 def test_a_destination_without_permission_exits_with_3(cli: Cli, steps: dict[int, Written]) -> None:

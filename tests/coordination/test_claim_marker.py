@@ -244,7 +244,7 @@ def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
                     self.held = True
                     with pytest.raises(CommitError, match="being cleared away"):
                         finish(left)
-                    with pytest.raises(StorageError, match="being cleared away"):
+                    with pytest.raises(StorageError, match="being removed"):
                         fetch_step([source], StepFolder(left, REF, workers))
 
         assert removed(left, HeldUp(left))
