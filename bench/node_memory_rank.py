@@ -23,7 +23,7 @@ from bench.state import Training
 from ckpt import CheckpointManager
 from ckpt.save import host_memory
 
-_PASSES = 3
+_STEPS = 2
 
 
 def main() -> None:
@@ -59,9 +59,11 @@ def _turn(
         host_memory._may_pass_by = lambda *_: False
     try:
         with MemorySampler(os.getpid()) as own:  # What the training itself needs at its peak
-            for _ in range(_PASSES):
+            for _ in range(_STEPS):
                 training.forward_backward()
+                training.forward_backward()  # with gradients, as beside a save
                 training.optimizer_step()
+                say(plan, step=training.step)  # so that the parent sees progress
         with MemorySampler(os.getpid()) as sampler, CheckpointManager(folder) as manager:
             manager.prepare(training.objects())
             saves = [_save(manager, training, group, plan) for _ in range(plan["saves"] + 1)]
@@ -84,7 +86,7 @@ def _save(
     training.optimizer_step()
     pending.result()
     training.forward_backward()
-    say(plan, step=training.step)  # so that the parent sees progress
+    say(plan, step=training.step)
     assert pending.durable_seconds is not None
     return pending.stall_seconds, pending.durable_seconds, pending.nbytes
 
