@@ -21,7 +21,7 @@ class _ConnectionCache(dict[str, Any]):
     """The connections of the client, which wait at most ``seconds`` for an answer.
 
     By default the client waits 10 minutes, then asks whether the server is alive, and waits once
-    more.
+    more. It asks only after the login, for whose answer it would wait for ever.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -30,6 +30,14 @@ class _ConnectionCache(dict[str, Any]):
 
     def __setitem__(self, server: str, connection: Any) -> None:
         connection._receive_timeout = self._seconds / 2
+        receive = connection.receive
+
+        def receive_in_time(request: Any, *, timeout: float | None = None, **options: Any) -> Any:
+            if timeout is None and not connection.session_table:
+                timeout = self._seconds
+            return receive(request, timeout=timeout, **options)
+
+        connection.receive = receive_in_time
         super().__setitem__(server, connection)
 
 

@@ -140,6 +140,29 @@ def test_many_threads_read_one_file_at_once(tier):
     backend.close()
 
 
+def test_the_login_at_an_smb_server_has_a_limit():
+    """The client has none, and asks only after the login whether the server is alive."""
+    pytest.importorskip("smbprotocol")
+    from ckpt_backends.smb import _ConnectionCache
+
+    class Connection:
+        _receive_timeout = 600.0
+
+        def __init__(self):
+            self.session_table = {}
+
+        def receive(self, request, wait=True, timeout=None):
+            return request, wait, timeout
+
+    cache, connection = _ConnectionCache(6), Connection()
+    cache["server:445"] = connection
+    assert connection._receive_timeout == 3
+    assert connection.receive("login") == ("login", True, 6)
+    assert connection.receive("login", timeout=2, wait=False) == ("login", False, 2)
+    connection.session_table[1] = object()
+    assert connection.receive("write") == ("write", True, None)
+
+
 def test_a_listing_is_never_stale(tier):
     one, two = (open_backend(tier.url, tier.options) for _ in range(2))
     for number in range(3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import itertools
 import os
@@ -11,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from ckpt.errors import ConfigError, StagingError
 from ckpt.staging import fence
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Rule
+from tests.kit.worlds import run_code
 from tests.overlap.jobs import train, trained
 from tests.overlap.window import Window, assert_restores, content
 from tests.processes import fork
@@ -365,28 +366,43 @@ def test_a_child_that_uses_the_manager_is_told(method: str, root: str) -> None:
         assert manager.steps() == [1, 2]
 
 
-def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) -> None:
-    """The child runs atexit functions, as a data loader's worker or a script that forks does."""
-    state = trained()
-    shut_down: Any = vars(threading)["_shutdown"]
-    with CheckpointManager(root) as manager:
-        pending = manager.save_async(state, 1)
-        held = slots()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.close(1), os.close(2)  # only the parent prints pytest's last lines
-                shut_down()
-                atexit._run_exitfuncs()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        assert set(held) <= set(slots())
-        pending.result(60)
-        manager.save(state, 2)
-        assert manager.steps() == [1, 2]
+CHILD_THAT_EXITS = """
+import atexit, os, sys, threading
+import torch
+from ckpt import CheckpointManager
+
+def slots():
+    prefix = f"ckpt-slot-{parent}-"
+    return {name for name in os.listdir("/dev/shm") if name.startswith(prefix)}
+
+parent, model = os.getpid(), torch.nn.Linear(3, 3)
+with CheckpointManager(sys.argv[1]) as manager:
+    pending = manager.save_async({"model": model}, 1)
+    before = slots()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(1), os.close(2)
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert before and before <= slots()
+    pending.result(60)
+    manager.save({"model": model}, 2)
+    assert manager.steps() == [1, 2]
+"""
+
+
+def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(tmp_path: Path) -> None:
+    """The child runs atexit functions, as a data loader's worker or a script that forks does. It is
+    a child of a process of its own: among the functions of this one may be those of a client of a
+    store, which wait for a thread that a child does not have.
+    """
+    run_code(CHILD_THAT_EXITS, tmp_path / "root")
 
 
 def test_workers_of_a_data_loader_do_no_harm(root: str, window: Window) -> None:

@@ -46,7 +46,7 @@ def watch() -> None:
     def recorded(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
         asked.append(key)
         size = request(self, peer, key, offset, out)
-        reached.update(self._reached.values())
+        reached.update(self._addresses.values())
         return size
 
     ckpt.nodes.store.NodeStore._request = recorded  # type: ignore[method-assign]
