@@ -21,7 +21,7 @@ from ckpt.processes import PROGRAM, Process, namespace
 # contains the process id, does not exist yet.
 SHM: Final = "/dev/shm"  # noqa: S108
 PREFIX: Final = "ckpt-slot"
-_MEMORY_PREFIX: Final = "ckpt-memory"
+_MEMORY_PREFIX: Final = "ckpt-share"
 
 
 def new_path(number: int, prefix: str = PREFIX) -> str:

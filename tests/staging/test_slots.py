@@ -398,9 +398,8 @@ def test_all_ranks_of_a_node_divide_the_memory_that_the_first_has_measured(shm):
 
     own = slot_files.NodeMemory()
     assert own.figure(lambda: 100) == 100  # of another launcher's rank
-    (
-        shm / f"ckpt-memory-{os.getpid()}-{Process.of(os.getpid()).start_time}-x-{namespace()}"
-    ).touch()
+    assert not list(shm.glob("ckpt-memory-*"))  # These are the folders of tiers in memory
+    (shm / f"ckpt-share-{os.getpid()}-{Process.of(os.getpid()).start_time}-x-{namespace()}").touch()
     with rank(900) as first:
         assert first.stdout.readline() == "900\n"
         with rank(700) as second:
