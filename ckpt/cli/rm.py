@@ -35,8 +35,8 @@ from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.observe.journal import journal_files
 from ckpt.retention.removal import remove
 from ckpt.storage.places import is_folder
-from ckpt.storage.registry import stores_in_memory
-from ckpt.storage.tiers import resolve_tier, urls_of
+from ckpt.storage.registry import scheme_of, stores_in_memory
+from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,8 @@ def _look(urls: Sequence[str], config: str | None, timeout: float) -> list[_Tier
     )
 
     def look(store: WatchedStore) -> _TierSteps:
-        return _TierSteps(store, Inventory(store).look(), read_owner(store))
+        is_part = scheme_of(store.url) == "shm" or tier_at(store.url, tiers).local is True
+        return _TierSteps(store, Inventory(store, part=is_part).look(), read_owner(store))
 
     results = [result for _, result in ask_each(stores, look)]
     for result in results:
@@ -193,19 +194,25 @@ def _choice(
         NoCheckpoint: No tier has anything of a step that is named, or the run has no step at all.
     """
     present = {step.ref.step for tier in tiers for step in tier.steps}
-    committed = {
-        step.ref.step for tier in tiers for step in tier.steps if step.state == "committed"
-    }
     urls = ", ".join(tier.store.url for tier in tiers)
     if not present and not whole_run:
         store = tiers[-1].store
         raise NoCheckpoint(urls, store.ask(partial(why_missing, store, [], None)))
     numbers = {int(word) for word in step_words if word != LATEST}
     if LATEST in step_words:
-        numbers.add(max(committed or present))
+        numbers.add(max(_checkpoints(tiers) or present))
     if missing := sorted({*numbers, *([] if last_step is None else [last_step])} - present):
         raise NoCheckpoint(urls, f"step {missing[0]} is not there")
     return _Choice(frozenset(numbers), last_step, whole_run)
+
+
+def _checkpoints(tiers: Sequence[_TierSteps]) -> set[int]:
+    """Return the checkpoints of the run. If no tier has a whole one, return all steps that have a
+    manifest: the other files may be on other nodes, or a newer ckpt may read the format.
+    """
+    states = {(step.ref.step, step.state) for tier in tiers for step in tier.steps}
+    committed = {number for number, state in states if state == "committed"}
+    return committed or {number for number, state in states if state != "incomplete"}
 
 
 def _removals(tiers: Sequence[_TierSteps], choice: _Choice) -> list[tuple[_TierSteps, StoredStep]]:
@@ -246,7 +253,7 @@ def _check(
                 f"{tier.store.url}: the job that writes here {text} ({owner}), and may save or "
                 "copy the steps again: end it first, or give --force"
             )
-    numbers = {step.ref.step for tier in tiers for step in tier.steps if step.state == "committed"}
+    numbers = _checkpoints(tiers)
     if numbers and all(map(choice.takes, numbers)) and not choice.is_run:
         raise ConfigError(
             f"{output.count(len(numbers), 'checkpoint')} would go, and none be left: to remove "

@@ -11,6 +11,8 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.coordination.owner import Owner, put_owner
+from ckpt.coordination.step_files import delete_files
+from ckpt.model.keys import data_name, fragment_name
 from ckpt.observe.journal import Journal
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
@@ -19,6 +21,14 @@ from tests.cli.conftest import ARRAYS, Cli
 
 def numbers(cli: Cli, *roots: object) -> list[int]:
     return [step["step"] for step in cli("ls", "--json", *roots).json["steps"]]
+
+
+def remove_memory(url: str) -> None:
+    """Remove a store in memory. Its name comes from a path, which a later run of the tests may have
+    too.
+    """
+    folder = f"/dev/shm/ckpt-memory-{os.getuid()}-{url.removeprefix('shm://')}"
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -116,25 +126,25 @@ def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: P
         with CheckpointManager([Tier("memory"), Tier("runs", every=2)]) as manager:
             assert manager.restore({"x": torch.zeros(3)}) is None
     finally:
-        shutil.rmtree("/dev/shm/" + memory.removeprefix("shm://"), ignore_errors=True)
+        remove_memory(memory)
 
 
 def test_the_memory_of_another_run_stays(cli: Cli, tmp_path: Path) -> None:
     tiers = {name: [Tier("memory"), Tier(name, every=2)] for name in ("runs", "others")}
     stores = []
-    for name in tiers:
-        with CheckpointManager(tiers[name]) as manager:
-            for step in (2, 3):
-                manager.save({"x": torch.ones(3)}, step)
-            stores.append(manager._tiers[0].url)
     try:
+        for name in tiers:
+            with CheckpointManager(tiers[name]) as manager:
+                stores.append(manager._tiers[0].url)
+                for step in (2, 3):
+                    manager.save({"x": torch.ones(3)}, step)
         removed = cli("rm", "memory", "runs", "--run", "--json").json["removed"]
         assert {step["root"] for step in removed} == {stores[0], str(tmp_path / "runs")}
         assert numbers(cli, stores[1]) == [3]
         assert cli("rm", "memory", "--run").code == 2
     finally:
         for store in stores:
-            shutil.rmtree("/dev/shm/" + store.removeprefix("shm://"), ignore_errors=True)
+            remove_memory(store)
 
 
 def test_the_remains_of_a_save_go_with_its_step(cli: Cli, tmp_path: Path) -> None:
@@ -177,6 +187,26 @@ def test_bad_input_is_one_clear_error_and_removes_nothing(
     assert text in ran.err
     assert ran.err.count("\n") == 1
     assert (numbers(cli, tiers[0]), numbers(cli, tiers[1])) == ([1, 2, 3, 4], [1, 2, 3])
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_the_last_checkpoints_of_a_nodes_own_folder_stay_too(
+    cli: Cli, tmp_path: Path, is_declared: bool
+) -> None:
+    store = open_backend("own")
+    for step in (1, 2):
+        ref = write_checkpoint(store, step=step, arrays=ARRAYS, world_size=2).ref
+        delete_files(store, [ref.key(data_name(1)), ref.key(fragment_name(1))])
+    if is_declared:
+        (tmp_path / "ckpt.toml").write_text(
+            '[[tiers]]\nurl = "own"\nlocal = true\n', encoding="utf-8"
+        )
+    ran = cli("rm", "own", 1, 2)
+    assert ran.code == 2
+    assert "2 checkpoints would go, and none be left" in ran.err
+    ran = cli("rm", "own", 1, "--json")
+    state = "committed" if is_declared else "damaged"
+    assert [(step["step"], step["state"]) for step in ran.json["removed"]] == [(1, state)]
 
 
 def test_nothing_goes_if_a_tier_does_not_answer(cli: Cli, tiers: tuple[Path, Path]) -> None:
