@@ -212,14 +212,17 @@ def install_azurite() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # The tests of several processes may need it at once
         if not (folder / "whole").exists():
             program, npm = node()
-            done = subprocess.run(
-                [*npm, "install", "--prefix", folder, "--no-audit", "--no-fund", AZURITE],
-                env={**os.environ, "PATH": f"{os.path.dirname(program)}:{os.environ['PATH']}"},
-                capture_output=True,
-                text=True,
-                timeout=240,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    [*npm, "install", "--prefix", folder, "--no-audit", "--no-fund", AZURITE],
+                    env={**os.environ, "PATH": f"{os.path.dirname(program)}:{os.environ['PATH']}"},
+                    capture_output=True,
+                    text=True,
+                    timeout=240,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                pytest.skip("npm cannot reach its registry, and installs no azurite")
             if done.returncode:
                 pytest.skip(f"npm cannot install azurite: {done.stderr[-500:]}")
             (folder / "whole").touch()
