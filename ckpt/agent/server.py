@@ -404,7 +404,7 @@ class Agent:
             works=self._works,
             jobs=tuple(
                 msgspec.structs.replace(job, scrub=self._rounds.status(job.attempt))
-                for job in (*self._past_jobs, *(new_job.status() for new_job in self._jobs))
+                for job in (*self._past_jobs, *(entry.status() for entry in self._jobs))
             ),
         )
 

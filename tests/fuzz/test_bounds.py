@@ -228,7 +228,7 @@ def test_time_and_memory_of_a_verb_grow_as_the_manifest_does(
 def test_many_attempts_at_one_step_are_put_in_order(tmp_path: Path) -> None:
     for number in range(20_000):
         (tmp_path / f"step-{number:09d}.abcdef").mkdir()
-        (tmp_path / f"step-{number:09d}.abcdef" / "manifest.json").touch()
+        (tmp_path / f"step-{number:09d}.abcdef" / "manifest.json").write_bytes(b"{}")
     backend = open_backend(str(tmp_path))
     began = time.process_time()
     assert len(find(backend, None)) == 20_000
