@@ -70,7 +70,14 @@ def at(where: str, rank: int, step: int, what: Callable[[], None]) -> None:
 
 
 def stop() -> None:
+    """Stop this process until another one continues it, which takes more than a second.
+
+    The thread that sends the signal may go on for a moment, until another thread has met it.
+    """
+    now = time.monotonic()
     os.kill(os.getpid(), signal.SIGSTOP)
+    while now + 1 > (now := time.monotonic()):
+        time.sleep(0.001)
 
 
 def die() -> None:
