@@ -49,6 +49,7 @@ def main() -> None:
                 "folder": os.path.abspath(folder),
                 "names": SETTINGS,
                 "size": args.size_mib << 20,
+                "batch": 1,
                 **{key: getattr(args, key) for key in ("layers", "ahead", "saves", "turns")},
             },
         )

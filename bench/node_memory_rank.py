@@ -6,18 +6,15 @@ figures of all ranks for each turn, as a JSON line, into the file that the plan 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
 import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from bench.measure import MemorySampler
-from bench.rank import any_rank, say, sharded
+from bench.rank import any_rank, begin, say
 from bench.rank_exit import exit_rank
 from bench.state import Training
 from ckpt import CheckpointManager
@@ -28,13 +25,7 @@ _STEPS = 2
 
 def main() -> None:
     """Measure all settings in turn."""
-    with open(sys.argv[1]) as file:
-        plan = json.load(file)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    training = sharded(group, plan["size"], plan["layers"], batch=1)
+    plan, group, training = begin()
     for number in range(plan["turns"]):
         for name in plan["names"]:
             folder = os.path.join(plan["folder"], f"{name}-{number}")

@@ -34,14 +34,21 @@ from bench.state import GPT, Training, width_for
 from bench.worker import Finisher
 
 
-def main() -> None:
+def begin() -> tuple[dict[str, Any], dist.ProcessGroup, Training]:
+    """Begin as a rank. Return the plan in the file that the first argument names, a group of all
+    ranks, and a sharded training.
+    """
     with open(sys.argv[1]) as file:
         plan = json.load(file)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    training = sharded(group, plan["size"], plan["layers"], plan["batch"])
+    return plan, group, sharded(group, plan["size"], plan["layers"], plan["batch"])
+
+
+def main() -> None:
+    plan, group, training = begin()
     for name in plan["names"]:
         say(plan, begin=name)
         try:

@@ -159,7 +159,7 @@ def _look(urls: Sequence[str], config: str | None, timeout: float) -> list[_Tier
     stores = (
         open_each(None, config, timeout=timeout, all_tiers=True)
         if is_in_config
-        else open_each(_with_own_memory(urls) or None, config, timeout=timeout)
+        else open_each(_with_own_memory(urls, config) or None, config, timeout=timeout)
     )
 
     def look(store: WatchedStore) -> _TierSteps:
@@ -173,7 +173,7 @@ def _look(urls: Sequence[str], config: str | None, timeout: float) -> list[_Tier
     return [result for result in results if isinstance(result, _TierSteps)]
 
 
-def _with_own_memory(urls: Sequence[str]) -> list[str]:
+def _with_own_memory(urls: Sequence[str], config: str | None) -> list[str]:
     """Return ``urls`` with "memory" replaced by the store of the run whose next tier follows. It is
     left out if no job of this user has made it on this machine.
 
@@ -181,7 +181,9 @@ def _with_own_memory(urls: Sequence[str]) -> list[str]:
         ConfigError: No place follows "memory".
     """
     stores = stores_in_memory()
-    pairs = zip(urls, urls_of([Tier(url) for url in urls]), strict=True)
+    # The name of a store in memory follows from the server of the next tier, and so from options.
+    tiers = [Tier(url) if url == MEMORY else resolve_tier(url, config) for url in urls]
+    pairs = zip(urls, urls_of(tiers), strict=True)
     return [store for url, store in pairs if url != MEMORY or store in stores]
 
 
@@ -191,7 +193,8 @@ def _choice(
     """Return the steps that the call names.
 
     Raises:
-        NoCheckpoint: No tier has anything of a step that is named, or the run has no step at all.
+        NoCheckpoint: No tier has anything of a step that is named, the step to go back to is no
+            checkpoint, or the run has no step at all.
     """
     present = {step.ref.step for tier in tiers for step in tier.steps}
     urls = ", ".join(tier.store.url for tier in tiers)
@@ -199,10 +202,13 @@ def _choice(
         store = tiers[-1].store
         raise NoCheckpoint(urls, store.ask(partial(why_missing, store, [], None)))
     numbers = {int(word) for word in step_words if word != LATEST}
+    checkpoints = _checkpoints(tiers)
     if LATEST in step_words:
-        numbers.add(max(_checkpoints(tiers) or present))
-    if missing := sorted({*numbers, *([] if last_step is None else [last_step])} - present):
+        numbers.add(max(checkpoints or present))
+    if missing := sorted(numbers - present):
         raise NoCheckpoint(urls, f"step {missing[0]} is not there")
+    if last_step is not None and last_step not in checkpoints:
+        raise NoCheckpoint(urls, f"step {last_step}, to go back to, is no checkpoint there")
     return _Choice(frozenset(numbers), last_step, whole_run)
 
 
@@ -279,9 +285,7 @@ def _carry_out(
 
 
 def _remove_rest(tiers: Sequence[_TierSteps]) -> None:
-    """Remove the pins that have ended, the owners of the roots, and the journals. Files of others
-    stay.
-    """
+    """Remove the pins, the owners of the roots, and the journals. Files that are not ours stay."""
     for tier in tiers:
         for pin in all_pins(tier.store):
             remove_pin(tier.store, pin)

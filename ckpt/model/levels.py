@@ -56,8 +56,6 @@ _MANY: Final = 1 << 18
 values takes a fraction of a second.
 """
 _NOT_PLAIN: Final = UnsupportedValue("", "value that is not plain")
-
-
 INDEX_CHARS: Final = 8
 """The most characters that the index of a list adds to a name, or a number as the key of a dict."""
 
@@ -326,8 +324,8 @@ def _mapping_nodes(
     items: Iterator[Any],
     keys: Iterator[Any],
 ) -> Sequence[Any]:
-    """Return the nodes of mappings, some of which have pairs. ``items`` and ``keys`` have the nodes
-    of their values, and of the keys of those that have pairs.
+    """Return the nodes of mappings. A mapping whose flag is True becomes a list of pairs. ``items``
+    has the nodes of the values of all mappings, and ``keys`` those of the keys in pairs.
     """
     return [
         {"$": tag, "v": list(map(list, zip(islice(keys, len(member)), islice(items, len(member)))))}  # noqa: B905

@@ -154,7 +154,7 @@ class RingWindow(Window):
     memory. So a header of any length passes.
 
     Args:
-        ring: The ring, all frames of which are free. Only one window may use it at a time.
+        ring: The ring. All of its frames are free, and only one window uses it at a time.
         size: The bytes of the image.
         header: The first bytes of the image, which must not change.
     """

@@ -358,7 +358,7 @@ def test_folders_are_forced_to_the_medium_up_to_the_parent_of_the_root(tmp_path,
 
 
 def test_a_new_folder_in_a_root_is_forced_when_a_file_in_it_is_published(tmp_path, monkeypatch):
-    """Until then, nobody may rely on it."""
+    """Before that, the folder has no file that counts as durable."""
     real, synced = os.fsync, []
 
     def fsync(fd):

@@ -13,6 +13,7 @@ def test_each_setting_has_a_row_with_its_figures(tmp_path: Path) -> None:
         "folder": str(tmp_path),
         "names": SETTINGS,
         "size": 16 << 20,
+        "batch": 1,
         "layers": 2,
         "ahead": 0.1,
         "saves": 2,

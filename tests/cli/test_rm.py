@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckpt.cli.rm
 from ckpt import CheckpointManager, Tier
+from ckpt.cli.rm import _with_own_memory
+from ckpt.config import load_config
 from ckpt.coordination.owner import Owner, put_owner
 from ckpt.coordination.step_files import delete_files
 from ckpt.model.keys import data_name, fragment_name
 from ckpt.observe.journal import Journal
 from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import urls_of
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
 
@@ -147,6 +151,31 @@ def test_the_memory_of_another_run_stays(cli: Cli, tmp_path: Path) -> None:
             remove_memory(store)
 
 
+def test_the_memory_of_a_run_is_known_by_the_options_of_its_next_tier(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a store in memory follows from the server of the tier after it."""
+    (tmp_path / "ckpt.toml").write_text(
+        '[[tiers]]\nurl = "near"\n[[tiers]]\nurl = "s3://bucket/run"\n'
+        '[tiers.options]\nendpoint_url = "http://127.0.0.1:9"\n',
+        encoding="utf-8",
+    )
+    tiers = load_config().tiers
+    memory = urls_of([Tier("memory"), tiers[1]])[0]
+    assert memory != urls_of([Tier("memory"), Tier("s3://bucket/run")])[0]
+    monkeypatch.setattr(ckpt.cli.rm, "stores_in_memory", lambda: [memory])
+    assert _with_own_memory(["memory", "s3://bucket/run"], None) == [memory, "s3://bucket/run"]
+
+
+def test_one_goes_back_to_a_checkpoint_only(cli: Cli, tmp_path: Path) -> None:
+    for step, commit in ((1, True), (2, False), (3, True)):
+        write_checkpoint(open_backend("runs"), step=step, arrays=ARRAYS, commit=commit)
+    ran = cli("rm", "runs", "--after", 2)
+    assert (ran.code, ran.out) == (7, "")
+    assert "step 2, to go back to, is no checkpoint" in ran.err
+    assert numbers(cli, "runs") == [1, 2, 3]
+
+
 def test_the_remains_of_a_save_go_with_its_step(cli: Cli, tmp_path: Path) -> None:
     for step, commit in ((1, True), (2, False)):
         write_checkpoint(open_backend("runs"), step=step, arrays=ARRAYS, commit=commit)
@@ -174,7 +203,7 @@ def test_steps_of_a_living_job_stay_unless_a_person_insists(
         ((1, "--run"), 2, "name what goes"),
         ((1, "--after", 1), 2, "name what goes"),
         ((9,), 7, "step 9 is not there"),
-        (("--after", 9), 7, "step 9 is not there"),
+        (("--after", 9), 7, "step 9, to go back to, is no checkpoint"),
         ((1, 2, 3, 4), 2, "4 checkpoints would go, and none be left"),
         (("elsewhere", 1), 7, "elsewhere"),
     ],

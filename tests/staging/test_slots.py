@@ -909,7 +909,7 @@ def test_more_host_memory_than_the_machine_has_is_a_warning_with_both_figures(po
 @pytest.mark.parametrize("limit", [250 * MIB, 500 * MIB, 900 * MIB])
 @pytest.mark.parametrize("elastic", [True, False])
 def test_what_host_memory_allows_is_no_warning(pools, caplog, limit, elastic):
-    """Whoever sets a limit knows that fewer images, or only parts of one, have room."""
+    """A user who sets a limit expects that fewer images, or only parts of one, fit."""
     caplog.set_level(logging.INFO, "ckpt")
     pools(2, elastic=elastic, limit=limit).plan(600 * MIB)
     (line,) = caplog.records

@@ -228,7 +228,8 @@ class StateTree:
         if isinstance(mapping, OrderedDict) and "versions" in node:
             versions = decode(node["versions"], torch_value)
             vars(mapping)[VERSIONS] = {
-                name: dict(versions.get(name, FIRST_VERSION)) for name in _owners(mapping)
+                name: dict(versions.get(name, FIRST_VERSION))
+                for name in sorted({*_owners(mapping), *versions})
             }
         return mapping
 
@@ -279,10 +280,10 @@ class StateTree:
         return path
 
 
-def _owners(fqns: Iterable[str]) -> list[str]:
+def _owners(fqns: Iterable[str]) -> set[str]:
     """Return the names of the modules that the entries ``fqns`` are in, at any depth."""
     parts = [fqn.split(".")[:-1] for fqn in fqns]
-    return sorted({".".join(names[:depth]) for names in parts for depth in range(len(names) + 1)})
+    return {".".join(names[:depth]) for names in parts for depth in range(len(names) + 1)}
 
 
 def _modules(node: Node, path: str) -> list[str]:

@@ -156,7 +156,7 @@ class Oracle:
         return sorted((ref for ref in line if numbers.count(ref.step) == 1), reverse=True)
 
     def untold(self, facts: Facts) -> list[str]:
-        """Return a sentence for each step and tier of which a closed job got no result."""
+        """Return a sentence for each step and tier whose result a closed job did not get."""
         return [
             f"nothing was told of step {ref} on {place}"
             for ref, places in facts.begun.items()

@@ -30,6 +30,7 @@ from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.errors import CommitTimeout
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
+from tests.kit.signals import stop_this_process
 from tests.kit.stores import wrap_stores
 
 SAVE_EVERY = 2
@@ -172,7 +173,7 @@ def one_rank_is_stopped(folder: Path, note: Notes) -> None:
                     time.sleep(0.01)
                 os.kill(os.getppid(), signal.SIGCONT)
                 os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_this_process()
             assert all(map(Path.exists, failed))
         turns = 0
         pending = manager.save_async(state, 2)

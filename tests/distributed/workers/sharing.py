@@ -271,7 +271,7 @@ def meta(folder: Path) -> None:
 
 
 def of_two_minds(folder: Path) -> None:
-    """Ranks that disagree about ``broadcast`` are told so at once, and nothing has changed."""
+    """Ranks that disagree about ``broadcast`` raise an error at once, and change nothing."""
     state = {"x": torch.ones(3)}
     with CheckpointManager(str(folder / "minds")) as manager:
         manager.save(state, step=1)

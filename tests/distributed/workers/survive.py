@@ -26,6 +26,7 @@ from ckpt.coordination.commit_state_machine import Gather, Merge, Put
 from ckpt.errors import CommitTimeout
 from ckpt.pending import PendingSave
 from ckpt.save.rank_files import RankFiles
+from tests.kit.signals import stop_this_process
 from tests.kit.stores import Wrapped, wrap_stores
 
 RANK = int(os.environ["RANK"])
@@ -69,17 +70,6 @@ def at(where: str, rank: int, step: int, what: Callable[[], None]) -> None:
     committer._Commit._perform = act  # type: ignore[method-assign,assignment]
 
 
-def stop() -> None:
-    """Stop this process until another one continues it, which takes more than a second.
-
-    The thread that sends the signal may go on for a moment, until another thread has met it.
-    """
-    now = time.monotonic()
-    os.kill(os.getpid(), signal.SIGSTOP)
-    while now + 1 > (now := time.monotonic()):
-        time.sleep(0.001)
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,7 +103,7 @@ def slow_storage_beside_a_hasty_group(
 def a_rank_is_stopped(
     manager: CheckpointManager, state: dict[str, Any], pids: list[int], pair: Any
 ) -> None:
-    at("fragment", 2, 2, stop)
+    at("fragment", 2, 2, stop_this_process)
     began = time.monotonic()
     pending = manager.save_async(state, 2)
     if RANK < 2:
@@ -133,7 +123,7 @@ def the_leader_is_stopped(
     manager: CheckpointManager, state: dict[str, Any], pids: list[int]
 ) -> None:
     for step, where in ((3, "merge"), (4, "put")):
-        at(where, 0, step, stop)
+        at(where, 0, step, stop_this_process)
         pending = manager.save_async(state, step)
         assert pending.exception(30) is None, pending.exception(30)
         if RANK == 1:
