@@ -222,13 +222,15 @@ def test_a_large_buffered_read_leaves_nothing_there_either(disk: Path) -> None:
 def test_what_lies_in_the_page_cache_is_taken_from_there_and_stays(
     disk: Path, direct_reads: list[Read], at: int
 ) -> None:
-    disk.read_bytes()
-    assert cached(disk)
     room = Room(SIZE, at)
-    assert read_at(str(disk), 0, [room.view]) == SIZE
-    assert direct_reads == []
-    assert room.view == DATA
-    assert cached(disk)
+    for _ in range(10):  # the kernel may reclaim pages at any time, but not each time
+        direct_reads.clear()
+        disk.read_bytes()
+        assert read_at(str(disk), 0, [room.view]) == SIZE
+        assert room.view == DATA
+        if not direct_reads and cached(disk):
+            return
+    raise AssertionError("a read takes what is in the page cache out of it")
 
 
 def test_what_lies_there_in_part_is_read_from_the_disk(
