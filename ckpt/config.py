@@ -72,6 +72,7 @@ OnError = Literal["raise", "warn"]
 OnSuspicious = Literal["warn", "raise", "ignore"]
 Overlap = Literal["auto", "off"]
 Mode = Literal["min", "max"]
+"""Whether the smallest or the largest values of a metric are the best."""
 Copies = Literal["one", "per_node"]
 CheckMode = Literal["sampled", "full", "off"]
 AgentMode = Literal["off", "auto", "required"]

@@ -14,6 +14,7 @@ import typer
 from ckpt.catalog.index import committed, why_missing
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.cli import output
+from ckpt.cli.metric_columns import BY_STEP, MetricColumns, modes_of, sort_by
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -24,10 +25,12 @@ from ckpt.cli.options import (
     ask_each,
     open_each,
     places,
+    tiers_of,
 )
-from ckpt.config import MEMORY, Tier
+from ckpt.config import MEMORY, Mode, Tier
 from ckpt.errors import CkptError, NoCheckpoint
 from ckpt.model.keys import StepRef
+from ckpt.model.metrics import METRICS
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import decode, parse
 from ckpt.storage.api import StorageBackend
@@ -42,6 +45,16 @@ def ls(
         typer.Option("-n", "--newest", metavar="N", min=1, help="List only the N newest steps."),
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="List the newest step first.")] = False,
+    sort: Annotated[
+        str,
+        typer.Option(
+            metavar="METRIC|step",
+            help="Sort by a metric, so that the last line is the best step, or by the step.",
+        ),
+    ] = BY_STEP,
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="List also the attempt of each step.")
+    ] = False,
     root: RootsOption = None,
     config: ConfigOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
@@ -58,6 +71,10 @@ def ls(
     short. It is never restored. No retention removes a step that is "pinned" (`ckpt pin`). If two
     attempts at a step are committed, a restore takes the younger one, and the other is "older".
 
+    Each metric has a column, and a star marks its best value: the smallest or the largest, as the
+    keep_best of ckpt.toml or of the job says, or else the smallest of a metric with "loss" in its
+    name.
+
     The root "memory" stands for everything that this user's jobs have in the memory of this
     machine. Each is listed under its URL, shm://NAME, by which the other commands find it, and -n
     counts the steps of each. If there is one ROOT, and the memory tier before it has newer steps, a
@@ -67,27 +84,37 @@ def ls(
     Examples:
       ckpt ls runs/gpt
       ckpt ls runs/gpt -n 20
+      ckpt ls runs/gpt --sort loss               the last line is the best step
       ckpt ls /nvme/ckpt s3://bucket/run42       a column for each tier
       ckpt ls --config ckpt.toml
       ckpt ls memory                             what jobs have left in this machine's memory
       ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
     roots = places(arguments, root)
+    view = _View(newest, sort, reverse, long, modes_of(_settings(roots, config)))
     answers = ask_each(open_each(roots, config, timeout=timeout), partial(_look, newest))
     tiers = [
         _Tier(url, error=answer) if isinstance(answer, CkptError) else _Tier(url, answer)
         for url, answer in answers
     ]
     if roots == [MEMORY] and len(tiers) > 1 and not json:
-        _show_tiers_apart(tiers, newest, reverse=reverse)
+        _show_tiers_apart(tiers, view)
         return
-    rows = _rows(tiers, newest, reverse=reverse)
+    table = view.table(tiers)
     if len(tiers) == 1 and MEMORY not in roots:
         if not json:
             _note_memory(tiers[0], resolve_tier(roots[0] if roots else None, config))
-        _show_tier(tiers[0], rows, json=json)
+        _show_tier(tiers[0], table, json=json)
     else:
-        _show_tiers(tiers, rows, json=json)
+        _show_tiers(tiers, table, json=json)
+
+
+def _settings(roots: Sequence[str], config: str | None) -> list[Tier]:
+    """Return the tiers that are listed, with the settings that ``ckpt.toml`` gives them."""
+    if config:
+        return list(tiers_of(config))
+    named_tiers = [root for root in roots if root != MEMORY]
+    return [resolve_tier(root) for root in named_tiers] if roots else [resolve_tier(None)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +174,16 @@ class _Row:
         return output.moment(step.created_at), f"{step.ranks:,}", f"{step.tensors:,}"
 
     @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the attempt; empty if it is not committed."""
+        return self.committed_step.metrics if self.committed_step else {}
+
+    @property
+    def step(self) -> int | None:
+        """Return the number of the step; None if a restore of the step takes another attempt."""
+        return self.ref.step if self.committed_step and not self.older else None
+
+    @property
     def facts_as_json(self) -> dict[str, object]:
         """Return the facts for the JSON output, by name. Each is None if the attempt is not
         committed.
@@ -167,7 +204,56 @@ A table of several tiers leaves out the column "tensors".
 """
 
 
-def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[_Row]:
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The rows of a table.
+
+    Attributes:
+        rows: The attempts.
+        metrics: The columns of metrics.
+        has_attempts: Whether the table has a column with the names of the attempts.
+    """
+
+    rows: Sequence[_Row]
+    metrics: MetricColumns
+    has_attempts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a call wants to see.
+
+    Attributes:
+        newest: The number of steps to include; None for all steps.
+        sort: The metric by which the rows are sorted, or ``BY_STEP``.
+        reverse: Whether to reverse the order of the rows.
+        long: Whether to show the names of the attempts also if each step has one attempt.
+        modes: Which values of a metric are the best, by its name.
+    """
+
+    newest: int | None
+    sort: str
+    reverse: bool
+    long: bool
+    modes: Mapping[str, Mode]
+
+    def table(self, tiers: Sequence[_Tier]) -> _Table:
+        """Return the table of ``tiers``.
+
+        Raises:
+            ConfigError: No step has the metric by which the rows are sorted.
+        """
+        rows = _rows(tiers, self.newest)
+        metrics = MetricColumns.of(
+            {row.step: row.metrics for row in rows if row.step is not None}, self.modes
+        )
+        has_attempts = self.long or len({row.ref.step for row in rows}) < len(rows)
+        if self.sort != BY_STEP:
+            rows = sort_by(rows, self.sort, lambda row: row.metrics, self.modes)
+        return _Table(rows[::-1] if self.reverse else rows, metrics, has_attempts)
+
+
+def _rows(tiers: Sequence[_Tier], newest: int | None) -> list[_Row]:
     """Return a row for each attempt at the newest steps, oldest step first.
 
     Among several attempts at one step, the attempt that a restore takes comes last.
@@ -175,7 +261,6 @@ def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[
     Args:
         tiers: The listings of the tiers.
         newest: The number of steps to include; None for all steps.
-        reverse: Whether to reverse the order of the rows.
     """
     committed_steps: dict[StepRef, StoredStep | None] = {}
     for tier in tiers:
@@ -195,8 +280,7 @@ def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[
         if ref.step == successor.step
     }
     steps = frozenset(sorted({ref.step for ref in refs})[-newest if newest else 0 :])
-    rows = [_Row(ref, committed_steps[ref], ref in older) for ref in refs if ref.step in steps]
-    return rows[::-1] if reverse else rows
+    return [_Row(ref, committed_steps[ref], ref in older) for ref in refs if ref.step in steps]
 
 
 def _note_memory(listing: _Tier, tier: Tier) -> None:
@@ -221,27 +305,31 @@ def _note_memory(listing: _Tier, tier: Tier) -> None:
             )
 
 
-def _show_tier(tier: _Tier, rows: Sequence[_Row], *, json: bool) -> None:
+def _show_tier(tier: _Tier, table: _Table, *, json: bool) -> None:
     if tier.error:
         raise tier.error
     if json:
-        steps = [_as_json(tier.steps[row.ref], row) for row in rows]
+        steps = [_as_json(tier.steps[row.ref], row, table) for row in table.rows]
         output.show_json({"root": tier.url, "steps": steps})
         return
-    cells = [(*row.facts, *_size_and_state(tier.steps[row.ref])) for row in rows]
-    _show([], rows, (*_FACTS, "size", "state"), cells)
+    own = [_size_and_state(tier.steps[row.ref]) for row in table.rows]
+    cells = [
+        (*row.facts, size, *table.metrics.cells(row.metrics, row.step), state)
+        for row, (size, state) in zip(table.rows, own, strict=True)
+    ]
+    _show([], table, (*_FACTS, "size", *table.metrics.titles, "state"), cells)
 
 
-def _show_tiers_apart(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
+def _show_tiers_apart(tiers: Sequence[_Tier], view: _View) -> None:
     """Show a separate table for each tier, because the tiers belong to different jobs.
 
-    The tier with the latest commit comes last, or first if ``reverse`` is set.
+    The tier with the latest commit comes last, or first if ``view`` reverses the order.
     """
     unreachable = _warn_of_unreachable(tiers)
     nonempty_tiers = sorted(
         (tier for tier in tiers if tier.steps),
         key=lambda tier: max(step.created_at for step in tier.steps.values()),
-        reverse=reverse,
+        reverse=view.reverse,
     )
     if not nonempty_tiers and (error := (unreachable or tiers)[0].error):
         raise error
@@ -249,26 +337,33 @@ def _show_tiers_apart(tiers: Sequence[_Tier], newest: int | None, *, reverse: bo
         if number:
             output.show_line()
         output.show_line(tier.url, style="bold")
-        _show_tier(tier, _rows([tier], newest, reverse=reverse), json=False)
+        _show_tier(tier, view.table([tier]), json=False)
 
 
-def _show_tiers(tiers: Sequence[_Tier], rows: Sequence[_Row], *, json: bool) -> None:
+def _show_tiers(tiers: Sequence[_Tier], table: _Table, *, json: bool) -> None:
     """Show a row for each attempt that any tier has, with a column for each tier. With ``json``,
     print the same data as JSON.
     """
     if all(tier.is_unreachable for tier in tiers) and tiers[0].error:
         raise tiers[0].error
     if json:
-        _several_as_json(tiers, rows)
+        _several_as_json(tiers, table)
         return
     unreachable = _warn_of_unreachable(tiers)
-    if not rows:
+    if not table.rows:
         if unreachable and unreachable[0].error:  # A tier that could not be listed may have steps
             raise unreachable[0].error
         raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
-    cells = [(*row.facts[:-1], *(_cell(tier, row) for tier in tiers)) for row in rows]
+    cells = [
+        (
+            *row.facts[:-1],
+            *table.metrics.cells(row.metrics, row.step),
+            *(_cell(tier, row) for tier in tiers),
+        )
+        for row in table.rows
+    ]
     urls = [tier.url for tier in tiers]
-    _show(urls, rows, (*_FACTS[:-1], *urls), cells)
+    _show(urls, table, (*_FACTS[:-1], *table.metrics.titles, *urls), cells)
 
 
 def _warn_of_unreachable(tiers: Sequence[_Tier]) -> list[_Tier]:
@@ -279,46 +374,64 @@ def _warn_of_unreachable(tiers: Sequence[_Tier]) -> list[_Tier]:
 
 
 def _show(
-    urls: Sequence[str],
-    rows: Sequence[_Row],
-    titles: Sequence[str],
-    cells: Sequence[Sequence[str]],
+    urls: Sequence[str], table: _Table, titles: Sequence[str], cells: Sequence[Sequence[str]]
 ) -> None:
     """Show a table with a row for each attempt.
 
     Args:
         urls: The titles that are URLs of tiers. They are replaced by short names if the table is
             too wide.
-        rows: The attempts.
+        table: The attempts.
         titles: The titles of the columns after "step" and "attempt", and before "metadata".
-        cells: The cells below ``titles`` for each of ``rows``.
+        cells: The cells below ``titles`` for each row.
     """
-    columns = ["step", "attempt", *titles]
-    table = [
-        [str(row.ref.step), f"{row.ref.attempt}, older" if row.older else row.ref.attempt, *own]
-        for row, own in zip(rows, cells, strict=True)
-    ]
-    names = output.short_names(urls, columns, table)
+    columns, lines = (
+        ["step", *titles],
+        [[str(row.ref.step), *own] for row, own in zip(table.rows, cells, strict=True)],
+    )
+    if table.has_attempts:
+        columns.insert(1, "attempt")
+        for row, line in zip(table.rows, lines, strict=True):
+            line.insert(1, f"{row.ref.attempt}, older" if row.older else row.ref.attempt)
+    names = output.short_names(urls, columns, lines)
     columns = [names.get(column, column) for column in columns]
-    notes = [_brief(_metadata(row.committed_step)) for row in rows]
+    notes = [_brief(_without_columns(row, table.metrics)) for row in table.rows]
     if any(notes):
         columns.append("metadata")
-        table = [[*own, note] for own, note in zip(table, notes, strict=True)]
-    numbers = ("step", "size", *_FACTS[1:])
-    output.show_table(columns, table, right=numbers, flexible=("metadata",))
+        lines = [[*line, note] for line, note in zip(lines, notes, strict=True)]
+    output.show_table(
+        columns,
+        lines,
+        right=("step", "size", *_FACTS[1:], *table.metrics.titles),
+        flexible=("metadata",),
+        # The first metric stays on the narrowest terminal.
+        optional=(*_FACTS[:0:-1], *table.metrics.titles[:0:-1], _FACTS[0]),
+    )
 
 
-def _several_as_json(tiers: Sequence[_Tier], rows: Sequence[_Row]) -> None:
+def _without_columns(row: _Row, metrics: MetricColumns) -> dict[str, Any]:
+    """Return the metadata of a row without the metrics that have a column."""
+    metadata = _metadata(row.committed_step)
+    if isinstance(own := metadata.get(METRICS), dict):
+        metadata[METRICS] = {
+            name: value
+            for name, value in own.items()
+            if name not in metrics.names or name not in row.metrics
+        }
+    return metadata
+
+
+def _several_as_json(tiers: Sequence[_Tier], table: _Table) -> None:
     output.show_json(
         {
             "tiers": [
                 {"root": tier.url, "error": str(tier.error) if tier.is_unreachable else None}
                 for tier in tiers
             ],
-            "steps": [_across_as_json(tiers, row) for row in rows],
+            "steps": [_across_as_json(tiers, row, table) for row in table.rows],
         }
     )
-    if not rows:
+    if not table.rows:
         error = next((tier.error for tier in tiers if tier.is_unreachable and tier.error), None)
         raise typer.Exit(error.exit_code if error else NoCheckpoint.exit_code)
 
@@ -345,13 +458,14 @@ def _cell(tier: _Tier, row: _Row) -> str:
     return f"incomplete: {step.finished_ranks}{of} {ranks}, {output.size(step.nbytes)}"
 
 
-def _across_as_json(tiers: Sequence[_Tier], row: _Row) -> dict[str, object]:
+def _across_as_json(tiers: Sequence[_Tier], row: _Row, table: _Table) -> dict[str, object]:
     return {
         "step": row.ref.step,
         "attempt": row.ref.attempt,
         "older": row.older,
         **row.facts_as_json,
         "metadata": _metadata(row.committed_step),
+        **_metrics_as_json(row, table),
         "tiers": {
             tier.url: {
                 "state": _state(step)[0],
@@ -445,7 +559,14 @@ def _bytes_and_pins(step: StoredStep) -> dict[str, object]:
     }
 
 
-def _as_json(step: StoredStep, row: _Row) -> dict[str, object]:
+def _metrics_as_json(row: _Row, table: _Table) -> dict[str, object]:
+    return {
+        "metrics": dict(row.metrics) if row.committed_step else None,
+        "best": [] if row.step is None else table.metrics.best_of(row.step),
+    }
+
+
+def _as_json(step: StoredStep, row: _Row, table: _Table) -> dict[str, object]:
     state, detail = _state(step)
     return {
         "step": row.ref.step,
@@ -455,6 +576,6 @@ def _as_json(step: StoredStep, row: _Row) -> dict[str, object]:
         "detail": detail or None,
         **row.facts_as_json,
         "metadata": _metadata(row.committed_step),
-        "metrics": dict(step.metrics) if row.committed_step else None,
+        **_metrics_as_json(row, table),
         **_bytes_and_pins(step),
     }

@@ -28,6 +28,8 @@ from ckpt.model.readable import size as size
 
 _SHORT: Final = 14
 """A column of at most this many characters is not wrapped, such as the column of attempts."""
+_WRAPPED: Final = 24
+"""How many characters of a column that is wrapped must fit before other columns are left out."""
 _LEAST_CUT: Final = 10
 """A column that may be cut is left out if less than this many characters fit."""
 _NO_LIMIT: Final = 10_000  # The width of a pipe or file, which is too large for lines to wrap
@@ -74,6 +76,7 @@ def show_table(
     *,
     right: Sequence[str] = (),
     flexible: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> None:
     """Print a table that is at most as wide as the terminal.
 
@@ -82,8 +85,11 @@ def show_table(
         rows: The cells of each row.
         right: The titles of the columns that are aligned to the right and never wrapped.
         flexible: The titles of the columns that are cut, or left out, if the table is too wide.
+        optional: The titles of the columns that are left out, in this order, while the table is
+            too wide without the columns ``flexible``.
     """
     console = _console(sys.stdout)
+    columns, rows = _leave_out(columns, rows, flexible, optional, console.width)
     if flexible:
         columns, rows = _fit(columns, rows, flexible, console.width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -103,6 +109,28 @@ def show_table(
     with console.capture() as capture:
         console.print(table)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def _leave_out(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    flexible: Sequence[str],
+    optional: Sequence[str],
+    width: int,
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return the titles and rows without those of the columns ``optional`` for which there is no
+    room. A column that can be wrapped needs room for ``_WRAPPED`` characters.
+    """
+    widths = {
+        column: min(_WRAPPED, max(len(row[index]) for row in (columns, *rows))) + 2
+        for index, column in enumerate(columns)
+        if column not in flexible
+    }
+    for column in optional:
+        if sum(widths.values()) - 2 > width:
+            widths.pop(column, None)
+    indexes = [i for i, column in enumerate(columns) if column in widths or column in flexible]
+    return [columns[i] for i in indexes], [[row[i] for i in indexes] for row in rows]
 
 
 def _fit(

@@ -7,11 +7,13 @@ accepts an item of the metadata that only one rank has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Final, SupportsFloat
 
 import msgspec
 
+from ckpt.config import Mode
 from ckpt.errors import CkptError, ConfigError
 from ckpt.model.values import decode, parse
 
@@ -42,6 +44,28 @@ def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
         }
     except (CkptError, msgspec.MsgspecError, LookupError, TypeError, AttributeError, OverflowError):
         return {}
+
+
+def ranking(values: Iterable[tuple[int, float]], mode: Mode) -> list[int]:
+    """Return the steps of ``values``, best first.
+
+    Infinite values and NaN are left out. If the values of steps are equal, the newer step is
+    better. A step that has several values has the best of them.
+
+    Args:
+        values: Pairs of a step and the value of a metric.
+        mode: Which values are the best.
+    """
+    sign = -1 if mode == "max" else 1
+    pairs = sorted((sign * value, -step) for step, value in values if math.isfinite(value))
+    return list(dict.fromkeys(-step for _, step in pairs))
+
+
+def mode_of(metric: str, modes: Mapping[str, Mode]) -> Mode | None:
+    """Return which values of ``metric`` are the best: what ``modes`` says, or else the smallest
+    values of a metric with "loss" in its name. Return None if it is not known.
+    """
+    return modes.get(metric) or ("min" if "loss" in metric.lower() else None)
 
 
 def _name(name: object) -> str:

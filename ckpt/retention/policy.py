@@ -19,6 +19,7 @@ from ckpt.catalog.inventory import StoredStep
 from ckpt.config import Best, Tier, check_retention
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
+from ckpt.model.metrics import ranking
 from ckpt.retention.claim import Claim
 from ckpt.storage.api import StorageBackend
 
@@ -190,13 +191,9 @@ def newest(
 
 
 def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[int]:
-    """Return the numbers of the best steps, best first. If the metrics of steps are equal, the
-    newer step is better.
-    """
-    values = [(metrics.get(ref, {}).get(rule.metric, math.nan), ref.step) for ref in committed]
-    sign = -1 if rule.mode == "max" else 1
-    ranking = sorted((sign * value, -step) for value, step in values if math.isfinite(value))
-    return list(dict.fromkeys(-step for _, step in ranking))[: rule.count]
+    """Return the numbers of the best steps, best first."""
+    values = [(ref.step, metrics.get(ref, {}).get(rule.metric, math.nan)) for ref in committed]
+    return ranking(values, rule.mode)[: rule.count]
 
 
 class StepGuard(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ckpt.config import load_config
 from ckpt.coordination.claim_marker import claim_committed_for_removal
@@ -27,7 +28,6 @@ def test_steps_are_listed_newest_first(cli: Cli, steps: dict[int, Written]) -> N
     header, *rows = ran.out.splitlines()
     assert header.split() == [
         "step",
-        "attempt",
         "committed",
         "at",
         "ranks",
@@ -70,6 +70,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "bytes": steps[300].manifest.nbytes,
         "metadata": {"team": "speech"},
         "metrics": {},
+        "best": [],
         "stored_bytes": steps[300].manifest.nbytes,
         "codecs": [],
         "pinned_until": None,
@@ -144,11 +145,11 @@ def test_several_tiers_have_a_column_each(cli: Cli, tiers: str) -> None:
     assert ran.code == 0
     header, *rows = [line.split() for line in ran.out.splitlines()]
     near, far = (str(Path(name).absolute()) for name in ("runs", "far"))
-    assert header == ["step", "attempt", "committed", "at", "ranks", near, far, "metadata"]
+    assert header == ["step", "committed", "at", "ranks", near, far, "metadata"]
     assert [row[0] for row in rows] == ["100", "200", "300"]
-    assert rows[-1][5:12] == ["10.9", "kB", "incomplete:", "1", "of", "2", "ranks,"]
-    assert rows[1][5:] == ["10.9", "kB", "10.9", "kB", "team=speech"]
-    assert rows[0][5:] == ["10.9", "kB", "-", "team=speech"]
+    assert rows[-1][4:11] == ["10.9", "kB", "incomplete:", "1", "of", "2", "ranks,"]
+    assert rows[1][4:] == ["10.9", "kB", "10.9", "kB", "team=speech"]
+    assert rows[0][4:] == ["10.9", "kB", "-", "team=speech"]
     assert cli("ls", "--root", "runs", "--root", "far").out == ran.out
 
 
@@ -194,7 +195,7 @@ def test_an_empty_tier_is_a_column_of_dashes(cli: Cli, tiers: str) -> None:
     ran = cli("ls", "--root", "empty", "--root", "runs")
     assert ran.code == 0
     assert ran.err == ""
-    assert [row.split()[5:8] for row in ran.out.splitlines()[1:]] == [["-", "10.9", "kB"]] * 3
+    assert [row.split()[4:7] for row in ran.out.splitlines()[1:]] == [["-", "10.9", "kB"]] * 3
 
 
 def test_when_no_tier_has_anything_it_says_so(cli: Cli) -> None:
@@ -211,11 +212,97 @@ def test_wrong_tiers_are_told(cli: Cli, tiers: str) -> None:
     assert "cannot be read" in cli("ls", "--config", "none.toml").err
 
 
-def test_numbers_in_the_metadata_are_short(cli: Cli, backend: StorageBackend) -> None:
+def test_numbers_in_the_metadata_and_of_metrics_are_short(
+    cli: Cli, backend: StorageBackend
+) -> None:
     write_checkpoint(
-        backend, 1, ARRAYS, metadata={"team": "speech", "metrics": {"loss": 0.123456789, "n": 3}}
+        backend, 1, ARRAYS, metadata={"lr": 0.123456789, "metrics": {"loss": 0.123456789, "n": 3}}
     )
-    assert cli("ls").out.splitlines()[1].endswith("loss=0.123457, n=3, team=speech")
+    header, row = cli("ls").out.splitlines()
+    assert header.split()[-5:] == ["size", "loss", "n", "state", "metadata"]
+    assert row.split()[-5:] == ["*", "0.123457", "3", "committed", "lr=0.123457"]
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def write_losses(backend: StorageBackend, *losses: object, **metrics: object) -> None:
+    """Steps 0, 1 and so on, each with a loss, and with the other metrics."""
+    for step, loss in enumerate(losses):
+        metadata = {"metrics": {"loss": loss, **metrics}}
+        write_checkpoint(backend, step, ARRAYS, metadata=metadata)
+
+
+NAN = {"$": "float", "v": "nan"}
+
+
+def starred(out: str) -> list[str]:
+    return [line.split()[0] for line in out.splitlines() if "* " in line]
+
+
+def test_the_best_step_has_a_star_and_nan_is_never_the_best(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    write_losses(backend, 2.0, 1.0, NAN, 1.5, {"$": "float", "v": "-inf"})
+    assert starred(cli("ls").out) == ["1"]
+    assert starred(cli("ls", "runs", "empty").out) == ["1"]
+    best = {step["step"]: step["best"] for step in cli("ls", "--json").json["steps"]}
+    assert best == {0: [], 1: ["loss"], 2: [], 3: [], 4: []}
+    # A step that is saved again is as good as its last attempt.
+    metadata = {"metrics": {"loss": 3.0}}
+    write_checkpoint(backend, 1, ARRAYS, attempt="bbbbbb", created_at=1.9e9, metadata=metadata)
+    assert starred(cli("ls").out) == ["3"]
+
+
+def test_keep_best_of_the_file_says_which_value_is_the_best(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    for step, accuracy in enumerate((0.1, 0.9, 0.5)):
+        metadata = {"metrics": {"accuracy": accuracy, "speed": 3.0}}
+        write_checkpoint(backend, step, ARRAYS, metadata=metadata)
+    assert starred(cli("ls").out) == []
+    Path("ckpt.toml").write_text(
+        '[[tiers]]\nurl = "runs"\nkeep_last = 1\nkeep_best = ["accuracy", "max"]\n'
+    )
+    for words in ([], ["runs"], ["--config", "ckpt.toml"]):
+        assert starred(cli("ls", *words).out) == ["1"]
+
+
+def test_steps_are_sorted_by_a_metric_with_the_best_last(cli: Cli, backend: StorageBackend) -> None:
+    write_losses(backend, 2.0, 1.0, NAN, 1.5)
+    write_checkpoint(backend, 4, ARRAYS)
+    for place in (["runs"], ["runs", "empty"]):
+        for sort, expected in (("loss", "2 4 0 3 1"), ("step", "0 1 2 3 4")):
+            steps = cli("ls", *place, "--sort", sort, "--json").json["steps"]
+            assert [str(step["step"]) for step in steps] == expected.split()
+    lines = cli("ls", "--sort", "loss", "--reverse").out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["1", "3", "0", "4", "2"]
+    ran = cli("ls", "--sort", "los")
+    assert (ran.code, "no step has this metric; there is 'loss'" in ran.err) == (2, True)
+
+
+def test_the_loss_stays_on_a_narrow_terminal(
+    cli: Cli, backend: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_losses(backend, 2.0, 1.0, grad_norm=3.0, speed=4.0, size=5.0)
+    shown: dict[int, str] = {}
+    for width in (140, 80, 40):
+        console = Console(width=width, color_system=None)
+        monkeypatch.setattr("ckpt.cli.output._console", lambda _, console=console: console)
+        shown[width] = " ".join(cli("ls").out.splitlines()[0].split())
+    assert shown == {
+        140: "step committed at ranks tensors size loss grad_norm metric size speed state",
+        80: "step committed at size loss grad_norm metric size state",
+        40: "step size loss state",
+    }
+
+
+def test_the_attempt_is_shown_where_it_tells_steps_apart(cli: Cli, backend: StorageBackend) -> None:
+    write_checkpoint(backend, 1, ARRAYS)
+    assert "abcxyz" not in cli("ls").out
+    assert "abcxyz" in cli("ls", "--long").out
+    write_checkpoint(backend, 1, ARRAYS, attempt="bbbbbb", created_at=1.9e9)
+    assert "abcxyz, older" in cli("ls").out
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -246,9 +333,9 @@ def test_a_memory_tier_of_a_file_has_its_column(cli: Cli, memory: str) -> None:
     ran = cli("ls", "--config", "ckpt.toml")
     assert ran.code == 0, ran.err
     header, *rows = [line.split() for line in ran.out.splitlines()]
-    assert header[5:] == [memory, str(Path("disk").absolute())]
-    assert rows[0][5:7] == rows[0][7:]
-    assert (rows[1][6:], len(rows)) == (["kB", "-"], 2)
+    assert header[4:] == [memory, str(Path("disk").absolute())]
+    assert rows[0][4:6] == rows[0][6:]
+    assert (rows[1][5:], len(rows)) == (["kB", "-"], 2)
 
 
 def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memory: str) -> None:
@@ -256,7 +343,7 @@ def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memo
     ran = cli("ls", "--root", "memory")
     assert ran.code == 0, ran.err
     header, *rows = [line.split() for line in ran.out.splitlines()]
-    assert header[5:] == [memory]
+    assert header[4:] == [memory]
     assert [row[0] for row in rows] == ["1", "2"]
     assert cli("ls", "--root", "memory", "--root", "disk", "--json").json["tiers"] == [
         {"root": memory, "error": None},
@@ -411,7 +498,7 @@ def test_a_metric_that_is_no_number_is_nan_in_the_table_and_null_in_json(
 ) -> None:
     metrics = {"loss": {"$": "float", "v": "nan"}, "accuracy": 0.5}
     write_checkpoint(backend, 4, ARRAYS, metadata={"metrics": metrics})
-    assert cli("ls").out.rstrip().endswith("accuracy=0.5, loss=nan")
+    assert cli("ls").out.splitlines()[1].split()[-3:] == ["nan", "0.5", "committed"]
     (step,) = cli("ls", "--json").json["steps"]
     assert step["metrics"] == step["metadata"]["metrics"] == {"loss": None, "accuracy": 0.5}
 
