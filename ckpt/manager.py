@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import datetime
@@ -24,16 +22,17 @@ from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.objects import StateView, walk_objects, without_plain
 from ckpt.adapters.walk.origin import Origin
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
-from ckpt.agent.registration import check_detach, register
+from ckpt.agent.registration import register
 from ckpt.catalog.index import Listing
 from ckpt.catalog.late_metrics import add_metrics
+from ckpt.closing import Closer, Holdings
 from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.leaving import END_OF_DATA, DepartingCoordinator, reason_of
+from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.coordination.nodes import agree
 from ckpt.coordination.owner import attend
-from ckpt.elastic.ending_error import ending_error
-from ckpt.elastic.planned_stop import StopSignals, check_alone, one_at_a_time
+from ckpt.elastic.call_guard import CallGuard, one_at_a_time
+from ckpt.elastic.planned_stop import StopSignals
 from ckpt.elastic.stop_listener import StopListener
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
 from ckpt.errors.frames import frameless
@@ -41,12 +40,11 @@ from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import Names, Patterns, no_match_error, patterns_for
-from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
-from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_script_ended
+from ckpt.pending import PendingSave, SaveRecord
+from ckpt.pipeline.workers import Workers, close_at_exit, has_script_ended
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, NO_SLOT, HandOver, MissedSteps, Reports
-from ckpt.save.closing import Shutdown
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_job import SaveRequests
 from ckpt.save.saver import Saver
@@ -103,6 +101,7 @@ class CheckpointManager:
         if has_script_ended():
             raise ManagerClosed(has_script_ended=True)
         warn_of_untested(torch.__version__)
+        self._guard = CallGuard()
         self._config = with_settings(config or SaveConfig(), settings)
         self._jobs = SaveRequests(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
@@ -111,7 +110,7 @@ class CheckpointManager:
         with closed_on_error(self._tiers):
             self._coordinator = DepartingCoordinator(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
-            self._listing = Listing([tier.backend for tier in self._tiers], self._check_open)
+            self._listing = Listing([tier.backend for tier in self._tiers], self._guard.check_open)
             missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, missed_steps)
             notify = self._observers.notify
@@ -130,17 +129,20 @@ class CheckpointManager:
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
         self._newest_ref: StepRef | None = None  # The newest save that the saver has begun
-        self._restores, self._closed, self._has_ended, self._is_interrupted = 0, False, False, False
+        self._restores = 0
         self._stop = StopListener(self._coordinator)
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
-        self._calls: dict[int, str] = {}
         self._fence.listen()  # A graph that captures a step before the first save may replay it
-        # ``close`` ignores an exception that was already being handled at this point.
-        self._earlier = sys.exception()
-        self._shutdown = Shutdown(self._listers)
+        self._closer = Closer(
+            Holdings(
+                config=self._config, tiers=self._tiers, coordinator=self._coordinator,
+                saver=self._saver, ledger=self._ledger, agent=agent, guard=self._guard,
+                stop=self._stop, listers=self._listers, fence=self._fence, plans=self._plans,
+                last_walk=self._last_walk,
+            )
+        )  # fmt: skip
         close_at_exit(self)
-        self._pid = os.getpid()
 
     @property
     def skipped(self) -> int:
@@ -185,7 +187,7 @@ class CheckpointManager:
                 image. Without this call, the first save raises this error.
             CkptError: The state cannot be saved.
         """
-        self._check_open()
+        self._guard.check_open()
         self._prepare(self._collect(state, lasting=True))
 
     def _prepare(self, collection: WalkResult) -> None:
@@ -274,10 +276,10 @@ class CheckpointManager:
         the other ranks do not wait.
         """
         began = time.perf_counter()
-        self._check_open()
+        self._guard.check_open()
         view = StateView.of(state)
         if origin := self._origin.save(view.live):
-            self.continue_from(origin, sweeps=False)  # A later restore has filled another state
+            self._continue_from(origin, sweeps=False)  # A later restore has filled another state
         last_step, step = self._last_step, step_of(state, step, last=self._last_step)
         self._last_step = step
         if last_step is not None and step < last_step and self._coordinator.rank == LEADER:
@@ -357,7 +359,7 @@ class CheckpointManager:
                 another value, or a value is no number. Nothing was written.
             StorageError: A tier does not answer. The call may be repeated.
         """
-        self._check_open()
+        self._guard.check_open()
         step, checked_metrics = step_of({}, step, last=None), as_metrics(metrics)
         for pending in self._ledger.pending:
             if pending.step == step:
@@ -373,7 +375,7 @@ class CheckpointManager:
             CkptError: A save could not copy its tensors, or an earlier save has failed and its
                 error was not raised yet.
         """
-        self._check_open()
+        self._guard.check_open()
         self._fence.wait()
         for pending in self._ledger.pending:
             if not pending.done():
@@ -444,7 +446,7 @@ class CheckpointManager:
             ConfigError: ``only``, ``exclude`` or a rule of ``rename`` matches nothing, or an
                 argument is invalid.
         """
-        self._check_open()
+        self._guard.check_open()
         selection = Selection.of(only, exclude, strict=strict, rename=rename, cast=cast)
         options = RestoreOptions(
             selection=selection, read_through=read_through, broadcast=broadcast
@@ -465,20 +467,17 @@ class CheckpointManager:
             ref = StepRef(report.step, report.attempt)
             is_first = step is None and self._last_step is None
             if self._origin.restore(ref, live, is_part=selection.is_part, is_first=is_first):
-                self.continue_from(ref, sweeps=not selection.is_part)
+                self._continue_from(ref, sweeps=not selection.is_part)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(live)
         return report
 
-    def continue_from(self, ref: StepRef, *, sweeps: bool = True) -> None:
+    def _continue_from(self, ref: StepRef, *, sweeps: bool = True) -> None:
         """Note that the training continues from the state of ``ref``.
 
         If an earlier job has saved steps after ``ref``, this manager may save them again, provided
         that it has saved nothing yet. It never saves a step again that it has saved itself.
-
-        This method is for integrations that load a step without ``restore``. All ranks must call it
-        before their next save.
 
         Args:
             ref: The step.
@@ -520,7 +519,7 @@ class CheckpointManager:
                 already listens for a stop.
             ThreadLimit: The system starts no more threads.
         """
-        self._check_open()
+        self._guard.check_open()
         return self._stop.on_signals(signals, grace_seconds, reraise=reraise, owner=self)
 
     def on_stop_request(self) -> StopSignals:
@@ -533,7 +532,7 @@ class CheckpointManager:
         Raises:
             ThreadLimit: The system starts no more threads.
         """
-        self._check_open()
+        self._guard.check_open()
         return self._stop.on_stop_request(owner=self)
 
     def request_stop(self, deadline: float | datetime | None = None) -> None:
@@ -551,7 +550,7 @@ class CheckpointManager:
             ConfigError: Neither ``on_signals`` nor ``on_stop_request`` was called before. Or the
                 deadline is in the past, or of a wrong type.
         """
-        self._check_open()
+        self._guard.check_open()
         self._stop.request(deadline)
 
     def close(self, timeout: float | None = None, *, detach: bool = False) -> None:
@@ -581,98 +580,8 @@ class CheckpointManager:
             CkptError: A save has failed on all tiers, or was suspicious
                 (``on_suspicious="raise"``), and no call has raised its error yet.
         """
-        check_timeout(timeout)
-        if detach and not self._closed:
-            check_detach(self._config.agent, self._agent)
-        error = ending_error(but=self._earlier)
-        if self._has_ended and self._is_interrupted and error is None:
-            wait_and_log(self._shutdown.outcome, (), timeout)
-        self.close_after(error, timeout, detach=detach)
-
-    def close_after(
-        self, error: BaseException | None, timeout: float | None = None, *, detach: bool = False
-    ) -> None:
-        """Close the manager as ``close`` does.
-
-        Args:
-            error: The error that ends the process or the ``with`` block; None if there is none.
-            timeout: See ``close``.
-            detach: See ``close``.
-        """
-        check_alone(self, "close")
-        thread = threading.get_ident()
-        if self._calls.get(thread) == "close":  # A signal handler has interrupted ``close``
-            return
-        try:
-            self._calls[thread] = "close"
-            # In a forked process, the memory, the threads and the root belong to the parent.
-            if self._has_ended or os.getpid() != self._pid:
-                return
-            self._closed = True
-            self._saver.slots.stop()  # Stop first, so that no thread begins another slot
-            error = None if isinstance(error, END_OF_DATA) else error
-            reason = reason_of(error)
-            timeout = self._config.exit_seconds if reason and timeout is None else timeout
-            detach = detach or bool(reason and self._agent)
-            work = partial(self._detach if detach else self._finish, reason)
-            detach, future = self._shutdown.begin(work, detaches=detach), self._shutdown.outcome
-            in_time = wait_and_log(future, self._ledger.pending, timeout)
-            self._is_interrupted = isinstance(error, KeyboardInterrupt) and not in_time
-            if reason and not in_time:
-                self._ledger.give_up(reason, timeout)
-                if self._coordinator.world_size > 1:
-                    self._shutdown.leave(self._coordinator, reason)
-                self._fence.remove()
-            self._stop.close(error)
-            if self._agent is not None and in_time and not (detach or future.exception()):
-                self._agent.forget()
-            self._has_ended = True  # A second call does nothing, even if an error is raised below
-            if in_time:
-                self._shutdown.end()
-                future.result()
-            self._ledger.raise_unreported(includes_kept=False)
-            leaves_rest = in_time and detach  # The agent finishes what is left
-            missing_steps = (
-                None if leaves_rest else missing_at_the_end(self._ledger.pending, timeout)
-            )
-            if (error := self._ledger.end_all(missing_steps)) is not None:
-                raise error
-        finally:  # The decorator ``one_at_a_time`` would add its frame to each traceback
-            self._calls.pop(thread, None)
-
-    def _detach(self, reason: str) -> None:
-        """Finish the work that only this process can do, and leave the other work to the agent.
-
-        Work that this process still has to end, such as the copy of a part of a file to a slow
-        tier, ends on a thread of its own. Only the end of the script waits for that thread, at most
-        for ``exit_seconds``.
-        """
-        assert self._agent is not None
-        try:
-            self._saver.detach(leaves=bool(reason))
-            self._agent.detach(reason)
-        finally:
-            if reason:
-                self._coordinator.leave(reason)  # The other ranks need not wait for what follows
-            await_at_exit(Workers("end", 1).submit(self._finish, reason), self._config.exit_seconds)
-
-    def _finish(self, reason: str) -> None:
-        """Finish all saves, free the memory, and close the coordinator and the tiers.
-
-        Args:
-            reason: Why this rank leaves the other ranks; empty if it does not leave them.
-        """
-        self._saver.finish(leaves=bool(reason))
-        self._fence.remove()
-        self._plans.forget()
-        self._last_walk.forget()
-        self._saver.slots.close()
-        if reason:
-            self._coordinator.leave(reason)
-        if not reason or self._coordinator.rank != LEADER:  # A leader would wait for the others
-            self._coordinator.close()
-        for tier in self._tiers:
-            tier.backend.close()
+        error = self._closer.check(timeout, detach=detach)
+        self._closer.close(error, timeout, detach=detach)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -684,7 +593,7 @@ class CheckpointManager:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.close_after(error)
+            self._closer.close(error)
         except CkptError as close_error:
             if error is None:
                 raise
@@ -716,7 +625,8 @@ class CheckpointManager:
             raise no_match_error(collection.idle_patterns)
         preparation = self._plans.prepare(collection)
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
-        slot = self._saver.acquire(preparation.plan.size, wait=wait, devices=preparation.devices)
+        devices = preparation.devices
+        slot = self._saver.slots.acquire(preparation.plan.size, wait=wait, devices=devices)
         if slot is None:
             if self._coordinator.world_size > 1:
                 self._saver.give_up(ref, trial, NO_SLOT)
@@ -748,14 +658,5 @@ class CheckpointManager:
             raise
         pending.call_seconds = pending.age
         if self._config.slots > 1:  # Make the next slot before a save asks for it
-            self._saver.reserve_quietly(preparation.plan.size, preparation.devices)
+            self._saver.reserve_quietly(preparation.plan.size, devices)
         return pending
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ManagerClosed(has_script_ended=has_script_ended())
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                "this CheckpointManager was made before a fork: build one in the process that "
-                "uses it (spawn, not fork)"
-            )

@@ -431,8 +431,8 @@ def test_an_error_in_closing_leaves_no_handler_of_signals(
     before = signal.getsignal(signal.SIGUSR2)
     manager = CheckpointManager(str(tmp_path))
     stop = manager.on_signals(signal.SIGUSR2)
-    finish = manager._finish
-    monkeypatch.setattr(manager, "_finish", fail)
+    finish = manager._closer._finish
+    monkeypatch.setattr(manager._closer, "_finish", fail)
     try:
         with pytest.raises(CommitError, match="it failed"):
             manager.close()
@@ -452,7 +452,9 @@ def test_a_close_that_ctrl_c_interrupts_is_resumed_by_the_next_one(tmp_path: Pat
         pending = manager.save_async({"x": torch.ones(3)}, 1)
         paths = [slot.path or "" for slot in manager._saver.slots.slots]
         assert any(map(os.path.exists, paths))
-        with interrupted_call(("manager.py", "closing.py", "workers.py", "pending.py"), turn):
+        with interrupted_call(
+            ("manager.py", "closing.py", "call_guard.py", "workers.py", "pending.py"), turn
+        ):
             try:
                 manager.close()
             except KeyboardInterrupt:
@@ -469,16 +471,16 @@ def test_a_close_that_ctrl_c_interrupts_is_resumed_by_the_next_one(tmp_path: Pat
 def test_the_end_of_the_script_resumes_a_close_that_ctrl_c_has_interrupted(tmp_path: Path) -> None:
     script = """
 import sys, threading, torch
-import ckpt.manager
+import ckpt.closing
 from ckpt import CheckpointManager
-gate, waits, wait = threading.Event(), [], ckpt.manager.wait_and_log
+gate, waits, wait = threading.Event(), [], ckpt.closing.wait_and_log
 def waiting(*args):
     waits.append(args)
     if len(waits) == 1:
         raise KeyboardInterrupt
     gate.set()
     return wait(*args)
-ckpt.manager.wait_and_log = waiting
+ckpt.closing.wait_and_log = waiting
 manager = CheckpointManager(sys.argv[1], observers=[lambda _: gate.wait()])
 manager.save_async({"x": torch.ones(3)}, 1)
 try:
@@ -507,7 +509,7 @@ def late(name):
             print(name, error)
 def beside():
     threading.main_thread().join()
-    while not manager._closed:
+    while not manager._guard.is_closed:
         pass
     late("thread")
 atexit.register(late, "atexit")

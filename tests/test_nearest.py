@@ -431,7 +431,7 @@ def test_a_far_tier_that_hangs_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckpt.catalog.candidates.LISTING_SECONDS", 0.2)
-    monkeypatch.setattr("ckpt.manager._LIST_SECONDS", 0.1, raising=False)
+    monkeypatch.setattr("ckpt.closing._LIST_SECONDS", 0.1)
     target = blank()
     with CheckpointManager([near, far]) as manager:
         report = manager.restore(target)

@@ -188,9 +188,9 @@ def test_all_ranks_go_on_where_one_fails(
             for step in range(5):
                 mine = {f"x{coordinator.rank}": torch.full((1000,), step)}
                 if step == 3 and coordinator.rank == failing:
-                    manager._saver.acquire = _no_memory  # type: ignore[method-assign]
+                    manager._saver.slots.acquire = _no_memory  # type: ignore[method-assign]
                 error = manager.save(mine, step, timeout=60).exception()
-                manager._saver.__dict__.pop("acquire", None)
+                manager._saver.slots.__dict__.pop("acquire", None)
                 ends.append(type(error) if error else None)
             assert manager.failed == 2
         return ends

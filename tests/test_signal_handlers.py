@@ -92,7 +92,7 @@ def test_a_second_close_while_the_first_waits_does_nothing(
     manager.save(job(), 1)
     raised = handler(manager.close)
     monkeypatch.setattr(
-        "ckpt.manager.wait_and_log", lambda done, *_: interrupt() or done.result() is None
+        "ckpt.closing.wait_and_log", lambda done, *_: interrupt() or done.result() is None
     )
     manager.close()
     assert not raised
@@ -122,7 +122,7 @@ def test_ctrl_c_as_a_call_returns_leaves_the_manager_usable(call: str, root: str
         interrupted = 0
         for turn in range(1, 100):
             try:
-                with interrupted_call(("planned_stop.py",), turn):
+                with interrupted_call(("call_guard.py",), turn):
                     calls[call]()
             except KeyboardInterrupt:
                 interrupted += 1

@@ -17,11 +17,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import datetime
-from functools import wraps
 from types import FrameType
-from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn
 
 from ckpt.checks import is_number, number
 from ckpt.coordination.api import Coordinator
@@ -40,58 +38,8 @@ _STOP_MESSAGE: Final = b"request"
 """The message that announces a request to stop to the other ranks. A deadline may follow it."""
 _POLL_SECONDS: Final = 3600.0
 _DEADLINE_REASON: Final = "the deadline of the request is over"
-P = ParamSpec("P")
-T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _active: StopSignals | None = None
-
-
-def one_at_a_time(
-    name: str,
-) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Return a decorator for methods of a manager that must not be called inside of each other.
-
-    If a decorated method is called while another one runs in the same thread, it raises
-    ``ConfigError``. A signal handler could make such a call. The call is refused because the
-    interrupted method holds locks and slots until the handler returns, and may have restored only a
-    part of the state. The error is logged too, since the code that the signal has interrupted may
-    handle the error as one of its own. There is no such check for a manager that is closed or is
-    being closed.
-
-    Args:
-        name: The name of the method in the error.
-    """
-
-    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-        @wraps(method)
-        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            check_alone(self, name)
-            thread = threading.get_ident()
-            # Ctrl-C may raise wherever a function begins or has returned. So no function is called
-            # between ``method`` and ``pop``. Otherwise ``pop`` might not be reached, and the
-            # manager would refuse every later call.
-            try:
-                self._calls[thread] = name
-                return method(self, *args, **kwargs)
-            finally:
-                self._calls.pop(thread, None)
-
-        return call
-
-    return decorate
-
-
-def check_alone(manager: Any, name: str) -> None:
-    """Raise ``ConfigError`` if ``manager`` is open and this thread is inside one of its methods."""
-    outer = manager._calls.get(threading.get_ident())
-    if outer is not None and not manager._closed:
-        error = ConfigError(
-            f"{name}() was called inside of {outer}() in the same thread, as by a signal "
-            "handler: let manager.on_signals() handle the signal, or raise SystemExit in the "
-            "handler"
-        )
-        _log.error("ckpt: %s", error)
-        raise error
 
 
 def as_deadline(value: object) -> float:

@@ -48,8 +48,8 @@ from ckpt.errors import (
 )
 from ckpt.errors.sanitize import redact
 from ckpt.integrations.dcp_items import Entries, Path, gather_lists, leaves, state_of
+from ckpt.integrations.framework_manager import FrameworkManager
 from ckpt.integrations.stored import FailedEntry, fill_targets, open_readers, opened_step
-from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
@@ -178,7 +178,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         self._config, self._settings = config, settings
         self._step, self._is_single_use = step, step is not None
         self._requested_step: int | None = None
-        self._manager: CheckpointManager | None = None
+        self._manager: FrameworkManager | None = None
         self._world = (0, 0)  # Rank and number of ranks
         self._attempt = ""  # The attempt of the manager
         self._stager: _Stager | None = None
@@ -336,7 +336,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
             if fault is not None:
                 raise fault
 
-    def _manager_for(self, order: _Order) -> CheckpointManager:
+    def _manager_for(self, order: _Order) -> FrameworkManager:
         world = (order.rank, order.world_size)
         if self._manager is None or self._world != world:
             self._end()
@@ -346,7 +346,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
                 else TorchStoreCoordinator(world, f"dcp/{order.token}")
             )
             self._world = world
-            self._manager = CheckpointManager(
+            self._manager = FrameworkManager(
                 self._tiers, config=self._config, coordinator=coordinator, **self._settings
             )
             self._attempt = coordinator.attempt

@@ -594,7 +594,7 @@ class CkptCheckpoint(ModelCheckpoint):
         self._is_due = False
         manager, self._manager = self._manager, None
         if manager is not None:
-            manager.close_after(error)
+            manager.__exit__(type(error) if error else None, error, None)
 
 
 def _refuse_unknown(save_last: object, settings: Settings) -> None:

@@ -47,6 +47,7 @@ from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.errors.base import few
 from ckpt.errors.sanitize import redact
 from ckpt.integrations.all_ranks import of_first
+from ckpt.integrations.framework_manager import FrameworkManager
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.worker_seeds import give_generator
@@ -108,7 +109,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             else Tier(MEMORY)
             for url in (*config.nearer, config.folder)
         ]
-        self.manager = manager.CheckpointManager(tiers, **config.settings)
+        self.manager = FrameworkManager(tiers, **config.settings)
 
     # -- what torchtitan calls ---------------------------------------------------------------------
 

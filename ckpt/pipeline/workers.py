@@ -277,9 +277,9 @@ class SingleCall:
 
 
 class Closes(Protocol):
-    """An owner of threads that `close_at_exit` can close."""
+    """An owner of threads that `close_at_exit` can close, as the end of a ``with`` block would."""
 
-    def close_after(self, error: BaseException | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the owner because the script ends.
 
         ``error`` is the unhandled exception that ends the script, or None.
@@ -305,8 +305,8 @@ def has_script_ended() -> bool:
 
 
 def close_at_exit(owner: Closes) -> None:
-    """Arrange that ``owner.close_after`` is called when the script ends, so that work under way is
-    finished. Keep only a weak reference to ``owner``.
+    """Arrange that ``owner`` is closed when the script ends, so that work under way is finished.
+    Keep only a weak reference to ``owner``.
 
     The call happens just before Python stops starting new threads. An error of the call is only
     logged, since no caller remains to handle it.
@@ -316,7 +316,8 @@ def close_at_exit(owner: Closes) -> None:
     def close() -> None:
         if (instance := alive()) is not None:
             try:
-                instance.close_after(_last_exception())
+                error = _last_exception()
+                instance.__exit__(type(error) if error else None, error, None)
             except Exception as error:  # noqa: BLE001 - no caller could handle it
                 _log.error("ckpt: %s", error)
 

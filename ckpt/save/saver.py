@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -25,8 +24,7 @@ from typing import Final
 
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.gather import Wait, gather
-from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
+from ckpt.errors import LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.pending import SaveRecord
@@ -34,14 +32,16 @@ from ckpt.pipeline.workers import SingleCall, Workers
 from ckpt.retention.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
+from ckpt.save.detach import await_detaches, await_removals, leave_roots
 from ckpt.save.host_memory import slot_pool
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
+from ckpt.save.last_warnings import warn_of_last_step, warn_of_steps_in_memory, warn_of_untaken
 from ckpt.save.rank_files import Copiers
 from ckpt.save.save_job import SaveRequest
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.suspicion import Suspicions
 from ckpt.save.tasks import Abort, FromFiles, FromImage, Task
-from ckpt.save.tier_queue import QueuedStep, TierQueue
+from ckpt.save.tier_queue import QueuedStep, QueueServer, TierQueue
 from ckpt.save.tier_writer import TierWriter
 from ckpt.save.trained import Trainable
 from ckpt.staging.device import Devices
@@ -52,11 +52,6 @@ from ckpt.storage.tiers import OpenTier
 _log = logging.getLogger("ckpt")
 _LOOK_SECONDS: Final = 1.0
 """How long a restore waits at its end for the look at the owners of the tiers."""
-_DETACH_SECONDS: Final = 2.0
-"""How long a detach waits for removals under way, and for stores to change their owner records."""
-_DETACHES: Final = "save/detach"
-_DETACHES_SECONDS: Final = 5.0
-"""How long the leader waits for the other ranks to detach."""
 
 
 class Saver:
@@ -120,14 +115,17 @@ class Saver:
             for tier in tiers
         ]
         self._durable = [writer for writer in self._writers if not writer.in_memory]
-        self._queues: dict[str, TierQueue[Task]] = {
-            writer.url: TierQueue(
-                writer.tier.index, coordinator.clone(), backlog=config.backlog, timeout=patience
+        self._queues = {
+            writer.url: QueueServer[Task](
+                TierQueue(
+                    writer.tier.index, coordinator.clone(), backlog=config.backlog, timeout=patience
+                ),
+                _one_worker(f"queue{writer.tier.index}", config),
+                writer.url,
+                self.steps,
+                self._perform,
+                self._fail,
             )
-            for writer in self._durable[1:]
-        }
-        self._queue_threads = {
-            writer.url: _one_worker(f"queue{writer.tier.index}", config)
             for writer in self._durable[1:]
         }
         self._backfill: Backfill | None = None
@@ -158,8 +156,7 @@ class Saver:
             warm: Called with the slots when they are made.
             devices: The devices that the state is copied from. The slots are page-locked for them.
         """
-        self._reserver.submit(self.slots.reserve, nbytes)
-        self._reserver.submit(self._pin, devices)
+        self._reserver.submit(self.slots.reserve, nbytes, devices)
         if warm is not None:
             self._reserver.submit(lambda: warm(self.slots.slots))
 
@@ -173,25 +170,6 @@ class Saver:
             self.reserve(nbytes, devices=devices)
         except (ThreadLimit, RuntimeError) as error:  # A closing manager raises RuntimeError
             _log.debug("ckpt: no slot is made ahead: %s", error)
-
-    def acquire(self, nbytes: int, *, wait: bool, devices: Devices = ()) -> Slot | None:
-        """Return a slot for an image of ``nbytes``, page-locked for copies from ``devices``. Return
-        None if no slot is free and ``wait`` is False (see ``SlotPool.acquire``).
-
-        If a tier in memory keeps a step in the slot, the step is removed from that tier.
-        """
-        slot = self.slots.acquire(nbytes, wait=wait)
-        if slot is not None:
-            try:
-                slot.pin(devices)
-            except BaseException:  # Ctrl-C included
-                self.slots.release(slot)
-                raise
-        return slot
-
-    def _pin(self, devices: Devices) -> None:
-        for slot in self.slots.slots:
-            slot.pin(devices)
 
     # -- a save ------------------------------------------------------------------------------------
 
@@ -281,16 +259,11 @@ class Saver:
                 on other nodes.
         """
         self._finish_images()
-        if self._untaken is not None:
-            _log.warning(
-                "ckpt: step %d, the last that was to be saved, was not: no tier takes it (every)",
-                self._untaken,
-            )
+        warn_of_untaken(self._untaken)
         for writer in self._writers:
             writer.hurry()
-        for url, queue in self._queues.items():
+        for queue in self._queues.values():
             queue.close()
-            self._queue_threads[url].close()
         self.suspicions.close()
         if self._backfill is not None:
             self._backfill.close()
@@ -298,10 +271,11 @@ class Saver:
         for writer in self._durable[: 0 if self._departure.is_set() else -1]:
             writer.prune_later()
         logs = self._is_leader and not self._departure.is_set()
-        if logs and self._warn_of_steps_in_memory():
+        if logs and warn_of_steps_in_memory(self._writers, self.steps, self._slot_steps):
             logs = False  # The writers would log a similar warning
         if logs and not leaves:
-            self._warn_of_last_step()
+            newest = self.steps.newest_step
+            warn_of_last_step(newest, self.writers_of(newest), self._writers)
         for writer in self._writers:
             writer.close(self.steps.durable_step, logs=logs)
         if self._replicas is not None:
@@ -325,35 +299,19 @@ class Saver:
                 some seconds for the other ranks to detach too.
         """
         self._finish_images()
+        for queue in self._queues.values():
+            queue.protect()
         self._departure.set()
         for writer in self._writers:
             writer.leave()
         for queue in self._queues.values():
-            for step in queue.give_up_stored():  # They stay protected, since the agent reads them
-                self._fail(step.task, LeftToAgent(step.ref.step))
+            queue.give_up_stored()
         self.steps.wait_images()
-        deadline = time.monotonic() + _DETACH_SECONDS
-        for writer in self._writers:
-            writer.await_cleaned(max(0.0, deadline - time.monotonic()))
+        await_removals(self._writers)
         if not leaves:
             # Without this wait, a rank could remove files that the agent copies.
             await_detaches(self._coordinator)
-        self._leave_roots()
-
-    def _leave_roots(self) -> None:
-        """Hand the roots that this rank has claimed over to the agent: their owner records then
-        name no process.
-
-        If a store does not answer soon, its record stays as it is until the agent removes it.
-        """
-        workers = Workers("detach", len(self._writers))
-        futures = [workers.submit(writer.detach) for writer in self._writers]
-        late_futures = wait(futures, _DETACH_SECONDS).not_done
-        for writer, future in zip(self._writers, futures, strict=True):
-            if future in late_futures or future.exception() is not None:
-                _log.info("ckpt: %s does not answer: its record is left to the agent", writer.url)
-        if not late_futures:
-            workers.close()
+        leave_roots(self._writers)
 
     def _finish_images(self) -> None:
         """Finish the work of the copying and the streaming thread, and stop making slots."""
@@ -361,58 +319,6 @@ class Saver:
         self._copier.close()
         self._reserver.close(cancel=True)
         self._streamer.close()
-
-    def _warn_of_last_step(self) -> None:
-        """Log a warning if some tiers lack the newest step of this job because of ``every``."""
-        if (newest := self.steps.newest_step) < 0:
-            return
-        takers = self.writers_of(newest)
-        other_writers = [writer for writer in self._writers if writer not in takers]
-        source = next((writer for writer in takers if not writer.in_memory), None)
-        if not other_writers:
-            return
-        copy = f"ckpt copy {source.url} {other_writers[0].url} --step {newest}" if source else ""
-        _log.warning(
-            "ckpt: step %d, the last of this job, is not on %s: it is no multiple of every=%s. A "
-            "planned stop (request_stop) saves its last step on every tier%s",
-            newest,
-            ", ".join(writer.url for writer in other_writers),
-            ", ".join(str(writer.tier.tier.every) for writer in other_writers),
-            f"; to have this one there: {copy}" if copy else "",
-        )
-
-    def _warn_of_steps_in_memory(self) -> bool:
-        """Log a warning if only the memory of this machine has what this job has saved: a tier in
-        memory has a step, and no durable tier has the restored step or a newer one. If nothing was
-        restored, durable tiers must have no step at all.
-
-        Return True if the warning was logged.
-        """
-        durable, in_memory = self._durable, any(writer.in_memory for writer in self._writers)
-        durable_step = self.steps.durable_step
-        restored_step = -1 if self.steps.restored is None else self.steps.restored.step
-        newest_kept = max(restored_step, self._slot_steps.newest())
-        if not in_memory or not durable or newest_kept < 0 or max(restored_step, 0) <= durable_step:
-            return False
-        try:
-            newest = max(durable_step, *(writer.newest_committed() for writer in durable))
-        except CkptError:  # The store does not answer, which was logged before
-            return False
-        if newest >= max(restored_step, 0):
-            return False
-        text = (
-            "no durable tier has any step of this run: all of it"
-            if newest < 0
-            else f"the newest durable step is {newest}, older than {restored_step}, which this job "
-            "went on from: all after it"
-        )
-        _log.warning(
-            "ckpt: step %d is in this machine's memory only: %s is lost with it. Save the last "
-            "step to a durable tier too",
-            newest_kept,
-            text,
-        )
-        return True
 
     # -- on the streaming thread, and on those of the queues ---------------------------------------
 
@@ -436,9 +342,7 @@ class Saver:
             if queue.is_shared:
                 for farther_writer in writers[1:]:
                     self._queues[farther_writer.url].expect(save.job.ref)
-            self._push(
-                writers[0], QueuedStep(save.job.ref, FromImage(writers, save), holds_image=True)
-            )
+            queue.push(QueuedStep(save.job.ref, FromImage(writers, save), holds_image=True))
         else:
             self._commit(writers, save)
 
@@ -461,9 +365,8 @@ class Saver:
             if farther_writers:
                 request = job.from_files(writer.stored_image(job), writer.tier)
                 for target in farther_writers:
-                    self._push(
-                        target, QueuedStep(job.ref, FromFiles(target, request, save.outcome))
-                    )
+                    task = FromFiles(target, request, save.outcome)
+                    self._queues[target.url].push(QueuedStep(job.ref, task))
         finally:
             self._end_image(save)
 
@@ -537,7 +440,7 @@ class Saver:
                 if is_awaited:
                     abort.vote()
             elif queue.is_shared:
-                self._push(abort.writer, QueuedStep(abort.ref, abort, holds_image=True))
+                queue.push(QueuedStep(abort.ref, abort, holds_image=True))
             is_awaited = is_awaited and not abort.writer.tier.required
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
@@ -563,36 +466,6 @@ class Saver:
         """
         writer.sweep()
         self.slots.reconsider()
-
-    # -- the queues before farther tiers -----------------------------------------------------------
-
-    def _push(self, writer: TierWriter, step: QueuedStep[Task]) -> None:
-        queue = self._queues[writer.url]
-        self.steps.begin_waiting(step.ref, writer.url)
-        if queue.push(step):
-            try:
-                self._queue_threads[writer.url].submit(self._serve_queue, writer.url)
-            except CkptError as error:
-                # The system has no thread for the queue.
-                self._lose(writer.url, queue.lose_all(error))
-
-    def _serve_queue(self, url: str) -> None:
-        """Perform the tasks that the queue of the tier ``url`` returns, until no step waits."""
-        while (turn := self._queues[url].take()) is not None:
-            self._lose(url, turn.losses)
-            if turn.next is not None:
-                try:
-                    self._perform(turn.next.task)
-                finally:
-                    # After a detach, the agent still reads the files, so they stay protected.
-                    if turn.next.holds_image or not self._departure.is_set():
-                        self.steps.end_waiting(turn.next.ref, url)
-
-    def _lose(self, url: str, losses: Sequence[tuple[QueuedStep[Task], CkptError]]) -> None:
-        """Fail each step of ``losses``, which never gets to the tier ``url``, with its error."""
-        for step, error in losses:
-            self.steps.end_waiting(step.ref, url)
-            self._fail(step.task, error)
 
     def _perform(self, task: Task) -> None:
         try:
@@ -626,21 +499,6 @@ class Saver:
                 outcome.fail(writer.url, error, required=required)
             case Abort():
                 pass  # The other ranks wait until their time-out
-
-
-def await_detaches(coordinator: Coordinator) -> None:
-    """Post that this rank has detached. On the leader, wait some seconds until all ranks have
-    posted the same.
-
-    A `CkptError` is logged and not raised, since the ranks may lose their connection when the
-    leader ends.
-    """
-    try:
-        coordinator.post(_DETACHES, b"1")
-        if coordinator.rank == LEADER:
-            gather(coordinator, _DETACHES, Wait(_DETACHES_SECONDS, "the detach"))
-    except CkptError as error:
-        _log.info("ckpt: the job is left to the agent without some ranks: %s", error)
 
 
 def _one_worker(name: str, config: SaveConfig) -> Workers:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, Generic, TypeVar
@@ -21,8 +22,10 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.errors import CkptError, CommitError, TierBehind
+from ckpt.errors import CkptError, CommitError, LeftToAgent, TierBehind
 from ckpt.model.keys import StepRef
+from ckpt.pipeline.workers import Workers
+from ckpt.save.job_steps import JobSteps
 
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
@@ -286,3 +289,76 @@ class TierQueue(Generic[T]):
                 (step, TierBehind(step.ref.step)) for step in dropped_steps if step is not None
             ]
             return Turn(next_, tuple(losses))
+
+
+class QueueServer(Generic[T]):
+    """Performs the tasks of the steps that wait for one farther tier, on a thread of its own.
+
+    Args:
+        queue: The steps that wait.
+        thread: The thread.
+        url: The URL of the tier.
+        steps: The states of the steps. A step in the queue waits for the tier.
+        perform: Performs the task of a step. It raises nothing.
+        fail: Called with the task of a step that never gets to the tier, and with the error.
+
+    Thread safety: all methods may be called from any thread. ``_protects`` is set once.
+    """
+
+    def __init__(
+        self,
+        queue: TierQueue[T],
+        thread: Workers,
+        url: str,
+        steps: JobSteps,
+        perform: Callable[[T], None],
+        fail: Callable[[T, CkptError], None],
+    ) -> None:
+        self._queue, self._thread, self._url, self._steps = queue, thread, url, steps
+        self._perform, self._fail = perform, fail
+        self._protects = False
+        self.is_shared = queue.is_shared
+        self.expect, self.expect_no_more = queue.expect, queue.expect_no_more
+
+    def push(self, step: QueuedStep[T]) -> None:
+        """Let ``step`` wait for its turn."""
+        self._steps.begin_waiting(step.ref, self._url)
+        if self._queue.push(step):
+            try:
+                self._thread.submit(self._serve)
+            except CkptError as error:
+                # The system has no thread for the queue.
+                self._lose(self._queue.lose_all(error))
+
+    def protect(self) -> None:
+        """From now on, let the steps that a nearer tier has stay protected there when their turn is
+        over, since the agent reads their files.
+        """
+        self._protects = True
+
+    def give_up_stored(self) -> None:
+        """Leave the steps that a nearer tier has to the agent. They stay protected."""
+        for step in self._queue.give_up_stored():
+            self._fail(step.task, LeftToAgent(step.ref.step))
+
+    def close(self) -> None:
+        """Perform the tasks of the steps that wait, and stop the thread."""
+        self._queue.close()
+        self._thread.close()
+
+    def _serve(self) -> None:
+        """Perform the tasks that the queue returns, until no step waits."""
+        while (turn := self._queue.take()) is not None:
+            self._lose(turn.losses)
+            if turn.next is not None:
+                try:
+                    self._perform(turn.next.task)
+                finally:
+                    if turn.next.holds_image or not self._protects:
+                        self._steps.end_waiting(turn.next.ref, self._url)
+
+    def _lose(self, losses: Sequence[tuple[QueuedStep[T], CkptError]]) -> None:
+        """Fail each step of ``losses`` with its error."""
+        for step, error in losses:
+            self._steps.end_waiting(step.ref, self._url)
+            self._fail(step.task, error)

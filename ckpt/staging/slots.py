@@ -24,6 +24,7 @@ from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed
 from ckpt.locks import Condition
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, Siblings, decide, free_memory, measure
+from ckpt.staging.device import Devices
 from ckpt.staging.frames import SAVES, Ring, Spill
 from ckpt.staging.slot import NoNeed, Slot, SlotLost, capacity_of
 
@@ -174,9 +175,10 @@ class SlotPool:
         with self._change:
             self._may_make(nbytes)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, devices: Devices = ()) -> None:
         """Create all slots for images of ``nbytes`` and touch their pages, so that no save has to
-        wait for this. If the slots are rings, create only one.
+        wait for this. If the slots are rings, create only one. Page-lock them for copies from
+        ``devices``.
 
         Free slots that are too small for such images are closed, unless their steps are needed.
         ``stop`` ends the call early.
@@ -185,22 +187,34 @@ class SlotPool:
             HostMemoryExhausted: There is not enough memory for a slot.
             StorageError: A tier in memory did not delete the step in a slot that was closed.
         """
-        while True:
-            request = _Request()
-            try:
-                with self._change:
-                    if self._closed or not self._may_make(nbytes) or self.has_all(nbytes):
-                        return
-                    self._requests.append(request)
-                self._make(request, nbytes, ahead=True)
-            except NoNeed:
-                return
-            finally:
-                self._give_back(request)
+        try:
+            while self._make_ahead(nbytes):
+                pass
+        finally:
+            for slot in self.slots:
+                slot.pin(devices)
 
-    def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
-        """Return a free slot for an image of ``nbytes``, or create one. If no slot is free and none
-        can be created, wait until one is free if ``wait`` is True, else return None.
+    def _make_ahead(self, nbytes: int) -> bool:
+        """Create one of the slots that ``reserve`` creates. Return False if there is none to
+        create.
+        """
+        request = _Request()
+        try:
+            with self._change:
+                if self._closed or not self._may_make(nbytes) or self.has_all(nbytes):
+                    return False
+                self._requests.append(request)
+            self._make(request, nbytes, ahead=True)
+        except NoNeed:
+            return False
+        finally:
+            self._give_back(request)
+        return True
+
+    def acquire(self, nbytes: int, *, wait: bool, devices: Devices = ()) -> Slot | None:
+        """Return a free slot for an image of ``nbytes``, or create one, page-locked for copies from
+        ``devices``. If no slot is free and none can be created, wait until one is free if ``wait``
+        is True, else return None.
 
         If images pass through memory in waves, the slot is smaller than the image. If the slot
         holds a step, the step is removed from the tiers in memory.
@@ -230,7 +244,9 @@ class SlotPool:
                         return None
                     self._change.wait()
             self._renew(request)
-            return request.slot or self._make(request, nbytes)
+            slot = request.slot or self._make(request, nbytes)
+            slot.pin(devices)
+            return slot
         except NoNeed:
             self._give_back(request)
             raise ManagerClosed from None

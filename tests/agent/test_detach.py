@@ -23,8 +23,8 @@ from ckpt.errors import AccessDenied, CommitError, LeftToAgent, TransientStorage
 from ckpt.events import Event, SaveCommitted
 from ckpt.model.keys import OWNER, is_fragment
 from ckpt.pipeline.workers import Workers
-from ckpt.save import saver
-from ckpt.save.saver import await_detaches
+from ckpt.save import detach
+from ckpt.save.detach import await_detaches
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, memory_folder
 from tests.coordination.world import World
@@ -163,7 +163,7 @@ def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
     def opened(url, options):
         return far if url == str(tmp_path / "far") else open_backend(url, options)
 
-    def detach(registered: Registration, reason: str) -> None:
+    def note_detach(registered: Registration, reason: str) -> None:
         detached.set()
         real_detach(registered, reason)
 
@@ -173,8 +173,8 @@ def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
     monkeypatch.setattr(
         Registration, "copier", lambda link, target: None
     )  # a worker would not refuse
-    monkeypatch.setattr(Registration, "detach", detach)
-    monkeypatch.setattr(saver, "_DETACH_SECONDS", 100.0)
+    monkeypatch.setattr(Registration, "detach", note_detach)
+    monkeypatch.setattr(detach, "_SECONDS", 100.0)
     manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
     save = manager.save_async(state(1), 1)
     save.result(60, tier=str(tmp_path / "near"))
@@ -201,7 +201,7 @@ def test_the_leader_waits_for_the_other_ranks() -> None:
 def test_the_leader_leaves_the_job_without_a_rank_that_does_not_come(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(saver, "_DETACHES_SECONDS", 0.1)
+    monkeypatch.setattr(detach, "_RANKS_SECONDS", 0.1)
     with caplog.at_level("INFO", "ckpt"):
         await_detaches(World(2).coordinator(0))
     assert "without some ranks" in caplog.text

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.staging.device import Devices
 from ckpt.staging.slots import SlotPool
 from ckpt.storage.tiers import urls_of
 from tests.overlap.window import assert_restores, content
@@ -70,10 +71,10 @@ def eat(leave: int = 0) -> None:
 def before_slots_are_made_ahead(act: Callable[[], None]) -> Iterator[None]:
     original = SlotPool.reserve
 
-    def reserve(self: SlotPool, nbytes: int) -> None:
+    def reserve(self: SlotPool, nbytes: int, devices: Devices = ()) -> None:
         if not (SHM / "another").exists():
             act()
-        original(self, nbytes)
+        original(self, nbytes, devices)
 
     SlotPool.reserve = reserve  # type: ignore[method-assign]
     try:

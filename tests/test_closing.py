@@ -6,9 +6,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+from ckpt.closing import Shutdown
 from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.pipeline.workers import Workers
-from ckpt.save.closing import Shutdown
 
 
 def test_a_rank_that_resumes_a_close_leaves_although_a_tier_does_not_answer() -> None:

@@ -1,0 +1,20 @@
+"""A manager for frameworks that load a step without ``restore``, or load only a part of it."""
+
+from __future__ import annotations
+
+from ckpt.manager import CheckpointManager
+from ckpt.model.keys import StepRef
+
+
+class FrameworkManager(CheckpointManager):
+    """A `CheckpointManager` that learns from the framework which step the training continues
+    from.
+    """
+
+    def continue_from(self, ref: StepRef) -> None:
+        """Note that the training continues from the state of ``ref``.
+
+        If an earlier job has saved steps after ``ref``, this manager may save them again, provided
+        that it has saved nothing yet. All ranks must call this before their next save.
+        """
+        self._continue_from(ref)
