@@ -162,6 +162,18 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack:
+    """The history of the run goes on from ``step``, and the later steps are abandoned.
+
+    Attributes:
+        number: The number of the rollback, counted from 1.
+    """
+
+    step: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepVerified:
     """The agent has compared a step with its checksums.
 
@@ -197,6 +209,7 @@ Event = (
     | Repaired
     | CommitFinished
     | Restored
+    | RolledBack
     | StepVerified
 )
 Observer = Callable[[Event], None]

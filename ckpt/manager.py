@@ -42,6 +42,7 @@ from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import Names, Patterns, no_match_error, patterns_for
 from ckpt.pending import PendingSave, SaveRecord
 from ckpt.pipeline.workers import Workers, close_at_exit, has_script_ended
+from ckpt.restore.branch import BranchPoint, begin_branch
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, NO_SLOT, HandOver, MissedSteps, Reports
@@ -398,6 +399,7 @@ class CheckpointManager:
         *,
         only: Names = None, exclude: Names = None, rename: Rename | None = None,
         cast: bool = False, strict: bool = True, read_through: bool = True, broadcast: bool = False,
+        rollback: bool = True,
     ) -> RestoreReport | None:  # fmt: skip
         """Fill ``state`` with ``step``, or with the newest intact step.
 
@@ -408,7 +410,8 @@ class CheckpointManager:
 
         The training continues from the step that was restored last. A restore does not count if it
         fills a part of the state (``only``, ``exclude``), or other tensors than those that are
-        saved.
+        saved. If ``step`` is older than others, a branch begins: no later restore takes the steps
+        after it for the newest, also if this job saves nothing. Their numbers may be saved again.
 
         Args:
             state: The state in the form in which it was saved.
@@ -465,13 +468,30 @@ class CheckpointManager:
         live = without_plain(state)
         if report is not None:
             ref = StepRef(report.step, report.attempt)
+            self._saver.steps.rollback = restorer.rollback
             is_first = step is None and self._last_step is None
             if self._origin.restore(ref, live, is_part=selection.is_part, is_first=is_first):
+                if step is not None and rollback and not selection.is_part:
+                    self._begin_branch(ref, restorer, context)
                 self._continue_from(ref, sweeps=not selection.is_part)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(live)
         return report
+
+    def _begin_branch(self, ref: StepRef, restorer: Restorer, context: RestoreContext) -> None:
+        """Abandon the steps after ``ref``, if there are any. All ranks call this."""
+        point = BranchPoint(
+            ref=ref,
+            heads=restorer.heads,
+            rollback=restorer.rollback,
+            trial=self._ledger.next_branch_trial,
+            is_certain=self._origin.is_certain,
+        )
+        rollback = begin_branch(context, point, subject=f"branch/{self._restores}")
+        if rollback is not None:
+            self._saver.steps.rollback = rollback
+            self._ledger.begin_branch(ref.step)
 
     def _continue_from(self, ref: StepRef, *, sweeps: bool = True) -> None:
         """Note that the training continues from the state of ``ref``.

@@ -12,15 +12,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from ckpt.catalog.index import creation_time, is_committed, step_refs
+from ckpt.catalog.index import RootContents, creation_time, is_committed, list_root
 from ckpt.errors import CkptError, StorageError, TransientStorageError, with_root
 from ckpt.model.keys import OWNER, StepRef
+from ckpt.model.rollback import Rollback, heads_of, last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 
@@ -38,8 +39,8 @@ answers neither request in time, it counts as down. Otherwise it has ``LISTING_S
 
 Finish = Callable[[StorageBackend, StepRef], bool]
 """A function that tries to finish an uncommitted attempt on a store. It returns True on success."""
-Lists = Callable[[StorageBackend], list[StepRef]]
-"""A function that returns the attempts at steps on a store, committed or not."""
+Lists = Callable[[StorageBackend], RootContents]
+"""A function that lists the attempts at steps on a store, committed or not, and its rollback."""
 
 _NO_OTHER: Final = (
     "; no other tier has a step, so the newest step of the job is not known: start again when the "
@@ -56,11 +57,15 @@ class Candidate:
         nearest: The position of the nearest store on which the attempt is committed.
         reachable: The positions of the stores that have not failed so far. The restore leaves out
             all other stores.
+        rollback: The rollback that counts; None if there is none.
+        heads: The newest step of each attempt on any store, committed or not.
     """
 
     ref: StepRef
     nearest: int
     reachable: tuple[int, ...]
+    rollback: Rollback | None = None
+    heads: tuple[StepRef, ...] = ()
 
 
 def candidates(
@@ -69,14 +74,17 @@ def candidates(
     *,
     workers: Workers,
     finish: Finish = lambda _store, _ref: False,
-    lists: Lists = step_refs,
+    lists: Lists = list_root,
+    rollback: Rollback | None = None,
 ) -> Iterator[Candidate]:
     """Yield the committed attempts at ``step`` (None: at any step), newest step first.
 
-    Of several attempts at a step, the one with the youngest manifest comes first. An attempt whose
-    manifest cannot be read comes before the others at its step. If the caller takes all of them,
-    the stores are listed once more, since a job may have removed these steps and saved newer ones
-    meanwhile. Attempts that only the second listing finds come last.
+    If ``step`` is None, only attempts of the current branch count, or all if this branch has no
+    checkpoint any more. Otherwise attempts of the current branch come first. Of several attempts at
+    a step, the one with the youngest manifest comes first. An attempt whose manifest cannot be read
+    comes before the others at its step. If the caller takes all of them, the stores are listed once
+    more, since a job may have removed these steps and saved newer ones meanwhile. Attempts that
+    only the second listing finds come last.
 
     Args:
         stores: The stores, nearest first.
@@ -85,18 +93,19 @@ def candidates(
             when the iterator ends.
         finish: Called for the attempts at a step if none of them is committed.
         lists: Lists the attempts on a store.
+        rollback: A rollback that the caller knows from elsewhere.
 
     Raises:
         StorageError: A store has failed, and no other store has such an attempt.
     """
     refs: set[StepRef] = set()
-    for candidate in _Listing(stores, workers, lists).candidates(step, finish):
+    for candidate in _Listing(stores, workers, lists, rollback).candidates(step, finish):
         refs.add(candidate.ref)
         yield candidate
     if not refs:
         return
     with suppress(StorageError):  # The caller already knows why it could not use the first ones
-        for candidate in _Listing(stores, workers, lists).candidates(step, finish):
+        for candidate in _Listing(stores, workers, lists, rollback).candidates(step, finish):
             if candidate.ref not in refs:
                 yield candidate
 
@@ -104,25 +113,49 @@ def candidates(
 class _Listing:
     """One listing of all stores. Stores that fail later are left out from then on."""
 
-    def __init__(self, stores: Sequence[StorageBackend], workers: Workers, lists: Lists) -> None:
-        self._stores = stores
+    def __init__(
+        self,
+        stores: Sequence[StorageBackend],
+        workers: Workers,
+        lists: Lists,
+        rollback: Rollback | None,
+    ) -> None:
+        self._stores, self._rollback = stores, rollback
         self._failure: StorageError | None = None
         self._holders: dict[StepRef, list[int]] = {}
         self._reachable = list(range(len(stores)))
-        for position, refs in enumerate(_list_all(stores, workers, lists)):
-            if isinstance(refs, StorageError):
-                self._drop(position, refs)
-            else:
-                for ref in refs:
-                    self._holders.setdefault(ref, []).append(position)
+        for position, listing in enumerate(_list_all(stores, workers, lists)):
+            if isinstance(listing, StorageError):
+                self._drop(position, listing)
+                continue
+            self._rollback = last_rollback([self._rollback, listing.rollback])
+            for ref in listing.refs:
+                self._holders.setdefault(ref, []).append(position)
+        self._heads = tuple(heads_of(self._holders))
 
     def candidates(self, step: int | None, finish: Finish) -> Iterator[Candidate]:
         """Yield the candidates at ``step`` (None: at any step) that this listing has."""
         is_empty = True
-        for number in sorted({ref.step for ref in self._holders}, reverse=True):
+        branch = set(on_branch(self._rollback, self._holders))
+        for refs in (branch, self._holders.keys() - branch):
+            if not is_empty and step is None:
+                break
+            for candidate in self._committed(refs, step, finish):
+                is_empty = False
+                yield candidate
+        if is_empty and self._failure is not None:
+            if len(self._stores) > 1:
+                self._failure.detail += _NO_OTHER
+            raise self._failure
+
+    def _committed(
+        self, refs: Collection[StepRef], step: int | None, finish: Finish
+    ) -> Iterator[Candidate]:
+        """Yield the candidates at ``step`` (None: at any step) among ``refs``, newest first."""
+        for number in sorted({ref.step for ref in refs}, reverse=True):
             if step not in (None, number):
                 continue
-            rivals = [ref for ref in self._holders if ref.step == number]
+            rivals = [ref for ref in self._holders if ref in refs and ref.step == number]
             nearest = {
                 ref: place for ref in rivals if (place := self._nearest(ref)) is not None
             } or {
@@ -134,12 +167,13 @@ class _Listing:
                 # A store may have failed since the listing.
                 place = nearest[ref] if nearest[ref] in self._reachable else self._nearest(ref)
                 if place is not None:
-                    is_empty = False
-                    yield Candidate(ref=ref, nearest=place, reachable=tuple(self._reachable))
-        if is_empty and self._failure is not None:
-            if len(self._stores) > 1:
-                self._failure.detail += _NO_OTHER
-            raise self._failure
+                    yield Candidate(
+                        ref=ref,
+                        nearest=place,
+                        reachable=tuple(self._reachable),
+                        rollback=self._rollback,
+                        heads=self._heads,
+                    )
 
     def _nearest(self, ref: StepRef) -> int | None:
         """Return the position of the nearest store on which ``ref`` is committed; None if there is
@@ -191,8 +225,8 @@ class _Listing:
 
 def _list_all(
     stores: Sequence[StorageBackend], workers: Workers, lists: Lists
-) -> list[list[StepRef] | StorageError]:
-    """Return for each store its attempts, or the error of a store that failed or is too slow."""
+) -> list[RootContents | StorageError]:
+    """Return for each store its listing, or the error of a store that failed or is too slow."""
     futures = [workers.submit(_attempts, store, lists) for store in stores]
     pending = set(futures)
     while pending:
@@ -210,7 +244,7 @@ def _list_all(
     live = {future for future in pending if answers[future].done() and answers[future].result()}
     wait(live, max(0.0, began + LISTING_SECONDS - time.monotonic()))
 
-    def timeout_error(future: Future[list[StepRef] | StorageError]) -> StorageError:
+    def timeout_error(future: Future[RootContents | StorageError]) -> StorageError:
         seconds = LISTING_SECONDS if future in live else ANSWER_SECONDS
         return TransientStorageError(
             "", f"no answer within {seconds:.0f} s, and a nearer tier has a step"
@@ -230,14 +264,16 @@ def _answers(store: StorageBackend) -> bool:
     return True
 
 
-def _holds_any(store: StorageBackend, refs: list[StepRef] | StorageError) -> bool:
-    """Return True if one of ``refs`` is committed on the store."""
+def _holds_any(store: StorageBackend, listing: RootContents | StorageError) -> bool:
+    """Return True if an attempt in the listing of the store is committed."""
     with suppress(StorageError):
-        return not isinstance(refs, StorageError) and any(is_committed(store, ref) for ref in refs)
+        return not isinstance(listing, StorageError) and any(
+            is_committed(store, ref) for ref in listing.refs
+        )
     return False
 
 
-def _attempts(store: StorageBackend, lists: Lists) -> list[StepRef] | StorageError:
+def _attempts(store: StorageBackend, lists: Lists) -> RootContents | StorageError:
     try:
         return lists(store)
     except StorageError as error:

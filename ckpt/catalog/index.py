@@ -6,12 +6,14 @@ A step is committed if and only if its manifest exists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import fill, load_fragment
+from ckpt.catalog.rollbacks import newest_rollback
 from ckpt.coordination.claim_marker import is_being_removed
 from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, has_tombstone, is_of_manifest
 from ckpt.errors import (
@@ -28,8 +30,17 @@ from ckpt.errors import (
 )
 from ckpt.errors.frames import frameless
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.keys import FOLDERS, MANIFEST, OWNER, StepRef, is_file_name, parse_folder
+from ckpt.model.keys import (
+    FOLDERS,
+    MANIFEST,
+    OWNER,
+    ROLLBACKS,
+    StepRef,
+    is_file_name,
+    parse_folder,
+)
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
+from ckpt.model.rollback import Rollback, last_rollback, on_branch
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import (
@@ -65,6 +76,34 @@ def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
     """
     with errors_of(backend.url):
         return _RETRY.call(work)
+
+
+@dataclass(frozen=True, slots=True)
+class RootContents:
+    """What a root has.
+
+    Attributes:
+        refs: Every attempt at a step, committed or not, newest step first.
+        rollback: The rollback that counts; None if there is none.
+    """
+
+    refs: list[StepRef]
+    rollback: Rollback | None = None
+
+    @property
+    def on_branch(self) -> list[StepRef]:
+        """Those of ``refs`` that are on the current branch."""
+        return on_branch(self.rollback, self.refs)
+
+
+def list_root(backend: StorageBackend) -> RootContents:
+    """Return the attempts and the rollback of a store. Folders with other names are ignored.
+
+    This is one request if there is no rollback.
+    """
+    names = ask(backend, lambda: list(backend.folders("")))
+    refs = sorted((ref for ref in map(parse_folder, names) if ref is not None), reverse=True)
+    return RootContents(refs, newest_rollback(backend) if ROLLBACKS in names else None)
 
 
 def step_refs(backend: StorageBackend) -> list[StepRef]:
@@ -174,32 +213,37 @@ class Listing:
 
     @frameless
     def steps(self) -> list[int]:
-        """Return the numbers of the steps, ascending."""
+        """Return the numbers of the steps of the current branch, ascending."""
         self._check_open()
-        return sorted(
-            {
-                ref.step
-                for store, intact in self._stores
-                for ref in committed(store)
-                if _can_be_read(store, ref, intact)
-            }
-        )
+        refs, rollback = set[StepRef](), None
+        for store, intact in self._stores:
+            listing = list_root(store)
+            rollback = last_rollback([rollback, listing.rollback])
+            present = committed_among(store, listing.refs)
+            refs |= {ref for ref in present if _can_be_read(store, ref, intact)}
+        return sorted({ref.step for ref in on_branch(rollback, refs) or refs})
 
     @frameless
     def latest(self) -> int | None:
-        """Return the number of the newest step, or None if there is none."""
+        """Return the number of the newest step of the current branch, or None if there is none."""
         self._check_open()
-        newest = (_newest(store, intact) for store, intact in self._stores)
-        return max((ref.step for ref in newest if ref is not None), default=None)
+        listings = [list_root(store) for store, _ in self._stores]
+        rollback = last_rollback(listing.rollback for listing in listings)
+        # If the branch has no step any more, all steps count.
+        for is_chosen in (lambda ref: bool(on_branch(rollback, [ref])), lambda _: True):
+            newest = (
+                _newest(store, filter(is_chosen, listing.refs), intact)
+                for (store, intact), listing in zip(self._stores, listings, strict=True)
+            )
+            if present := [ref.step for ref in newest if ref is not None]:
+                return max(present)
+        return None
 
 
-def _newest(store: StorageBackend, intact: set[StepRef]) -> StepRef | None:
+def _newest(store: StorageBackend, refs: Iterable[StepRef], intact: set[StepRef]) -> StepRef | None:
+    """Return the first of ``refs`` that is committed and whose manifest can be read, or None."""
     return next(
-        (
-            ref
-            for ref in step_refs(store)
-            if is_committed(store, ref) and _can_be_read(store, ref, intact)
-        ),
+        (ref for ref in refs if is_committed(store, ref) and _can_be_read(store, ref, intact)),
         None,
     )
 
@@ -286,21 +330,23 @@ def check_place(manifest_ref: StepRef, ref: StepRef) -> None:
 def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     """Return the committed attempts at ``step`` (None: at any step), newest step first.
 
-    Of several attempts at a step, the one with the youngest manifest comes first. An attempt whose
-    manifest is damaged comes after the others at its step.
+    Steps of the current branch come before those of abandoned branches. Of several attempts at a
+    step, the one with the youngest manifest comes first. An attempt whose manifest is damaged comes
+    after the others at its step.
 
     Raises:
         NoCheckpoint: There is no such attempt. The ``detail`` of the error describes what the store
             has instead.
     """
-    all_refs = step_refs(backend)
+    listing = list_root(backend)
+    all_refs, branch = listing.refs, set(listing.on_branch)
     present = committed_among(backend, [ref for ref in all_refs if step in (None, ref.step)])
     refs = [ref for ref in all_refs if ref in present]
     if not refs:
         raise NoCheckpoint(backend.url, why_missing(backend, all_refs, step))
     attempts_at = Counter(ref.step for ref in refs)
     ages = {ref: creation_time(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
-    return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
+    return sorted(refs, key=lambda ref: (ref in branch, ref.step, ages[ref]), reverse=True)
 
 
 def creation_time(backend: StorageBackend, ref: StepRef) -> float:

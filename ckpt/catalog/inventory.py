@@ -21,9 +21,9 @@ from ckpt.catalog.index import (
     check_place,
     committed_among,
     is_committed,
+    list_root,
     objects_at_once,
     own_objects,
-    step_refs,
     unfinished_of,
 )
 from ckpt.catalog.late_metrics import late_metrics, with_late
@@ -45,6 +45,7 @@ from ckpt.model.encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.keys import StepRef, fragment_name, is_fragment
 from ckpt.model.manifest import Encoding
 from ckpt.model.metrics import metrics_of
+from ckpt.model.rollback import Rollback
 from ckpt.model.values import parse
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -90,6 +91,8 @@ class StoredStep:
             the removal of a checkpoint puts first. No process makes such a step a checkpoint again.
             The value is always False for other states.
         pins: The pins on the step that have not ended.
+        is_abandoned: Whether a rollback on this tier has abandoned the step.
+        follows_rollback: Whether the step was saved after the last rollback on this tier.
     """
 
     ref: StepRef
@@ -108,6 +111,8 @@ class StoredStep:
     is_part: bool = False
     is_cut: bool = False
     pins: tuple[Pin, ...] = ()
+    is_abandoned: bool = False
+    follows_rollback: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -175,6 +180,7 @@ class Inventory:
         self._committed_refs: set[StepRef] = set()  # Those that a look for begun attempts has seen
         self._listing: dict[StepRef, tuple[ObjectInfo, ...]] = {}  # Valid within one ``look``
         self.pins: list[Pin] = []  # All pins that the last ``look`` found, including ended ones
+        self.rollback: Rollback | None = None  # The one that counts, as of the last ``look``
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
@@ -200,7 +206,8 @@ class Inventory:
                 ``for_display``, a step that cannot be read raises only if the store denies access
                 or does not answer.
         """
-        refs = step_refs(self._backend)
+        listing = list_root(self._backend)
+        refs, self.rollback = listing.refs, listing.rollback
         if among is not None:
             refs = [ref for ref in refs if ref in among]
         if without_manifest:
@@ -216,7 +223,18 @@ class Inventory:
             self.pins = all_pins(self._backend)
         self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
         live = live_of(self.pins)
-        return [replace(step, pins=live.get(step.ref, ())) for step in steps]
+        return [
+            self._with_place(replace(step, pins=live[step.ref]) if step.ref in live else step)
+            for step in steps
+        ]
+
+    def _with_place(self, step: StoredStep) -> StoredStep:
+        """Return ``step`` with its place in the history of the run."""
+        rollback = self.rollback
+        if rollback is None:
+            return step
+        is_abandoned, follows = not rollback.keeps(step.ref), rollback.precedes(step.ref)
+        return replace(step, is_abandoned=is_abandoned, follows_rollback=follows)
 
     def newest_begun(self, refs: Iterable[StepRef]) -> list[StoredStep]:
         """Return those of ``refs``, the attempts of the tier, that come before the first with a

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ckpt.catalog.candidates import Candidate, candidates
-from ckpt.catalog.index import find, step_refs
+from ckpt.catalog.index import RootContents, find, list_root
 from ckpt.catalog.tiered_reader import Repair
 from ckpt.catalog.transfer import fetch_nearest
 from ckpt.catalog.verify import OnProgress, StepFolder, verify_step
@@ -246,7 +246,7 @@ def _first_intact(
     """
     try_count, any_damaged = 0, False
     listing = Workers("list", len(sources))  # Not closed: a thread may still wait for its store
-    candidate_steps = candidates(sources, step, workers=listing, lists=_attempts)
+    candidate_steps = candidates(sources, step, workers=listing, lists=_listing)
     candidate = next(candidate_steps, None)
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
         while candidate is not None:
@@ -295,14 +295,14 @@ def _next(ref: StepRef, candidate: Candidate | None) -> str:
     return f"trying step {candidate.ref.step}, the previous one"
 
 
-def _attempts(store: StorageBackend) -> list[StepRef]:
-    """Return the attempts in a store. Raises ``TransientStorageError`` if a watched store does not
-    answer within ``--timeout``.
+def _listing(store: StorageBackend) -> RootContents:
+    """Return the attempts and the rollback in a store. Raises ``TransientStorageError`` if a
+    watched store does not answer within ``--timeout``.
     """
     return (
-        store.ask(partial(step_refs, store))
+        store.ask(partial(list_root, store))
         if isinstance(store, WatchedStore)
-        else step_refs(store)
+        else list_root(store)
     )
 
 

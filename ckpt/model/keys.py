@@ -25,12 +25,15 @@ PINS: Final = "pins"
 """The name of the folder that holds the pins."""
 WATCHERS: Final = "watchers"
 """The name of the folder that records which steps each watcher has handled."""
+ROLLBACKS: Final = "rollbacks"
+"""The name of the folder that holds the rollbacks."""
 
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([a-z]{6,32})")
 _TRIAL: Final = re.compile(r"t([a-j]+)$")
 _LETTERS: Final = str.maketrans("0123456789", "abcdefghij")
 _DIGITS: Final = str.maketrans("abcdefghij", "0123456789")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
+_ROLLBACK: Final = re.compile(ROLLBACKS + r"/([0-9]{6,9})\.json")
 _FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
 _END_NOTE: Final = re.compile(r"rank-([0-9]{5,})\.ended")
 _RANK_MARKER: Final = re.compile(r"rank-([0-9]{5,})\.claim")
@@ -120,6 +123,17 @@ def parse_folder(name: str) -> StepRef | None:
     ref = StepRef(int(match.group(1)), match.group(2)) if match else None
     # ``_STEP`` also matches a name with more leading zeros than ckpt writes.
     return ref if ref is not None and ref.folder == name else None
+
+
+def rollback_key(number: int) -> str:
+    """Return the key of the rollback with this number."""
+    return f"{ROLLBACKS}/{number:06d}.json"
+
+
+def rollback_number(key: str) -> int | None:
+    """Return the number of the rollback that ``key`` belongs to; None if it is no such key."""
+    match = _ROLLBACK.fullmatch(key)
+    return int(match[1]) if match and rollback_key(int(match[1])) == key else None
 
 
 def is_file_name(name: str) -> bool:

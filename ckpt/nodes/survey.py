@@ -14,15 +14,16 @@ from typing import Final, Self
 import msgspec
 
 from ckpt.catalog.candidates import Candidate, Finish
-from ckpt.catalog.index import is_committed, own_objects, read_packed, step_refs
+from ckpt.catalog.index import RootContents, is_committed, list_root, own_objects, read_packed
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
 from ckpt.model.fill_manifest import carried_fragments, fill_manifest
-from ckpt.model.keys import StepRef, rank_of
+from ckpt.model.keys import StepRef, parse_folder, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size
+from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore, Union
 from ckpt.nodes.wire import Peer, Step
@@ -117,20 +118,31 @@ class NodeSurvey:
     def _peer(self) -> Peer:
         """Return the record that this node posts: the address of its server, and its steps."""
         server = self._server
+        listings = {tier.index: _listing(tier.backend) for tier in self._own_tiers}
+        rollback = last_rollback(listing.rollback for listing in listings.values())
+        refs = {ref for listing in listings.values() for ref in listing.refs}
         return Peer(
             rank=self._coordinator.rank,
             addresses=server.addresses if server else (),
             port=server.port if server else 0,
             token=server.token.hex() if server else "",
-            tiers={tier.index: self._steps(tier.backend) for tier in self._own_tiers},
+            tiers={
+                tier.index: self._steps(tier.backend, listings[tier.index])
+                for tier in self._own_tiers
+            },
+            rollback=rollback,
+            heads=tuple(ref.folder for ref in heads_of(refs)),
         )
 
-    def _steps(self, backend: StorageBackend) -> dict[str, Step]:
+    def _steps(self, backend: StorageBackend, listing: RootContents) -> dict[str, Step]:
         """Return the newest steps on a tier of this node, by the names of their folders. Return an
-        empty dict if the tier cannot be listed.
+        empty dict if the tier does not answer.
         """
         try:
-            refs = [ref for ref in step_refs(backend) if self._step in (None, ref.step)]
+            refs = [ref for ref in listing.refs if self._step in (None, ref.step)]
+            # No abandoned step takes the place of a step of the current branch.
+            branch = set(listing.on_branch)
+            refs.sort(key=lambda ref: ref not in branch)
             return {ref.folder: _step(backend, ref) for ref in refs[:_STEPS]}
         except CkptError as error:
             _log.warning("ckpt: the contents of %s cannot be listed: %s", backend.url, error)
@@ -149,6 +161,15 @@ class NodeSurvey:
             Union(tier.backend, self._store(tier, self._peers())) if tier.nodes else tier.backend
             for tier in self._tiers
         ]
+
+    def rollback(self) -> Rollback | None:
+        """Return the rollback that counts on the local tiers of all nodes, or None."""
+        return last_rollback(peer.rollback for peer in self._known_peers())
+
+    def heads(self) -> list[StepRef]:
+        """Return the newest step of each attempt on the local tiers of all nodes."""
+        refs = (parse_folder(folder) for peer in self._known_peers() for folder in peer.heads)
+        return heads_of(ref for ref in refs if ref is not None)
 
     def on_shared_tiers(self, finish: Finish) -> Finish:
         """Return a function that calls ``finish`` and returns its result. For the store of a tier
@@ -192,8 +213,6 @@ class NodeSurvey:
         """Return the records of all nodes, reduced to the step ``ref``. The leader sends them to
         all ranks, which need them for ``sources``. Empty if no tier is local.
         """
-        if not any(map(_is_part, self._tiers)):
-            return ()
         return tuple(
             msgspec.structs.replace(
                 peer,
@@ -202,9 +221,15 @@ class NodeSurvey:
                     for index, steps in peer.tiers.items()
                     if ref.folder in steps
                 },
+                rollback=None,
+                heads=(),
             )
-            for peer in self._peers()
+            for peer in self._known_peers()
         )
+
+    def _known_peers(self) -> list[Peer]:
+        """Return the records of all nodes; an empty list if no tier is local."""
+        return self._peers() if any(map(_is_part, self._tiers)) else []
 
     def _peers(self) -> list[Peer]:
         """Return the records of all nodes. The first call waits for them."""
@@ -319,6 +344,15 @@ def copy_count(peers: Sequence[Peer], tier: int) -> int:
             *(min(count, 2) for count in manifests.values()),
         ]
     )
+
+
+def _listing(backend: StorageBackend) -> RootContents:
+    """Return what a tier of this node has; nothing if the tier cannot be listed."""
+    try:
+        return list_root(backend)
+    except CkptError as error:
+        _log.warning("ckpt: the contents of %s cannot be listed: %s", backend.url, error)
+        return RootContents([])
 
 
 def _is_part(tier: OpenTier) -> bool:

@@ -9,6 +9,8 @@ from typing import Final
 
 import msgspec
 
+from ckpt.model.rollback import Rollback
+
 MAGIC: Final = b"ckp1"
 TOKEN_BYTES: Final = 32
 REQUEST: Final = struct.Struct(f">4s{TOKEN_BYTES}sHQQH")
@@ -54,6 +56,8 @@ class Peer(msgspec.Struct, frozen=True):
         port: The port of the server.
         token: The token that requests must contain, in hexadecimal.
         tiers: For each local tier, by its index: the steps, by the names of their folders.
+        rollback: The rollback that counts on the local tiers; None if there is none.
+        heads: The folder of the newest step of each attempt on the local tiers.
     """
 
     rank: int
@@ -61,3 +65,5 @@ class Peer(msgspec.Struct, frozen=True):
     port: int
     token: str
     tiers: dict[int, dict[str, Step]]
+    rollback: Rollback | None = None
+    heads: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ from ckpt.events import (
     NodeReplicated,
     Repaired,
     Restored,
+    RolledBack,
     SaveCommitted,
     SaveFailed,
     SaveStaged,
@@ -202,7 +203,7 @@ def record_of(event: Event) -> Record:
             line |= {"error": type(event.error).__name__, "reason": str(event.error)}
         case StepVerified():
             line |= {"event": VERIFY_EVENT, "reason": event.damage, "mended": False}
-        case Repaired() | CommitFinished() | Restored() | NodeReplicated():
+        case Repaired() | CommitFinished() | Restored() | RolledBack() | NodeReplicated():
             pass  # All their fields have the same names as in the record
     return Record(at=time.time(), **{**line, "reason": line.get("reason", "")[:_MOST_TEXT]})
 

@@ -40,6 +40,7 @@ from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.patterns import no_match_error
+from ckpt.model.rollback import Rollback, heads_of
 from ckpt.nodes.survey import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
 from ckpt.pipeline.chunk_reader import Sink
@@ -74,6 +75,7 @@ class _Proposal(msgspec.Struct, frozen=True):
         finished_commits: Pairs (step, URL of the tier) of the commits that this restore has
             finished so far.
         broadcast: Whether the leader was called with ``broadcast=True``.
+        rollback: The rollback that counts; None if there is none.
     """
 
     folder: str
@@ -83,6 +85,7 @@ class _Proposal(msgspec.Struct, frozen=True):
     rejections: tuple[tuple[int, str], ...] = ()
     finished_commits: tuple[tuple[int, str], ...] = ()
     broadcast: bool = False
+    rollback: Rollback | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,10 @@ class Restorer:
         ConfigError: ``options.broadcast`` is not a bool, or it is True and there is no process
             group of all ranks.
 
+    Attributes:
+        rollback: The rollback that counted when the step was chosen; None if there was none.
+        heads: On the leader, the newest step of each attempt on any tier.
+
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
 
@@ -163,6 +170,8 @@ class Restorer:
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
         )
         self._is_overwritten = False
+        self.rollback: Rollback | None = None
+        self.heads: list[StepRef] = []
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state`` from a checkpoint.
@@ -225,6 +234,7 @@ class Restorer:
         )
         while (proposal := self._rounds.next(proposals, _Proposal)) is not None:
             skips += proposal.rejections
+            self.rollback = proposal.rollback
             if not proposal.folder:
                 break
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
@@ -288,9 +298,11 @@ class Restorer:
         stores = neighbours.stores()
         rejections: list[tuple[int, str]] = []
         finisher = Finisher(self._workers)
+        finish = neighbours.on_shared_tiers(finisher.finish)
         for candidate in candidates(
-            stores, step, workers=self._listers, finish=neighbours.on_shared_tiers(finisher.finish)
+            stores, step, workers=self._listers, finish=finish, rollback=neighbours.rollback()
         ):
+            self.heads = heads_of([*candidate.heads, *neighbours.heads()])
             if fault := neighbours.fault(candidate, stores):
                 _log.warning(
                     "ckpt: step %d is not whole, and another step is tried: %s",
@@ -307,6 +319,7 @@ class Restorer:
                 tuple(rejections),
                 tuple(finisher.finishes),
                 self._is_broadcast,
+                candidate.rollback,
             )
             rejections.clear()
         if rejections:

@@ -19,7 +19,15 @@ from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim
-from ckpt.retention.policy import PruneContext, Retention, StepGuard, first_to_go, judge, newest
+from ckpt.retention.policy import (
+    PruneContext,
+    Retention,
+    StepGuard,
+    first_to_go,
+    judge,
+    newest,
+    on_branch,
+)
 from ckpt.retention.removal import remove
 from ckpt.storage.tiers import OpenTier
 
@@ -172,15 +180,18 @@ class Evictor:
     ) -> Iterator[StoredStep]:
         """Yield the steps to remove to free ``excess`` bytes.
 
-        Remains of failed saves come first, then committed steps in the order of ``first_to_go``.
+        Remains of failed saves come first, then steps of abandoned branches, and then the other
+        committed steps in the order of ``first_to_go``.
         Parts of steps of ended jobs and unfinished copies follow, and then the steps that a farther
         tier lacks. The newest step comes last, and only if another durable tier has it too. Steps
         in ``exclusions`` are left out, and so are ``ref`` and all steps that must stay.
         """
         own = self._claim.own
-        whole = {step.ref: step for step in steps if step.state == "committed"}
-        metrics = {ref: step.metrics for ref, step in whole.items()}
-        last = self._last(whole, restored_ref)
+        committed = [step for step in steps if step.state == "committed"]
+        whole = {step.ref: step for step in committed}
+        branch = {step.ref: step for step in on_branch(committed)}
+        metrics = {ref: step.metrics for ref, step in branch.items()}
+        last = self._last(branch, restored_ref)
         awaited_refs = self._guard.awaited_refs()
         order = [
             verdict.step
@@ -189,10 +200,10 @@ class Evictor:
             and verdict.step.ref not in whole
             and not (verdict.step.is_part and verdict.step.ref == restored_ref)
         ]
-        candidates = [
-            ref for ref in first_to_go(whole, self._rule, metrics, own=own) if ref != last
+        candidates = sorted(whole.keys() - branch.keys()) + [
+            ref for ref in first_to_go(branch, self._rule, metrics, own=own) if ref != last
         ]
-        owed_refs = {ref for ref in candidates if self._guard.is_owed(ref)}
+        owed_refs = {ref for ref in candidates if ref in branch and self._guard.is_owed(ref)}
         order += [whole[ref] for ref in candidates if ref not in owed_refs]
         parts = [step for step in steps if step.is_part and self._claim.is_dead(step.ref)]
         order += [step for step in parts if step.ref != restored_ref]

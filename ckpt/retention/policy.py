@@ -33,6 +33,7 @@ NEWEST_OWN: Final = "newest of the running job"
 YOUNG: Final = "less than a day old, and its job may still finish it"
 FARTHER_NEED: Final = "a farther tier waits for it"
 PIN: Final = "pinned"
+BRANCH_WITHOUT_STEP: Final = "abandoned, but the branch in its place has no step yet"
 FOREIGN: Final = "another job's, committed after this one had taken the root"
 Metrics = Mapping[StepRef, Mapping[str, float]]
 
@@ -140,6 +141,13 @@ def history(steps: Iterable[StoredStep], head: StepRef) -> list[StoredStep]:
         if step.ref.job == head.job or step.ref.step < first_number:
             latest[step.ref.step] = step
     return [latest[step] for step in sorted(latest, reverse=True)]
+
+
+def on_branch(committed: Sequence[StoredStep]) -> list[StoredStep]:
+    """Return those of ``committed``, checkpoints of a tier, that no rollback has abandoned. If all
+    are abandoned, return all.
+    """
+    return [step for step in committed if not step.is_abandoned] or list(committed)
 
 
 def first_to_go(
@@ -309,8 +317,17 @@ def judge(
         context: The job that prunes, and the steps that it must keep beside those of ``rule``.
     """
     own, claim = context.own, context.claim
-    metrics = {step.ref: step.metrics for step in steps if step.state == "committed"}
+    committed = [step for step in steps if step.state == "committed"]
+    branch = on_branch(committed)
+    metrics = {step.ref: step.metrics for step in branch}
     reasons_by_ref = reasons(metrics, rule, metrics, own=own)
+    abandoned_refs = {step.ref for step in committed} - metrics.keys()
+    abandoned_reasons: tuple[str, ...] = ()
+    if rule.keeps_all:
+        abandoned_reasons = (NEWEST,)
+    elif not any(step.follows_rollback for step in branch):
+        abandoned_reasons = (BRANCH_WITHOUT_STEP,)
+    reasons_by_ref |= dict.fromkeys(abandoned_refs, abandoned_reasons)
     protected_refs = context.guard.protected_refs()
 
     def reasons_of(step: StoredStep) -> tuple[str, ...]:

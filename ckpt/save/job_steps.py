@@ -16,6 +16,7 @@ from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import CkptError
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""
@@ -134,6 +135,7 @@ class JobSteps:
         restored: The step that the job has restored; None if it has restored none.
         durable_step: The newest step that this job has committed on a durable tier; -1 if there is
             none. If the job then restores an earlier step, it is the number of that step.
+        rollback: The rollback that counts; None if the run has none.
         last_step: The step after which the job stops (see `ckpt.elastic.planned_stop`). It goes to
             every tier. None if none was announced.
 
@@ -154,6 +156,7 @@ class JobSteps:
         self._waiting_refs: dict[str, set[StepRef]] = {}
         self._newest: dict[str, StepRef] = {}
         self.restored: StepRef | None = None
+        self.rollback: Rollback | None = None
         self.durable_step = -1
         self.last_step: int | None = None
 
@@ -165,6 +168,9 @@ class JobSteps:
         """
         with self._change:
             self.restored, self.durable_step = ref, min(self.durable_step, ref.step)
+            self._newest = {
+                url: newest for url, newest in self._newest.items() if newest.step <= ref.step
+            }
         if self._earlier is not None:
             self._earlier.set_restored(ref)
 
@@ -296,6 +302,11 @@ class TierSteps:
     def restored(self) -> StepRef | None:
         """The step that the job has restored; None if it has restored none."""
         return self.steps.restored
+
+    @property
+    def rollback(self) -> Rollback | None:
+        """The rollback that counts; None if the run has none."""
+        return self.steps.rollback
 
     def set_committed(self, ref: StepRef) -> None:
         """Note that ``ref`` is a checkpoint on this tier now."""

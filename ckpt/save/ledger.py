@@ -50,6 +50,7 @@ class SaveLedger:
         self._pending: list[SaveRecord] = []
         self._saved_steps: set[int] = set()
         self._trials: dict[int, int] = {}
+        self._first_trial = 0
         self._owners: dict[int, object] = {}
         self._skip_count = 0
         self._failed_steps: list[int] = []
@@ -86,9 +87,25 @@ class SaveLedger:
     def next_trial(self, step: int) -> int:
         """Return the number of earlier tries to save ``step``, and count a further try."""
         with self._lock:
-            trial = self._trials.get(step, 0)
+            trial = max(self._trials.get(step, 0), self._first_trial)
             self._trials[step] = trial + 1
             return trial
+
+    @property
+    def next_branch_trial(self) -> int:
+        """The first try at a step on a branch that begins now; 0 if no step was tried yet.
+
+        It is greater than every earlier try, so that names of folders tell the branches apart.
+        """
+        with self._lock:
+            return max(self._trials.values(), default=0)
+
+    def begin_branch(self, step: int) -> None:
+        """Let the steps after ``step`` be saved again."""
+        first_trial = self.next_branch_trial
+        with self._lock:
+            self._first_trial = first_trial
+            self._saved_steps = {number for number in self._saved_steps if number <= step}
 
     def begin(self, pending: SaveRecord, owner: object) -> None:
         """Add a save.

@@ -35,6 +35,7 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
+from ckpt.model.rollback import on_branch
 from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
@@ -440,8 +441,8 @@ class TierWriter:
         (see ``Pruner.clear``).
 
         Returns:
-            The attempts of other jobs that the tier had when the root was claimed, newest step
-            first.
+            The attempts of other jobs on the current branch that the tier had when the root was
+            claimed, newest step first.
         """
         if self._foreign is None:
             listing = self._call(self.root.take)
@@ -450,7 +451,8 @@ class TierWriter:
                 self._takeover.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)
-            self._foreign = [ref for ref in listing if ref.job != self.root.own]
+            branch = on_branch(self._steps.rollback, listing)
+            self._foreign = [ref for ref in branch if ref.job != self.root.own]
             self._warn_of_later(self._foreign)
         return self._foreign
 

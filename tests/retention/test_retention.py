@@ -265,10 +265,16 @@ def test_steps_behind_those_of_another_run_are_refused_and_a_restore_settles_it(
             manager.save({"x": torch.ones(9)}, 1)
         manager.save({"x": torch.ones(9)}, 300)
     with CheckpointManager(tmp_path) as manager:
-        manager.restore({"x": torch.zeros(9, dtype=torch.int64)}, step=100)
+        manager.restore({"x": torch.zeros(9, dtype=torch.int64)}, step=100, rollback=False)
         manager.save({"x": torch.ones(9)}, 150)
         assert f"{tmp_path} holds step 300, and this job continues from step 100" in caplog.text
-    assert whole(tmp_path) == [100, 150, 200, 300]
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore({"x": torch.zeros(9, dtype=torch.int64)}, step=100)
+        caplog.clear()
+        manager.save({"x": torch.ones(9)}, 160)
+        assert "holds step" not in caplog.text
+        assert manager.steps() == [100, 160]
+    assert whole(tmp_path) == [100, 150, 160, 200, 300]
 
 
 def test_a_tier_that_keeps_all_is_looked_through_for_remains_once_in_a_job(tmp_path, monkeypatch):

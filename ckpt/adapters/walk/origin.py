@@ -72,11 +72,17 @@ class Origin:
     Args:
         coordinator: The connection to the other ranks.
 
+    Attributes:
+        is_certain: Whether the last whole step was restored into the state of the job, as far as
+            this rank can tell. If the job has saved nothing yet, and has restored several states
+            that share no memory, it is not known which of them is the state of the job.
+
     Thread safety: only the training thread uses it. All ranks make the same calls.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self.is_certain = False
         self._last_mark: StateMark | None = None
         self._restores: list[tuple[StepRef, StateMark]] = []
         self._point: StepRef | None = None
@@ -103,6 +109,8 @@ class Origin:
         if is_part:
             return is_first
         mark = StateMark(state)
+        rivals = [self._last_mark] if self._last_mark else [mark for _, mark in self._restores]
+        self.is_certain = not any(rival.is_apart(mark) for rival in rivals)
         self._restores.append((ref, mark))
         is_of_job = self._last_mark is None or not self._last_mark.is_apart(mark)
         if self._last_mark is not None and self._coordinator.world_size > 1:

@@ -1,0 +1,80 @@
+"""Read and put the rollbacks of a tier.
+
+A rollback is a small object below ``rollbacks/``. Its name is its number, and it is put if absent,
+so two rollbacks never have the same number on one tier.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from ckpt.errors import IntegrityError, LinkRefused, ObjectExists, ObjectNotFound, errors_of
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.keys import ROLLBACKS, rollback_key, rollback_number
+from ckpt.model.rollback import Rollback
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.storage.api import StorageBackend, read_record
+
+_RETRY: Final = RetryPolicy()
+_MOST_BYTES: Final = 16 << 20
+_log = logging.getLogger("ckpt")
+
+
+def all_rollbacks(backend: StorageBackend) -> list[Rollback]:
+    """Return the rollbacks of a tier, oldest first. Records that are damaged are left out.
+
+    Raises:
+        StorageError: The store has failed.
+        FormatUnsupported: This ckpt cannot read the format of a record.
+    """
+    rollbacks = (_read(backend, number) for number in _numbers(backend))
+    return [rollback for rollback in rollbacks if rollback is not None]
+
+
+def newest_rollback(backend: StorageBackend) -> Rollback | None:
+    """Return the rollback of a tier that counts; None if there is none.
+
+    A record that is damaged is left out, with a warning. Raises the errors of ``all_rollbacks``.
+    """
+    for number in reversed(_numbers(backend)):
+        if (rollback := _read(backend, number)) is not None:
+            return rollback
+    return None
+
+
+def put_rollback(backend: StorageBackend, rollback: Rollback) -> None:
+    """Put ``rollback``, unless the tier has it. It is durable on return.
+
+    Raises:
+        ObjectExists: The tier has another rollback with this number.
+        StorageError: The store has failed.
+    """
+    put = partial(backend.put, rollback_key(rollback.number), [pack(rollback)], if_absent=True)
+    with errors_of(backend.url):
+        try:
+            _RETRY.call(put)
+        except ObjectExists:
+            if _read(backend, rollback.number) != rollback:
+                raise
+
+
+def _numbers(backend: StorageBackend) -> list[int]:
+    """Return the numbers of the rollbacks of a tier, in ascending order."""
+    with errors_of(backend.url):
+        keys = _RETRY.call(lambda: [info.key for info in backend.list(f"{ROLLBACKS}/")])
+    return sorted(number for key in keys if (number := rollback_number(key)) is not None)
+
+
+def _read(backend: StorageBackend, number: int) -> Rollback | None:
+    """Return a rollback; None if it is damaged or gone."""
+    key = rollback_key(number)
+    decode = partial(unpack, kind=Rollback, key=key)
+    with errors_of(backend.url), suppress(ObjectNotFound):
+        try:
+            return _RETRY.call(partial(read_record, backend, key, decode, limit=_MOST_BYTES))
+        except (IntegrityError, LinkRefused) as error:
+            _log.warning("ckpt: a rollback on %s is not read: %s", backend.url, error)
+    return None

@@ -1,0 +1,173 @@
+"""Rollbacks: records which say that the history of a run goes on from an older step.
+
+The steps of a run form a tree. A rollback to a step begins a new branch there, and the later steps
+are abandoned. Jobs cannot know from names and numbers alone which steps are abandoned, so each
+rollback says for each attempt which of its steps are on the branch. The last rollback of a run
+counts. The earlier ones describe the branches that existed before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import FORMAT
+
+_NO_LIMIT: Final = ((0, None),)
+_NO_STEP: Final = -1
+
+Segments = tuple[tuple[int, int | None], ...]
+"""Pairs (trial, last step) of one job, by ascending trial. The tries of the job from this trial on,
+up to that of the next pair, are on the branch up to the last step. None stands for no limit.
+"""
+
+
+class Rollback(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollback.
+
+    Attributes:
+        number: The number of the rollback, counted from 1. The highest number counts.
+        step, attempt: The step from which the new branch begins.
+        created_at: When the rollback was made, in seconds since 1970.
+        jobs: For each job that had any step at that time, the steps that are on the branch. All
+            steps of other jobs are on the branch, since these jobs began later.
+        reason, author: The reason, and the user and machine, for people.
+    """
+
+    format: int = FORMAT
+    number: int
+    step: int
+    attempt: str
+    created_at: float
+    jobs: dict[str, Segments]
+    reason: str = ""
+    author: str = ""
+
+    @property
+    def ref(self) -> StepRef:
+        return StepRef(self.step, self.attempt)
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The key by which the rollback that counts is the greatest."""
+        return self.number, self.created_at
+
+    def keeps(self, ref: StepRef) -> bool:
+        """Return True if ``ref`` is on the branch that this rollback has begun."""
+        last = self.limit(ref)
+        return last is None or ref.step <= last
+
+    def precedes(self, ref: StepRef) -> bool:
+        """Return True if ``ref`` was saved by a job, or a part of a job, that began later."""
+        return self.limit(ref) is None
+
+    def limit(self, ref: StepRef) -> int | None:
+        """Return the last step of the attempt of ``ref`` that is on the branch.
+
+        None means that all of its steps are, and -1 that none is.
+        """
+        segments = [last for trial, last in self.jobs.get(ref.job, _NO_LIMIT) if trial <= ref.trial]
+        return segments[-1] if segments else _NO_STEP
+
+
+def on_branch(rollback: Rollback | None, refs: Iterable[StepRef]) -> list[StepRef]:
+    """Return those of ``refs`` that are on the branch. Without a rollback, these are all."""
+    return [ref for ref in refs if rollback is None or rollback.keeps(ref)]
+
+
+def last_rollback(rollbacks: Iterable[Rollback | None]) -> Rollback | None:
+    """Return the rollback that counts; None if there is none."""
+    present = (rollback for rollback in rollbacks if rollback is not None)
+    return max(present, key=lambda rollback: rollback.order, default=None)
+
+
+def heads_of(refs: Iterable[StepRef]) -> list[StepRef]:
+    """Return the newest step of each attempt in ``refs``, in ascending order."""
+    newest: dict[str, StepRef] = {}
+    for ref in refs:
+        newest[ref.attempt] = max(ref, newest.get(ref.attempt, ref))
+    return sorted(newest.values())
+
+
+def roll_back(
+    rollbacks: Sequence[Rollback],
+    ref: StepRef,
+    heads: Collection[StepRef],
+    *,
+    trials: Mapping[str, int] | None = None,
+    reason: str = "",
+    author: str = "",
+) -> Rollback | None:
+    """Return the rollback to ``ref``; None if ``ref`` is the newest step of the branch already.
+
+    If ``ref`` is on the branch, the later steps leave it. If ``ref`` is on an abandoned branch,
+    the branch of ``ref`` up to ``ref`` takes the place of the present one.
+
+    Args:
+        rollbacks: The rollbacks of the run, in any order.
+        ref: The step to go back to.
+        heads: The newest step of each attempt of the run, committed or not.
+        trials: For each job that goes on after the rollback, the number of its first try then.
+    """
+    history = sorted(rollbacks, key=lambda rollback: rollback.order)
+    last = history[-1] if history else None
+    if on_branch(last, [ref]) and all(_newest(last, head) <= ref.step for head in heads):
+        return None
+    base, end = _branch_of(history, ref)
+    jobs: dict[str, Segments] = {}
+    for job in sorted({head.job for head in heads} | (last.jobs.keys() if last else set())):
+        segments = base.jobs.get(job, _NO_LIMIT) if base is not None else _NO_LIMIT
+        jobs[job] = (*_clip(segments, ref.step), *_later_tries(job, end))
+    for job, trial in (trials or {}).items():
+        jobs[job] = (*jobs.get(job, ()), (trial, None))
+    return Rollback(
+        number=last.number + 1 if last else 1,
+        step=ref.step,
+        attempt=ref.attempt,
+        created_at=time.time(),
+        jobs=jobs,
+        reason=reason,
+        author=author,
+    )
+
+
+def _newest(rollback: Rollback | None, head: StepRef) -> int:
+    """Return the highest step that the attempt of ``head``, its newest step, may have on the
+    branch.
+    """
+    limit = rollback.limit(head) if rollback is not None else None
+    return head.step if limit is None else min(head.step, limit)
+
+
+def _branch_of(
+    history: Sequence[Rollback], ref: StepRef
+) -> tuple[Rollback | None, Rollback | None]:
+    """Return the rollbacks that began and ended the last branch that had ``ref``.
+
+    The first is None if the branch began with the run, and the second if the branch is the present
+    one.
+    """
+    end: Rollback | None = None
+    for rollback in reversed(history):
+        if rollback.keeps(ref):
+            return rollback, end
+        end = rollback
+    return None, end
+
+
+def _later_tries(job: str, end: Rollback | None) -> Segments:
+    """Return a segment without steps for the tries of ``job`` on later branches than the one that
+    ``end`` has ended.
+    """
+    if end is None:
+        return ()
+    return tuple((trial, _NO_STEP) for trial, last in end.jobs.get(job, _NO_LIMIT) if last is None)
+
+
+def _clip(segments: Segments, step: int) -> Segments:
+    """Return ``segments`` without the steps after ``step``."""
+    return tuple((trial, step if last is None else min(last, step)) for trial, last in segments)

@@ -1,0 +1,178 @@
+"""Begin a branch: after the restore of an older step, the later steps are abandoned.
+
+The leader puts a rollback on every tier that answers, so that no later restore takes an abandoned
+step for the newest one, also if this job dies before its first save.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+
+from ckpt.catalog.candidates import LISTING_SECONDS
+from ckpt.catalog.rollbacks import all_rollbacks, put_rollback
+from ckpt.coordination.api import LEADER
+from ckpt.coordination.gather import Wait, leader_decides
+from ckpt.coordination.owner import Owner, refusing_owner
+from ckpt.errors import CkptError, StorageError
+from ckpt.events import RolledBack
+from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback, last_rollback, roll_back
+from ckpt.pipeline.workers import Workers
+from ckpt.restore.restorer import RestoreContext
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.tiers import OpenTier
+
+_PATIENCE_SECONDS: Final = 10 * LISTING_SECONDS
+_log = logging.getLogger("ckpt")
+
+T = TypeVar("T")
+
+
+class _Decision(msgspec.Struct, frozen=True):
+    """What the leader has done.
+
+    Attributes:
+        rollback: The rollback; None if no branch begins.
+        error: Why no tier has the rollback.
+    """
+
+    rollback: Rollback | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchPoint:
+    """The step from which a branch may begin, and what the ranks know about the run.
+
+    Attributes:
+        ref: The step that all ranks have restored.
+        heads: On the leader, the newest step of each attempt on any tier.
+        rollback: The rollback that counts; None if there is none.
+        trial: The first try of this job at a step on the new branch; 0 if it has saved nothing.
+        is_certain: On the leader, whether ``ref`` was restored into the state of the job. If not,
+            no branch begins.
+    """
+
+    ref: StepRef
+    heads: Collection[StepRef]
+    rollback: Rollback | None
+    trial: int
+    is_certain: bool
+
+
+def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -> Rollback | None:
+    """Let the history of the run go on from ``point``. All ranks call this alike.
+
+    Args:
+        context: The tiers, connections and threads of the restore.
+        point: The step, and what is known about the run.
+        subject: The subject of the message, which no other call uses.
+
+    Returns:
+        The rollback, which at least one tier of the leader has. None if the step is the newest one
+        already, or if the root belongs to another job that is alive.
+
+    Raises:
+        StorageError: No tier took the rollback.
+        CommitTimeout: The leader has not decided in time.
+    """
+    coordinator, step = context.coordinator, point.ref.step
+    durable = [tier for tier in context.tiers if not tier.in_memory] or list(context.tiers)
+
+    def decide() -> _Decision:
+        try:
+            rollback = _decide(durable, context, point) if point.is_certain else None
+            error = _put(durable, context.listers, rollback) if rollback is not None else ""
+            return _Decision(rollback, error)
+        except CkptError as error:
+            return _Decision(None, str(error))
+
+    pause = Wait(_PATIENCE_SECONDS, "the rollback", step)
+    decision = leader_decides(coordinator, subject, decide, pause, _Decision)
+    if decision.error:
+        raise StorageError(
+            point.ref.folder,
+            f"step {step} is restored, but the later steps are not abandoned: {decision.error}",
+        )
+    if (rollback := decision.rollback) is None:
+        return None
+    context.observers.notify(RolledBack(step=step, number=rollback.number))
+    if (rank := coordinator.rank) == LEADER:
+        _log.warning(
+            "ckpt: the run goes on from step %d: later steps are abandoned, and retention removes "
+            "them first (rollback %d)",
+            step,
+            rollback.number,
+        )
+    else:
+        own = [tier for tier in durable if tier.nodes and rank in tier.nodes.lowest_ranks]
+        _put(own, context.listers, rollback)
+    return rollback
+
+
+def _decide(
+    tiers: Sequence[OpenTier], context: RestoreContext, point: BranchPoint
+) -> Rollback | None:
+    rollbacks = _rollbacks(tiers, context.listers, point.rollback) if point.rollback else []
+    own = context.coordinator.attempt
+    trials = {own: point.trial} if point.trial else {}
+    new = roll_back(rollbacks, point.ref, point.heads, trials=trials)
+    if new is None:
+        return None
+    claimant = Owner.of_this_process(own)
+    owners = _answers(tiers, context.listers, lambda store: refusing_owner(store, claimant))
+    if live_owners := [owner for owner in owners.values() if isinstance(owner, Owner)]:
+        _log.info(
+            "ckpt: the steps after %d are not abandoned, since a job is alive: %s",
+            point.ref.step,
+            live_owners[0],
+        )
+        return None
+    return new
+
+
+def _rollbacks(tiers: Sequence[OpenTier], listers: Workers, last: Rollback) -> list[Rollback]:
+    """Return all rollbacks of the run up to ``last``, from the tiers that answer."""
+    answers = _answers(tiers, listers, all_rollbacks).values()
+    rollbacks = [rollback for answer in answers if isinstance(answer, list) for rollback in answer]
+    by_number: dict[int, list[Rollback]] = {}
+    for rollback in [*rollbacks, last]:
+        by_number.setdefault(rollback.number, []).append(rollback)
+    valid = map(last_rollback, by_number.values())
+    return [rollback for rollback in valid if rollback is not None]
+
+
+def _put(tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback) -> str:
+    """Put the rollback on ``tiers``. Return why no tier has taken it; empty if one has."""
+    answers = _answers(tiers, listers, lambda store: put_rollback(store, rollback))
+    for url, error in answers.items():
+        if error is not None:
+            _log.warning(
+                "ckpt: the rollback to step %d is not on %s: %s", rollback.step, url, error
+            )
+    return "" if None in answers.values() or not tiers else str(next(iter(answers.values())))
+
+
+def _answers(
+    tiers: Sequence[OpenTier], listers: Workers, work: Callable[[StorageBackend], T]
+) -> dict[str, T | StorageError]:
+    """Return the result of ``work`` for each tier, by its URL; or its error, or that it is slow."""
+    futures = {tier.url: listers.submit(_answer, tier.backend, work) for tier in tiers}
+    wait(futures.values(), LISTING_SECONDS)
+    timeout_error = StorageError("", f"no answer within {LISTING_SECONDS:.0f} s")
+    return {
+        url: future.result() if future.done() else timeout_error for url, future in futures.items()
+    }
+
+
+def _answer(store: StorageBackend, work: Callable[[StorageBackend], T]) -> T | StorageError:
+    try:
+        return work(store)
+    except StorageError as error:
+        return error

@@ -1,0 +1,308 @@
+"""A restore of an older step begins a branch, and the later steps are abandoned."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.candidates import candidates
+from ckpt.catalog.index import committed, find
+from ckpt.catalog.rollbacks import all_rollbacks, newest_rollback
+from ckpt.coordination.owner import Owner, put_owner
+from ckpt.errors import NoCheckpoint, StorageError, TransientStorageError
+from ckpt.events import RolledBack
+from ckpt.model.keys import rollback_key
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Crash, Raise, Rule, SimulatedCrash
+from tests.coordination.world import World
+from tests.kit.states import restored, state
+from tests.kit.stores import faulty, whole
+
+
+def run(tiers: Any, *steps: int, **settings: Any) -> None:
+    with CheckpointManager(tiers, **settings) as manager:
+        for step in steps:
+            manager.save(state(step), step)
+
+
+def go_back(tiers: Any, step: int, **how: Any) -> None:
+    with CheckpointManager(tiers) as manager:
+        restored(manager, state(0), step=step, **how)
+
+
+def newest(tiers: Any) -> tuple[int, float]:
+    """Return the step that a restore takes, and the value of the state."""
+    with CheckpointManager(tiers) as manager:
+        target = state(0)
+        report = restored(manager, target)
+        assert manager.latest_step() == report.step
+        assert manager.steps()[-1] == report.step
+        return report.step, target["x"][0].item()
+
+
+def test_a_job_that_dies_before_its_first_save_has_gone_back(near):
+    run(near, 5, 6, 7)
+    go_back(near, 5)
+    assert newest(near) == (5, 5)
+    assert whole(near) == [5, 6, 7], "nothing is removed"
+
+
+def test_all_tiers_know_and_one_is_enough(near, far):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6, 7)
+    go_back(tiers, 5)
+    assert newest(far) == (5, 5)
+    shutil.rmtree(near)
+    assert newest(tiers) == (5, 5)
+    (far / rollback_key(1)).unlink()  # What read-through has put into the near folder counts too
+    go_back(tiers, 7)
+    assert newest(tiers) == (7, 7)
+
+
+def test_the_next_job_saves_the_same_numbers_again(near):
+    run(near, 5, 6, 7)
+    go_back(near, 5)
+    with CheckpointManager(near) as manager:
+        restored(manager, state(0))
+        for step in (6, 7):
+            manager.save(state(10 * step), step)
+    assert newest(near) == (7, 70)
+    with CheckpointManager(near) as manager:
+        target = state(0)
+        restored(manager, target, step=6)
+        assert target["x"][0] == 60, "of two attempts, the one of the current branch"
+
+
+def test_the_same_manager_saves_the_same_numbers_again(near, far):
+    tiers = [str(near), str(far)]
+    trained = state(0)
+    with CheckpointManager(tiers) as manager:
+        for value in (1, 10, 100):
+            for step in (1, 2, 3):
+                if value > 1 and step == 1:
+                    restored(manager, trained, step=1)
+                    continue
+                trained["x"].fill_(value * step)
+                manager.save(trained, step)
+            assert manager.steps() == [1, 2, 3]
+    assert newest(tiers) == newest(far) == (3, 300)
+    assert len(committed(open_backend(str(far)))) == 7
+
+
+def test_an_abandoned_branch_can_be_taken_up_again(near):
+    run(near, 1, 2, 3)
+    go_back(near, 1)
+    run_on(near, 2, 20)
+    go_back(near, 3)
+    with CheckpointManager(near) as manager:
+        assert manager.steps() == [1, 2, 3]
+        target = state(0)
+        restored(manager, target, step=2)
+        assert target["x"][0] == 2
+    assert [record.step for record in all_rollbacks(open_backend(str(near)))] == [1, 3, 2]
+
+
+def run_on(tiers: Any, step: int, value: int) -> None:
+    with CheckpointManager(tiers) as manager:
+        restored(manager, state(0))
+        manager.save(state(value), step)
+
+
+@pytest.mark.parametrize("how", [{"only": "x"}, {"rollback": False}])
+def test_a_restore_of_a_part_or_for_an_evaluation_begins_nothing(near, how):
+    run(near, 5, 6)
+    go_back(near, 5, **how)
+    assert newest(near) == (6, 6)
+
+
+def test_the_restore_of_the_newest_step_begins_nothing(near):
+    run(near, 5, 6)
+    go_back(near, 6)
+    assert newest_rollback(open_backend(str(near))) is None
+
+
+@pytest.mark.parametrize("has_saved", [False, True])
+def test_a_restore_into_other_tensors_than_those_of_the_job_begins_nothing(near, has_saved):
+    trained, other = {"model": nn.Linear(3, 3)}, {"model": nn.Linear(3, 3)}
+    with CheckpointManager(near) as manager:
+        for step in (1, 2):
+            manager.save(trained, step)
+    with CheckpointManager(near) as manager:
+        restored(manager, trained)
+        if has_saved:
+            manager.save(trained, 3)
+        restored(manager, other, step=1)
+        assert manager.latest_step() == 2 + has_saved
+
+
+def test_beside_a_living_job_nothing_begins(near):
+    run(near, 5, 6)
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        owner = Owner.of_this_process("otherz")
+        put_owner(
+            open_backend(str(near)), replace(owner, pid=process.pid, started=started, program="")
+        )
+        go_back(near, 5)
+        assert newest(near) == (6, 6)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_observers_learn_of_it(near):
+    run(near, 5, 6)
+    events: list[object] = []
+    with CheckpointManager(near, observers=[events.append]) as manager:
+        restored(manager, state(0), step=5)
+    assert RolledBack(step=5, number=1) in events
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_all_ranks_agree_on_the_branch(near, far):
+    def job(coordinator: Any) -> tuple[list[int], float]:
+        with CheckpointManager([str(near), str(far)], coordinator=coordinator) as manager:
+            mine = {f"x{coordinator.rank}": torch.zeros(100)}
+            for step in (1, 2, 3):
+                mine[f"x{coordinator.rank}"].fill_(step)
+                manager.save(mine, step)
+            restored(manager, mine, step=1)
+            for step in (2, 3):
+                mine[f"x{coordinator.rank}"].fill_(10 * step)
+                manager.save(mine, step)
+            restored(manager, mine)
+            return manager.steps(), mine[f"x{coordinator.rank}"][0].item()
+
+    results = World(4, patience=60).run(job)
+    assert results == dict.fromkeys(range(4), ([1, 2, 3], 30.0))
+
+
+# -- stores that fail -----------------------------------------------------------------------------
+
+
+def test_a_tier_that_takes_nothing_is_named_and_the_others_count(near, far, monkeypatch, caplog):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6)
+    with monkeypatch.context() as patch:
+        faulty(patch, far, [Rule(verb="put", key="rollbacks", fault=Raise(StorageError))])
+        go_back(tiers, 5)
+    assert f"the rollback to step 5 is not on {far}" in caplog.text
+    assert newest(tiers) == (5, 5)
+
+
+def test_if_no_tier_takes_it_the_restore_says_so(near, monkeypatch):
+    run(near, 5, 6)
+    with monkeypatch.context() as patch:
+        faulty(patch, near, [Rule(verb="put", key="rollbacks", fault=Raise(StorageError))])
+        with pytest.raises(StorageError, match="step 5 is restored, but the later steps are not"):
+            go_back(near, 5)
+    assert newest(near) == (6, 6)
+
+
+def test_a_lost_reply_is_no_failure(near, monkeypatch):
+    run(near, 5, 6)
+    rule = Rule(verb="put", key="rollbacks", nth=1, fault=Raise(TransientStorageError))
+    faulty(monkeypatch, near, [rule])
+    go_back(near, 5)
+    assert newest(near) == (5, 5)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("where", ["near", "far"])
+def test_a_crash_leaves_the_old_branch_or_the_new_one(near, far, monkeypatch, when, where):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6)
+    with monkeypatch.context() as patch:
+        root = near if where == "near" else far
+        faulty(patch, root, [Rule(verb="put", key="rollbacks", fault=Crash(when))])
+        manager = CheckpointManager(tiers)
+        with pytest.raises(SimulatedCrash):
+            restored(manager, state(0), step=5)
+    step, value = newest(tiers)
+    assert step == value
+    assert step in (5, 6)
+    if when == "after":
+        assert step == 5
+
+
+def test_a_record_that_is_damaged_is_named_and_not_believed(near, caplog):
+    run(near, 5, 6, 7)
+    go_back(near, 6)
+    go_back(near, 5)
+    path = near / rollback_key(2)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert newest(near) == (6, 6), "the rollback before counts"
+    assert "a rollback on" in caplog.text
+    (near / "rollbacks" / "notes.txt").write_text("a file of another program")
+    assert newest(near) == (6, 6)
+
+
+def test_if_the_branch_has_no_step_any_more_all_steps_count(near):
+    run(near, 5, 6, 7)
+    go_back(near, 5)
+    shutil.rmtree(next(near.glob("step-000000005.*")))
+    assert newest(near) == (7, 7)
+    assert find(open_backend(str(near)), None)[0].step == 7
+
+
+def test_a_damaged_branch_gives_no_abandoned_step(near):
+    run(near, 5, 6)
+    go_back(near, 5)
+    data = next(near.glob("step-000000005.*/rank-00000.safetensors"))
+    data.write_bytes(data.read_bytes()[:-8] + bytes([255] * 8))
+    with CheckpointManager(near) as manager, pytest.raises(NoCheckpoint, match="none is intact"):
+        manager.restore(state(0))
+
+
+# -- what is removed, and when --------------------------------------------------------------------
+
+
+def test_abandoned_steps_go_first_but_not_before_the_branch_has_a_step(near):
+    tier = Tier(str(near), keep_last=2)
+    run(near, 5, 6, 7, 8)
+    go_back(tier, 6)
+    assert whole(near) == [5, 6, 7, 8]
+    run_on(tier, 7, 70)
+    assert newest(near) == (7, 70)
+    assert whole(near) == [6, 7]
+    assert len(committed(open_backend(str(near)))) == 2
+
+
+def test_a_full_tier_evicts_abandoned_steps_first(near):
+    run(near, 5, 6, 7)
+    go_back(near, 6)
+    tier = Tier(str(near), capacity="1500KB")  # Three steps of 404 kB
+    run_on(tier, 7, 70)
+    assert [(ref.step) for ref in committed(open_backend(str(near)))] == [7, 6, 5]
+    assert newest(near) == (7, 70)
+
+
+def test_a_policy_that_keeps_all_keeps_abandoned_steps(near):
+    run(near, 5, 6)
+    go_back(near, 5)
+    run_on(near, 6, 60)
+    assert len(committed(open_backend(str(near)))) == 3
+
+
+def test_a_store_without_a_rollback_is_listed_by_one_request(near):
+    run(near, 5, 6)
+    listings: list[str] = []
+    store = open_backend(str(near))
+    folders = store.folders
+    store.folders = lambda prefix: listings.append(prefix) or folders(prefix)  # type: ignore[method-assign,func-returns-value]
+    store.list = lambda prefix: pytest.fail(f"{prefix} is listed")  # type: ignore[method-assign]
+    with Workers("list", 1) as workers:
+        assert next(candidates([store], None, workers=workers)).ref.step == 6
+    assert listings == [""]
