@@ -39,7 +39,12 @@ def on_network(path: str) -> bool:
     """Return True if ``path`` is, or would be created, on a network file system, which other
     machines may see too. File systems of FUSE count as network file systems.
     """
-    return kind_of(path) in _NETWORK or is_fuse(path)
+    return is_network(kind_of(path))
+
+
+def is_network(kind: str) -> bool:
+    """Return True for the type of a network file system. See ``on_network``."""
+    return kind in _NETWORK or _is_program(kind)
 
 
 def keeps_inode_numbers(path: str) -> bool:
@@ -48,7 +53,14 @@ def keeps_inode_numbers(path: str) -> bool:
     An overlay whose layers are on different file systems gives a folder another number after the
     kernel has evicted it from its cache. So do most file systems of FUSE.
     """
-    return kind_of(path) != "overlay" and not is_fuse(path)
+    return keeps_numbers(kind_of(path))
+
+
+def keeps_numbers(kind: str) -> bool:
+    """Return True for the type of a file system with lasting numbers. See
+    ``keeps_inode_numbers``.
+    """
+    return kind != "overlay" and not _is_program(kind)
 
 
 def is_fuse(path: str) -> bool:
@@ -56,8 +68,11 @@ def is_fuse(path: str) -> bool:
 
     The type "fuseblk" does not count, since it is that of a local disk, such as one of ntfs-3g.
     """
+    return _is_program(kind_of(path))
+
+
+def _is_program(kind: str) -> bool:
     # A program may name the type of its file system, as sshfs does, or not, as bindfs does.
-    kind = kind_of(path)
     return kind == "fuse" or kind.startswith("fuse.")
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from typing import Final
 
-from ckpt_backends.mounts import keeps_inode_numbers, kind_of, on_network, path_in_mount
+from ckpt_backends.mounts import is_network, keeps_numbers, kind_of, path_in_mount
 
 _OWN_NUMBERS: Final = frozenset({"cifs", "smb3"})
 """Network file systems whose clients may number the folders by themselves, each mount anew."""
@@ -22,9 +22,9 @@ def place_of(path: str) -> str:
     the number lasts, since the folder may be renamed.
     """
     path = os.path.realpath(path)
-    status = os.stat(path)
-    device = "" if on_network(path) else str(status.st_dev)
-    if keeps_inode_numbers(path) and kind_of(path) not in _OWN_NUMBERS:
+    status, kind = os.stat(path), kind_of(path)
+    device = "" if is_network(kind) else str(status.st_dev)
+    if keeps_numbers(kind) and kind not in _OWN_NUMBERS:
         return f"{device}:{status.st_ino}::"
     inner = path_in_mount(path)
     digest = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
