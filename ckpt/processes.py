@@ -8,13 +8,12 @@ import torch, because the agent uses it too.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from typing import Annotated, Final, Self
 
 import msgspec
 
-PROGRAM: Final = secrets.token_hex(4)
+PROGRAM: Final = os.urandom(4).hex()
 """A text that identifies the program that this process runs. It is another one after
 ``os.execv``.
 """

@@ -182,10 +182,11 @@ LATE_IMPORTS = {
     "ckpt/cli/diff.py": {"ckpt"},  # torch: only --values needs it
     "ckpt/cli/export.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/import_.py": {"ckpt"},
-    "ckpt/cli/main.py": {"ckpt", "os"},  # --help needs none of it
+    "ckpt/cli/main.py": {"ckpt", "importlib", "os"},  # --help needs none of it
+    "ckpt/codec/registry.py": {"importlib"},  # slow: only foreign codecs need it
     "ckpt/cli/output.py": {"rich"},  # only terminals show a bar
     "ckpt/model/encoding.py": {"zstandard"},
-    "ckpt/storage/registry.py": {"fsspec"},  # slow: only foreign schemes need it
+    "ckpt/storage/registry.py": {"fsspec", "importlib"},  # slow: only foreign schemes need it
     "ckpt/storage/testing/__init__.py": {"ckpt"},  # the suite needs pytest
 }
 """Imports inside of functions, besides optional packages.

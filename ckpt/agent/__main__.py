@@ -7,21 +7,25 @@ carries out one order, which it reads from standard input.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
+import signal
 import sys
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import encode
 from ckpt.agent.reports import Ended, OnReport, Order
-from ckpt.agent.server import Agent
-from ckpt.agent.watched_job import end_with_parent
 from ckpt.config import agent_idle_seconds, agent_memory_seconds, agent_scrub_seconds
 from ckpt.errors import CkptError
+
+if TYPE_CHECKING:
+    from ckpt.agent.server import Agent
 
 _THREADS: Final = 2
 _NICE: Final = 19
@@ -74,6 +78,8 @@ def start() -> int:
 
 
 def _agent(idle_seconds: float | None) -> Agent:
+    from ckpt.agent.server import Agent  # A worker does not need it
+
     idle = agent_idle_seconds() if idle_seconds is None else idle_seconds
     return Agent(
         AgentFolder.of_this_user(),
@@ -92,7 +98,7 @@ def work(parent: int) -> int:
         parent: The process id of the agent. If the parent of this process has another id, this
             process ends at once.
     """
-    end_with_parent(parent)
+    _end_with_parent(parent)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     reports = os.dup(1)
     os.dup2(2, 1)  # the client of a store may print text, which must not be read as a report
@@ -104,6 +110,15 @@ def work(parent: int) -> int:
 
     report(_carry_out(order, report))
     return 0
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends. Kill this process at once if
+    ``parent`` is not the process id of its parent any more.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _carry_out(order: Order, report: OnReport) -> Ended:
@@ -155,4 +170,6 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    gc.freeze()  # Python would look for garbage among all objects before it ends
+    sys.exit(status)

@@ -187,9 +187,9 @@ class Scrub:
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             nonlocal last_bytes
+            report(done_bytes, total_bytes)  # before the pause, which may take long
             self._pace.spend(done_bytes - last_bytes)
             last_bytes = done_bytes
-            report(done_bytes, total_bytes)
 
         return verify_step(
             root.tier.backend,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -21,7 +19,7 @@ from ckpt.errors.sanitize import redact
 from ckpt.processes import Process
 from ckpt.storage.places import is_spelling_of, without_query
 
-_FIRST_PAUSE_SECONDS: Final = 5.0
+_FIRST_PAUSE_SECONDS: Final = 1.0
 _MOST_PAUSE_SECONDS: Final = 600.0
 
 
@@ -216,15 +214,6 @@ def share_a_root(urls: Sequence[str], other_urls: Sequence[str]) -> bool:
         for url in urls
         for other_url in other_urls
     )
-
-
-def end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends. Kill this process at once if
-    ``parent`` is not the process id of its parent any more.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def allow_descriptors() -> None:

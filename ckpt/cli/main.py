@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import IO, Annotated, Any, Final, Protocol, TextIO, cast, runtime_checkable
 
@@ -195,6 +194,8 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
     """
     if any(argument in COMMANDS for argument in arguments[:1]):
         return
+    from importlib.metadata import entry_points
+
     for entry in entry_points(group=_GROUP):
         if entry.name in COMMANDS:
             continue

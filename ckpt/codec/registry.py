@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckpt.checks import text_of
 from ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 BUILT_IN: Final[Mapping[str, str]] = {"zstd": "ckpt.codec.byte_planes:CODEC"}
 NO_CODEC: Final = "none"
@@ -78,7 +80,16 @@ def _foreign() -> frozenset[str]:
     """Return the names of the codecs of other distributions. They are cached, since reading the
     entry points takes milliseconds.
     """
-    return frozenset(entry.name for entry in entry_points(group=_GROUP))
+    return frozenset(entry.name for entry in _entry_points())
+
+
+def _entry_points() -> EntryPoints:
+    """Return the entry points of the group. The import takes longer than all else that an agent
+    imports from the standard library, so most processes do without it.
+    """
+    from importlib.metadata import entry_points
+
+    return entry_points(group=_GROUP)
 
 
 @cache
@@ -92,7 +103,7 @@ def codec_named(name: str) -> Codec:
         codec: Any = pkgutil.resolve_name(target)
         assert isinstance(codec, Codec)
         return codec
-    (entry, *_) = entry_points(group=_GROUP, name=name)
+    (entry, *_) = _entry_points().select(name=name)
     try:
         codec = entry.load()
     except Exception as error:

@@ -12,11 +12,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 _PRIMES = (2**31 - 1, 2**31 - 19)
-_random = np.random.default_rng()  # Does not change the state of NumPy's global generator
 _MOST_PAIRS, _PAIRS_PER_BOX = 1 << 16, 16
 _EVEN = 1.05  # The largest accepted ratio of the largest slab to the mean slab
 
@@ -211,12 +211,20 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         edges, index = np.unique(np.stack([low, high]), return_inverse=True)
         low, high = index.reshape(2, -1)
         for row, prime in zip(products, _PRIMES, strict=True):
-            numbers = _random.integers(0, prime, len(edges))
+            numbers = _generator().integers(0, prime, len(edges))
             row *= (numbers[high] - numbers[low]) % prime
             row %= prime
     return all(
         int(row[:-1].sum()) % prime == row[-1] for row, prime in zip(products, _PRIMES, strict=True)
     )
+
+
+@cache
+def _generator() -> np.random.Generator:
+    """Return a generator that is independent of the state of NumPy's global generator. It is made
+    on first use, since NumPy imports its random numbers late, too.
+    """
+    return np.random.default_rng()
 
 
 def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:

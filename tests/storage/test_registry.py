@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
 from ckpt.errors import ConfigError, UnknownScheme
-from ckpt.storage import registry
 from ckpt.storage.registry import open_backend, scheme_of
 from ckpt_backends.fsspec_bridge import StorageBackendOnFsspec
 from ckpt_backends.gcs import GCSBackend
@@ -70,7 +70,7 @@ def test_an_entry_point_is_found(monkeypatch):
     def entry_points(*, group, name=None):
         return [Entry()] if group == "ckpt.backends" and name in (None, "mine") else []
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
     assert open_backend("mine://x", {"a": 1}) == ("mine://x", {"a": 1})
     with pytest.raises(UnknownScheme, match="mine"):
         open_backend("other://x")
