@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 from ckpt.agent.prefetch import PrefetchResult
 from ckpt.agent.prefetch import prefetch as copy_ahead
 from ckpt.catalog.index import find
-from ckpt.cli import output
+from ckpt.cli import output, records
 from ckpt.cli.options import TIMEOUT_SECONDS, naming_a_removed, workers_for
+from ckpt.cli.records import Field, of_step
 from ckpt.cli.store_timeout import open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError
 from ckpt.storage.tiers import OpenTier, open_tiers, tier_at
+
+_FIELDS: Final[Sequence[Field[PrefetchResult]]] = (
+    Field("tier", lambda copy: copy.tier),
+    *of_step(lambda copy: copy.ref),
+    Field("copied", lambda copy: copy.copied_bytes, key="copied_bytes", kind="size"),
+    Field("time", lambda copy: copy.seconds, key="seconds", kind="time"),
+    Field("result", lambda copy: "copied" if copy.copied_bytes else "already there"),
+)
 
 
 def prefetch(
@@ -45,19 +55,9 @@ def prefetch(
             raise ConfigError(f"{tier.url} is memory, which a trainer fills: name a folder")
     copies = _fill(far_tier, tiers[:-1], step)
     if as_json:
-        output.show_json({"source": tiers[-1].url, "tiers": [_as_json(copy) for copy in copies]})
-        return
-    rows = [
-        (
-            copy.tier,
-            str(copy.ref.step),
-            output.size(copy.copied_bytes) if copy.nbytes else "-",
-            output.duration(copy.seconds) if copy.nbytes else "-",
-            "copied" if copy.copied_bytes else "already there",
-        )
-        for copy in copies
-    ]
-    output.show_table(("tier", "step", "copied", "time", "result"), rows, right=("step", "copied"))
+        output.show_json({"source": tiers[-1].url, "tiers": records.entries(_FIELDS, copies)})
+    else:
+        records.show(_FIELDS, copies)
 
 
 def _tiers(
@@ -108,13 +108,3 @@ def _fill(far_tier: Tier, near_tiers: Sequence[OpenTier], step: int | None) -> l
                     raise
                 output.warn(f"step {ref.step} is damaged: {error}; trying step {older.step}")
     raise AssertionError(refs)
-
-
-def _as_json(copy: PrefetchResult) -> dict[str, object]:
-    return {
-        "tier": copy.tier,
-        "step": copy.ref.step,
-        "attempt": copy.ref.attempt,
-        "copied_bytes": copy.copied_bytes,
-        "seconds": round(copy.seconds, 6),
-    }

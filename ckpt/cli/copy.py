@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from ckpt.catalog.index import find, is_committed, own_objects, read_manifest, read_packed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
-from ckpt.cli import output
+from ckpt.cli import output, records
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -23,6 +24,7 @@ from ckpt.cli.options import (
     source_and_destination,
     workers_for,
 )
+from ckpt.cli.records import Field, of_step
 from ckpt.cli.store_timeout import open_watched
 from ckpt.errors import (
     CkptError,
@@ -119,7 +121,7 @@ def copy(
             {
                 "source": origin.url,
                 "dest": destination.url,
-                "steps": [_as_json(outcome) for outcome in outcomes],
+                "steps": records.entries(_FIELDS, outcomes),
             }
         )
     else:
@@ -163,6 +165,16 @@ class _Outcome:
             if self.copied_bytes
             else "intact"
         )
+
+
+_FIELDS: Final[Sequence[Field[_Outcome]]] = (
+    *of_step(lambda outcome: outcome.ref),
+    Field("size", lambda outcome: outcome.nbytes, key="bytes", kind="size"),
+    Field("copied", lambda outcome: outcome.copied_bytes, key="copied_bytes", kind="size"),
+    Field("time", lambda outcome: outcome.seconds, key="seconds", kind="time"),
+    Field("result", lambda outcome: outcome.result),
+    Field("", lambda outcome: outcome.error, key="error"),
+)
 
 
 def _copy(
@@ -220,19 +232,7 @@ def _check_apart(source: str, destination: str) -> None:
 
 
 def _show(outcomes: list[_Outcome], place: str) -> None:
-    rows = [
-        (
-            str(outcome.ref.step),
-            outcome.ref.attempt,
-            "-" if outcome.error else output.size(outcome.nbytes),
-            "-" if outcome.error or outcome.is_skipped else output.size(outcome.copied_bytes),
-            output.duration(outcome.seconds) if outcome.seconds else "-",
-            outcome.result,
-        )
-        for outcome in outcomes
-    ]
-    right = ("step", "size", "copied", "time")
-    output.show_table(("step", "attempt", "size", "copied", "time", "result"), rows, right=right)
+    records.show(_FIELDS, outcomes)
     nbytes, seconds = (
         sum(outcome.copied_bytes for outcome in outcomes),
         sum(outcome.seconds for outcome in outcomes),
@@ -242,15 +242,3 @@ def _show(outcomes: list[_Outcome], place: str) -> None:
     output.show_line(
         f"{output.count(count, 'step')} at {place}, {output.size(nbytes)} copied{rate}"
     )
-
-
-def _as_json(outcome: _Outcome) -> dict[str, object]:
-    return {
-        "step": outcome.ref.step,
-        "attempt": outcome.ref.attempt,
-        "result": outcome.result,
-        "bytes": outcome.nbytes,
-        "copied_bytes": outcome.copied_bytes,
-        "seconds": round(outcome.seconds, 6),
-        "error": str(outcome.error) if outcome.error else None,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -11,7 +12,7 @@ from ckpt.catalog.index import find, read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.verify import Meter
 from ckpt.checks import as_bytes
-from ckpt.cli import output
+from ckpt.cli import output, records
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     JsonOption,
@@ -23,6 +24,7 @@ from ckpt.cli.options import (
     source_and_destination,
     workers_for,
 )
+from ckpt.cli.records import Field
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ _MOST_NOTES = 20
 _SUFFIXES: Final[dict[str, Format]] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch",
 }  # fmt: skip
+
+
+_NOTE_FIELDS: Final[Sequence[Field[tuple[str, str]]]] = (
+    Field("name", lambda pair: pair[0]),
+    Field("why", lambda pair: pair[1]),
+)
 
 
 def export(
@@ -157,7 +165,7 @@ def _show(report: ExportReport, step: int, kind: Format) -> None:
         if notes:
             output.show_line()
             output.show_line(f"{title}: {output.count(len(notes), 'name')}", style="yellow")
-            output.show_table(("name", "why"), notes[:_MOST_NOTES])
+            records.show(_NOTE_FIELDS, notes[:_MOST_NOTES])
             if len(notes) > _MOST_NOTES:
                 output.show_line(f"and {len(notes) - _MOST_NOTES} more: --json lists them all")
 
@@ -167,6 +175,6 @@ def _as_json(report: ExportReport) -> dict[str, object]:
         "place": report.place,
         "tensors": report.tensors,
         "bytes": report.nbytes,
-        "changed": [{"name": name, "why": reason} for name, reason in report.notes.changes],
-        "left_out": [{"name": name, "why": reason} for name, reason in report.notes.left_out],
+        "changed": records.entries(_NOTE_FIELDS, report.notes.changes),
+        "left_out": records.entries(_NOTE_FIELDS, report.notes.left_out),
     }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from ckpt.catalog.index import find
-from ckpt.catalog.pins import Pin, all_pins, note_of, put_pin
-from ckpt.cli import output
+from ckpt.catalog.pins import Pin, PinNote, all_pins, note_of, put_pin
+from ckpt.cli import output, records
 from ckpt.cli.options import (
     LATEST,
     TIMEOUT_SECONDS,
@@ -23,8 +24,15 @@ from ckpt.cli.options import (
     place_and_step,
     seconds,
 )
+from ckpt.cli.records import Field, of_step
 from ckpt.errors import ConfigError
-from ckpt.storage.api import StorageBackend
+
+_FIELDS: Final[Sequence[Field[tuple[Pin, PinNote]]]] = (
+    *of_step(lambda pair: pair[0].ref),
+    Field("until", lambda pair: pair[0].until, kind="moment"),
+    Field("by", lambda pair: pair[1].by),
+    Field("reason", lambda pair: pair[1].reason),
+)
 
 
 def pin(
@@ -59,7 +67,12 @@ def pin(
     ref = backend.ask(partial(find, backend, step))[0]
     put = backend.ask(partial(put_pin, backend, ref, duration, reason))
     if json:
-        output.show_json({"root": backend.url, "pin": _as_json(backend, put)})
+        output.show_json(
+            {
+                "root": backend.url,
+                "pin": records.entries(_FIELDS, [(put, note_of(backend, put))])[0],
+            }
+        )
     else:
         output.show_line(f"step {ref.step} is pinned until {output.moment(put.until)}")
 
@@ -88,30 +101,11 @@ def unpin(
     pins = [pin for pin in backend.ask(partial(all_pins, backend)) if step in (None, pin.ref.step)]
     if not pins:
         backend.ask(partial(find, backend, step))  # Raises if there is no such step
-    records = [_as_json(backend, pin) for pin in pins]
+    pins_with_notes = [(pin, note_of(backend, pin)) for pin in pins]
     for pin in pins:
         backend.delete(pin.key)
     if json:
-        output.show_json({"root": backend.url, "ended": records})
+        output.show_json({"root": backend.url, "ended": records.entries(_FIELDS, pins_with_notes)})
         return
-    rows = [
-        (str(pin.ref.step), pin.ref.attempt, output.moment(pin.until), *map(str, note))
-        for pin, note in zip(
-            pins, ((record["by"], record["reason"]) for record in records), strict=True
-        )
-    ]
-    if rows:
-        columns = ("step", "attempt", "until", "by", "reason")
-        output.show_table(columns, rows, right=("step",), flexible=("reason",))
+    records.show(_FIELDS, pins_with_notes, flexible=("reason",))
     output.show_line(f"{output.count(len(pins), 'pin')} ended")
-
-
-def _as_json(backend: StorageBackend, pin: Pin) -> dict[str, object]:
-    note = note_of(backend, pin)
-    return {
-        "step": pin.ref.step,
-        "attempt": pin.ref.attempt,
-        "until": output.moment_utc(pin.until) or "?",
-        "by": note.by,
-        "reason": note.reason,
-    }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Final, TypeVar
 
 import typer
 
 from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import Inventory, State, StoredStep
-from ckpt.cli import output
+from ckpt.cli import output, records
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -21,6 +21,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
+from ckpt.cli.records import Field, of_step
 from ckpt.cli.store_timeout import open_watched, silence_notes
 from ckpt.config import Best, Tier, load_config
 from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
@@ -40,6 +41,48 @@ from ckpt.retention.pruner import Removal, carry_out
 from ckpt.storage.tiers import resolve_tier
 from ckpt.upkeep.look import checkpoints
 from ckpt.upkeep.plan import missing_steps
+
+T = TypeVar("T")
+
+
+def state_text(state: State) -> str:
+    return {
+        "committed": "checkpoint",
+        "damaged": "files are missing",
+        "incomplete": "remains",
+        "unsupported": "of another format",
+    }[state]
+
+
+def of_bytes(step: Callable[[T], StoredStep | Removal]) -> tuple[Field[T], ...]:
+    """Return the fields of a step that is removed, or could be."""
+    return (
+        *of_step(lambda record: step(record).ref),
+        Field("size", lambda record: step(record).nbytes, key="bytes", kind="size"),
+        Field(
+            "what",
+            lambda record: step(record).state,
+            key="state",
+            text=lambda record: state_text(step(record).state),
+        ),
+    )
+
+
+_Fate = tuple[StoredStep | Removal, str]
+"""A step, and what happens to it."""
+_FATE_FIELDS: Final[Sequence[Field[_Fate]]] = (
+    *of_bytes(lambda fate: fate[0]),
+    Field("fate", lambda fate: fate[1]),
+)
+_REMOVAL_FIELDS: Final[Sequence[Field[_Fate]]] = (
+    *_FATE_FIELDS[:-1],
+    Field("", lambda fate: fate[0].state == "committed", key="committed"),
+)
+_KEPT_FIELDS: Final[Sequence[Field[Verdict]]] = (
+    *of_bytes(lambda verdict: verdict.step),
+    Field("", lambda verdict: verdict.reasons, key="why"),
+    Field("", lambda verdict: verdict.step.metrics, key="metrics"),
+)
 
 
 def prune(
@@ -128,8 +171,8 @@ def prune(
             {
                 "root": backend.url,
                 "dry_run": dry_run,
-                "pruned": [_as_json(removal) for removal in removals],
-                "kept": [_kept_as_json(verdict) for verdict in kept_steps],
+                "pruned": records.entries(_REMOVAL_FIELDS, [(step, "goes") for step in removals]),
+                "kept": records.entries(_KEPT_FIELDS, kept_steps),
             }
         )
     else:
@@ -241,28 +284,12 @@ def _warn_of_names(rule: Retention, steps: Sequence[StoredStep]) -> None:
 
 
 def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run: bool) -> None:
-    rows = [
-        (
-            str(removal.ref.step),
-            removal.ref.attempt,
-            output.size(removal.nbytes),
-            state_text(removal.state),
-            "goes",
-        )
-        for removal in removals
-    ]
-    rows += [
-        (
-            str(verdict.step.ref.step),
-            verdict.step.ref.attempt,
-            output.size(verdict.step.nbytes),
-            state_text(verdict.step.state),
-            f"stays: {', '.join(verdict.reasons)}",
-        )
+    fates: list[_Fate] = [(removal, "goes") for removal in removals]
+    fates += [
+        (verdict.step, f"stays: {', '.join(verdict.reasons)}")
         for verdict in (kept_steps if dry_run else ())
     ]
-    if rows:
-        output.show_table(("step", "attempt", "size", "what", "fate"), rows, right=("step", "size"))
+    records.show(_FATE_FIELDS, fates)
     total = output.size(sum(removal.nbytes for removal in removals))
     output.show_line(
         f"{output.count(len(removals), 'step')} {'would be ' if dry_run else ''}removed, {total}"
@@ -290,31 +317,3 @@ def _best(text: str) -> Best:
             f"--keep-best {text}: write METRIC:MODE or METRIC:MODE:N, such as loss:min, or "
             "accuracy:max:3 to keep three"
         ) from None
-
-
-def state_text(state: State) -> str:
-    return {
-        "committed": "checkpoint",
-        "damaged": "files are missing",
-        "incomplete": "remains",
-        "unsupported": "of another format",
-    }[state]
-
-
-def _as_json(removal: Removal) -> dict[str, object]:
-    return {
-        "step": removal.ref.step,
-        "attempt": removal.ref.attempt,
-        "bytes": removal.nbytes,
-        "committed": removal.state == "committed",
-        "state": removal.state,
-    }
-
-
-def _kept_as_json(verdict: Verdict) -> dict[str, object]:
-    return {
-        "step": verdict.step.ref.step,
-        "attempt": verdict.step.ref.attempt,
-        "why": list(verdict.reasons),
-        "metrics": dict(verdict.step.metrics),
-    }

@@ -7,14 +7,14 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.pins import all_pins, remove_pin
-from ckpt.cli import output
+from ckpt.cli import output, records
 from ckpt.cli.options import (
     LATEST,
     TIMEOUT_SECONDS,
@@ -27,7 +27,8 @@ from ckpt.cli.options import (
     open_each,
     places,
 )
-from ckpt.cli.prune import activity, state_text
+from ckpt.cli.prune import activity, of_bytes
+from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import WatchedStore, silence_notes
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.coordination.owner import Owner, delete_owner, read_owner
@@ -51,6 +52,12 @@ class _TierSteps:
     store: WatchedStore
     steps: Sequence[StoredStep]
     owner: Owner | None
+
+
+_FIELDS: Final[Sequence[Field[tuple[_TierSteps, StoredStep]]]] = (
+    *of_bytes(lambda pair: pair[1]),
+    Field("tier", lambda pair: pair[0].store.url, key="root"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,7 @@ def rm(
             {
                 "roots": [tier.store.url for tier in tiers],
                 "dry_run": dry_run,
-                "removed": [_as_json(tier, step) for tier, step in removals],
+                "removed": records.entries(_FIELDS, removals),
             }
         )
     else:
@@ -296,30 +303,9 @@ def _remove_rest(tiers: Sequence[_TierSteps]) -> None:
 
 
 def _show(removals: Collection[tuple[_TierSteps, StoredStep]], *, dry_run: bool) -> None:
-    rows = [
-        (
-            str(step.ref.step),
-            step.ref.attempt,
-            output.size(step.nbytes),
-            state_text(step.state),
-            tier.store.url,
-        )
-        for tier, step in removals
-    ]
-    if rows:
-        output.show_table(("step", "attempt", "size", "what", "tier"), rows, right=("step", "size"))
+    records.show(_FIELDS, removals)
     count = len({step.ref.step for _, step in removals})
     total = output.size(sum(step.nbytes for _, step in removals))
     output.show_line(
         f"{output.count(count, 'step')} {'would be ' if dry_run else ''}removed, {total}"
     )
-
-
-def _as_json(tier: _TierSteps, step: StoredStep) -> dict[str, object]:
-    return {
-        "root": tier.store.url,
-        "step": step.ref.step,
-        "attempt": step.ref.attempt,
-        "bytes": step.nbytes,
-        "state": step.state,
-    }

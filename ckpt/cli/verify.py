@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from ckpt.catalog.index import find, read_packed
 from ckpt.catalog.verify import Fault, VerifyReport, verify_step
-from ckpt.cli import output
+from ckpt.cli import output, records
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -29,6 +29,7 @@ from ckpt.cli.options import (
     removal_error,
     workers_for,
 )
+from ckpt.cli.records import Field, of_step
 from ckpt.errors import CkptError, ConfigError, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.observe.journal import note_verified
@@ -105,7 +106,7 @@ def _verify_one(place: StoreOrError, step: int | None, *, whole: bool, json: boo
             {
                 "root": backend.url,
                 "intact": intact,
-                "steps": [_as_json(report) for report in reports],
+                "steps": records.entries(_REPORT_FIELDS, reports),
             }
         )
     if not intact:
@@ -137,29 +138,29 @@ def _show(report: VerifyReport) -> None:
         )
         return
     output.show_line(f"{name}: damaged, {output.count(len(report.faults), 'fault')}", style="red")
-    output.show_table(("file", "bytes", "what"), [_row(fault) for fault in report.faults])
+    records.show(_FAULT_FIELDS, report.faults)
 
 
-def _row(fault: Fault) -> tuple[str, str, str]:
+def _span(fault: Fault) -> str:
     if fault.offset is None:
-        return fault.key, "-", fault.what
+        return "-"
     end = f" to {fault.offset + fault.nbytes}" if fault.nbytes is not None else " on"
-    return fault.key, f"{fault.offset}{end}", fault.what
+    return f"{fault.offset}{end}"
 
 
-def _as_json(report: VerifyReport) -> dict[str, object]:
-    return {
-        "step": report.ref.step,
-        "attempt": report.ref.attempt,
-        "intact": report.intact,
-        "verified_bytes": report.verified_bytes,
-        "seconds": round(report.seconds, 6),
-        "faults": [_fault_as_json(fault) for fault in report.faults],
-    }
-
-
-def _fault_as_json(fault: Fault) -> dict[str, object]:
-    return {"file": fault.key, "offset": fault.offset, "bytes": fault.nbytes, "what": fault.what}
+_FAULT_FIELDS: Final[Sequence[Field[Fault]]] = (
+    Field("file", lambda fault: fault.key),
+    Field("bytes", lambda fault: fault.nbytes, text=_span),
+    Field("what", lambda fault: fault.what),
+    Field("", lambda fault: fault.offset, key="offset"),
+)
+_REPORT_FIELDS: Final[Sequence[Field[VerifyReport]]] = (
+    *of_step(lambda report: report.ref),
+    Field("", lambda report: report.intact, key="intact"),
+    Field("", lambda report: report.verified_bytes, key="verified_bytes"),
+    Field("", lambda report: report.seconds, key="seconds", kind="time"),
+    Field("", lambda report: records.entries(_FAULT_FIELDS, report.faults), key="faults"),
+)
 
 
 # -- several tiers ---------------------------------------------------------------------------------
@@ -249,7 +250,8 @@ def _show_tiers(tiers: list[_Tier]) -> None:
             )
             for fault in report.faults:
                 intact_urls = ", ".join(_intact_on(fault, ref, tier, tiers))
-                damage.append((tier.url, *_row(fault), intact_urls or "no other tier"))
+                cells = [field.cell(fault) for field in _FAULT_FIELDS if field.title]
+                damage.append((tier.url, *cells, intact_urls or "no other tier"))
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _error_text(tier)))
     columns, faults = (
@@ -343,12 +345,15 @@ def _meet(fault_a: Fault, fault_b: Fault, same_encoding: bool) -> bool:
 def _tier_as_json(tier: _Tier, tiers: list[_Tier]) -> dict[str, object]:
     steps = [
         {
-            **_as_json(report),
+            **records.entry(_REPORT_FIELDS, report),
             "faults": [
-                {**_fault_as_json(fault), "intact_on": _intact_on(fault, ref, tier, tiers)}
+                {
+                    **records.entry(_FAULT_FIELDS, fault),
+                    "intact_on": _intact_on(fault, ref, tier, tiers),
+                }
                 for fault in report.faults
             ],
         }
         for ref, report in tier.reports.items()
     ]
-    return {"root": tier.url, "error": str(tier.error) if tier.error else None, "steps": steps}
+    return {"root": tier.url, "error": tier.error, "steps": steps}
