@@ -11,7 +11,7 @@ from ckpt.agent.prefetch import prefetch as copy_ahead
 from ckpt.catalog.index import find
 from ckpt.cli import output, records
 from ckpt.cli.options import TIMEOUT_SECONDS, naming_a_removed, workers_for
-from ckpt.cli.records import Field, of_step
+from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError
@@ -19,7 +19,7 @@ from ckpt.storage.tiers import OpenTier, open_tiers, tier_at
 
 _FIELDS: Final[Sequence[Field[PrefetchResult]]] = (
     Field("tier", lambda copy: copy.tier),
-    *of_step(lambda copy: copy.ref),
+    Field("", lambda copy: copy.ref, kind="step"),
     Field("copied", lambda copy: copy.copied_bytes, key="copied_bytes", kind="size"),
     Field("time", lambda copy: copy.seconds, key="seconds", kind="time"),
     Field("result", lambda copy: "copied" if copy.copied_bytes else "already there"),

@@ -24,7 +24,7 @@ from ckpt.cli.options import (
     source_and_destination,
     workers_for,
 )
-from ckpt.cli.records import Field, of_step
+from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import open_watched
 from ckpt.errors import (
     CkptError,
@@ -168,7 +168,7 @@ class _Outcome:
 
 
 _FIELDS: Final[Sequence[Field[_Outcome]]] = (
-    *of_step(lambda outcome: outcome.ref),
+    Field("", lambda outcome: outcome.ref, kind="step"),
     Field("size", lambda outcome: outcome.nbytes, key="bytes", kind="size"),
     Field("copied", lambda outcome: outcome.copied_bytes, key="copied_bytes", kind="size"),
     Field("time", lambda outcome: outcome.seconds, key="seconds", kind="time"),

@@ -24,11 +24,11 @@ from ckpt.cli.options import (
     place_and_step,
     seconds,
 )
-from ckpt.cli.records import Field, of_step
+from ckpt.cli.records import Field
 from ckpt.errors import ConfigError
 
 _FIELDS: Final[Sequence[Field[tuple[Pin, PinNote]]]] = (
-    *of_step(lambda pair: pair[0].ref),
+    Field("", lambda pair: pair[0].ref, kind="step"),
     Field("until", lambda pair: pair[0].until, kind="moment"),
     Field("by", lambda pair: pair[1].by),
     Field("reason", lambda pair: pair[1].reason),

@@ -21,7 +21,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.records import Field, of_step
+from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import open_watched, silence_notes
 from ckpt.config import Best, Tier, load_config
 from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
@@ -57,7 +57,7 @@ def state_text(state: State) -> str:
 def of_bytes(step: Callable[[T], StoredStep | Removal]) -> tuple[Field[T], ...]:
     """Return the fields of a step that is removed, or could be."""
     return (
-        *of_step(lambda record: step(record).ref),
+        Field("", lambda record: step(record).ref, kind="step"),
         Field("size", lambda record: step(record).nbytes, key="bytes", kind="size"),
         Field(
             "what",

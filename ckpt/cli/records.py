@@ -11,11 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from ckpt.cli import output
-from ckpt.model.keys import StepRef
 
 T = TypeVar("T")
-Kind = Literal["text", "number", "size", "time", "moment"]
-"""What a value is: a text, a number, bytes, seconds, or seconds since 1970."""
+Kind = Literal["text", "number", "step", "size", "time", "moment"]
+"""What a value is: a text, a number, a `StepRef`, bytes, seconds, or seconds since 1970."""
 _TEXTS: Final[dict[Kind, Callable[[Any], str]]] = {
     "text": str,
     "number": str,
@@ -27,6 +26,9 @@ _JSON: Final[dict[Kind, Callable[[Any], object]]] = {
     "time": lambda seconds: round(seconds, 6),
     "moment": lambda seconds: output.moment_utc(seconds) or "?",
 }
+_RIGHT: Final = ("number", "size", "time")
+_STEP: Final = ("step", "attempt")
+"""The titles and the keys of a `StepRef`, which are two columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Field(Generic[T]):
     """One field of records of the type ``T``.
 
     Attributes:
-        title: The title of the column; empty if only JSON has the field.
+        title: The title of the column; empty if only JSON has the field, and for a step.
         value: Returns the value of a record. The table shows ``-`` for None, and for a size or a
             time that is 0.
         key: The name in JSON; empty if it is the title.
@@ -49,31 +51,35 @@ class Field(Generic[T]):
     kind: Kind = "text"
     text: Callable[[T], str] | None = None
 
-    def cell(self, record: T) -> str:
-        """Return the text that a table shows."""
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """The titles of the columns."""
+        return _STEP if self.kind == "step" else (self.title,) if self.title else ()
+
+    def cells(self, record: T) -> tuple[str, ...]:
+        """Return the texts of a record in the columns."""
+        if not self.titles:
+            return ()
         if self.text is not None:
-            return self.text(record)
+            return (self.text(record),)
         value = self.value(record)
+        if self.kind == "step":
+            return str(value.step), value.attempt
         is_empty = value is None or (self.kind in ("size", "time") and not value)
-        return "-" if is_empty else _TEXTS[self.kind](value)
+        return ("-" if is_empty else _TEXTS[self.kind](value),)
 
-    def json_value(self, record: T) -> object:
-        """Return the value that JSON has."""
+    def items(self, record: T) -> dict[str, object]:
+        """Return the keys and values of a record in JSON."""
         value = self.value(record)
-        return _JSON[self.kind](value) if self.kind in _JSON and value is not None else value
-
-
-def of_step(ref: Callable[[T], StepRef]) -> tuple[Field[T], Field[T]]:
-    """Return the fields with the number and the attempt of the step of a record."""
-    return (
-        Field("step", lambda record: ref(record).step, kind="number"),
-        Field("attempt", lambda record: ref(record).attempt),
-    )
+        if self.kind == "step":
+            return dict(zip(_STEP, (value.step, value.attempt), strict=True))
+        is_number = self.kind in _JSON and value is not None
+        return {self.key or self.title: _JSON[self.kind](value) if is_number else value}
 
 
 def entry(fields: Sequence[Field[T]], record: T) -> dict[str, object]:
     """Return a record for ``output.show_json``."""
-    return {field.key or field.title: field.json_value(record) for field in fields}
+    return {key: value for field in fields for key, value in field.items(record).items()}
 
 
 def entries(fields: Sequence[Field[T]], records: Iterable[T]) -> list[dict[str, object]]:
@@ -91,11 +97,20 @@ def show(
         records: The records.
         flexible: See ``output.show_table``.
     """
-    columns = [field for field in fields if field.title]
     if records:
         output.show_table(
-            [field.title for field in columns],
-            [[field.cell(record) for field in columns] for record in records],
-            right=[field.title for field in columns if field.kind in ("number", "size", "time")],
+            titles_of(fields),
+            [cells_of(fields, record) for record in records],
+            right=["step", *(field.title for field in fields if field.kind in _RIGHT)],
             flexible=flexible,
         )
+
+
+def titles_of(fields: Sequence[Field[T]]) -> list[str]:
+    """Return the titles of the columns of a table."""
+    return [title for field in fields for title in field.titles]
+
+
+def cells_of(fields: Sequence[Field[T]], record: T) -> list[str]:
+    """Return the texts of a record in the columns of a table."""
+    return [cell for field in fields for cell in field.cells(record)]

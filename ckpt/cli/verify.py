@@ -29,7 +29,7 @@ from ckpt.cli.options import (
     removal_error,
     workers_for,
 )
-from ckpt.cli.records import Field, of_step
+from ckpt.cli.records import Field
 from ckpt.errors import CkptError, ConfigError, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.observe.journal import note_verified
@@ -155,7 +155,7 @@ _FAULT_FIELDS: Final[Sequence[Field[Fault]]] = (
     Field("", lambda fault: fault.offset, key="offset"),
 )
 _REPORT_FIELDS: Final[Sequence[Field[VerifyReport]]] = (
-    *of_step(lambda report: report.ref),
+    Field("", lambda report: report.ref, kind="step"),
     Field("", lambda report: report.intact, key="intact"),
     Field("", lambda report: report.verified_bytes, key="verified_bytes"),
     Field("", lambda report: report.seconds, key="seconds", kind="time"),
@@ -250,7 +250,7 @@ def _show_tiers(tiers: list[_Tier]) -> None:
             )
             for fault in report.faults:
                 intact_urls = ", ".join(_intact_on(fault, ref, tier, tiers))
-                cells = [field.cell(fault) for field in _FAULT_FIELDS if field.title]
+                cells = records.cells_of(_FAULT_FIELDS, fault)
                 damage.append((tier.url, *cells, intact_urls or "no other tier"))
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _error_text(tier)))

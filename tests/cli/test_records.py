@@ -22,7 +22,7 @@ class Copy:
 
 
 FIELDS: tuple[Field[Copy], ...] = (
-    *records.of_step(lambda copy: copy.ref),
+    Field("", lambda copy: copy.ref, kind="step"),
     Field("size", lambda copy: copy.nbytes, key="bytes", kind="size"),
     Field("time", lambda copy: copy.seconds, key="seconds", kind="time"),
     Field("result", lambda copy: copy.error is None, text=lambda copy: str(copy.error or "ok")),
@@ -72,6 +72,6 @@ def test_json_has_the_values_under_their_keys(capsys: pytest.CaptureFixture[str]
 
 def test_a_time_is_local_in_a_table_and_utc_in_json() -> None:
     until: Field[float] = Field("until", lambda seconds: seconds, kind="moment")
-    assert until.cell(1.5) == output.moment(1.5)
-    assert until.json_value(1.5) == "1970-01-01T00:00:01.500+00:00"
-    assert until.json_value(1e300) == "?"
+    assert until.cells(1.5) == (output.moment(1.5),)
+    assert until.items(1.5) == {"until": "1970-01-01T00:00:01.500+00:00"}
+    assert until.items(1e300) == {"until": "?"}
