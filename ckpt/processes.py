@@ -7,6 +7,7 @@ import torch, because the agent uses it too.
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 from typing import Annotated, Final, Self
@@ -93,3 +94,12 @@ def _stat(pid: int) -> list[str]:
     except OSError:
         return []
     return [] if fields[0] in "ZX" else fields
+
+
+def user_at_host() -> str:
+    """Return the user and the machine of this process, for people, such as "ana@node7"."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # The user id has no name
+        user = "?"
+    return f"{user}@{socket.gethostname()}"

@@ -11,10 +11,8 @@ in place, since another process may be removing the same step.
 
 from __future__ import annotations
 
-import getpass
 import re
 import secrets
-import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -39,6 +37,7 @@ from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import PINS, StepRef, parse_folder
 from ckpt.model.manifest import FORMAT
 from ckpt.pipeline.retry import RetryPolicy
+from ckpt.processes import user_at_host
 from ckpt.storage.api import StorageBackend, is_there, read_record
 
 CLOCK_SKEW_SECONDS: Final = 3600.0
@@ -117,7 +116,7 @@ def _put(
     if len(reason) > _MOST_REASON:
         raise ConfigError(f"the reason has {len(reason)} characters: at most {_MOST_REASON}")
     pin = Pin(ref, int(time.time() + seconds) + 1, secrets.token_hex(8))
-    data = pack(PinNote(reason=reason, by=_user()))
+    data = pack(PinNote(reason=reason, by=user_at_host()[:_MOST_REASON]))
     with errors_of(backend.url):
         _RETRY.call(lambda: backend.put(pin.key, [data]))
         try:
@@ -183,11 +182,3 @@ def _parse(key: str) -> Pin | None:
     match = _NAME.fullmatch(key.removeprefix(f"{PINS}/"))
     ref = parse_folder(match[1]) if match else None
     return Pin(ref, int(match[2]), match[3]) if match and ref else None
-
-
-def _user() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # The user id has no name
-        user = "?"
-    return f"{user}@{socket.gethostname()}"[:_MOST_REASON]

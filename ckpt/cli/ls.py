@@ -69,7 +69,8 @@ def ls(
     No data file is read: "committed" means that a checkpoint is complete, and `ckpt verify` shows
     whether its data is intact. "incomplete" is a save that is still under way or was cut
     short. It is never restored. No retention removes a step that is "pinned" (`ckpt pin`). If two
-    attempts at a step are committed, a restore takes the younger one, and the other is "older".
+    attempts at a step are committed, a restore takes the younger one, and the other is "older". A
+    step that a rollback has "abandoned" is not taken for the newest (`ckpt log`).
 
     Each metric has a column, and a star marks its best value: the smallest or the largest, as the
     keep_best of ckpt.toml or of the job says, or else the smallest of a metric with "loss" in its
@@ -157,12 +158,14 @@ class _Row:
         ref: The attempt.
         committed_step: The attempt on the nearest tier where it is committed; None if it is
             committed on no tier. The manifests on all tiers have the same facts about the attempt.
-        older: Whether there is a younger committed attempt at the same step, which a restore takes.
+        older: Whether there is another committed attempt at the same step, which a restore takes.
+        is_abandoned: Whether a rollback has abandoned the attempt.
     """
 
     ref: StepRef
     committed_step: StoredStep | None
     older: bool
+    is_abandoned: bool
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -180,8 +183,11 @@ class _Row:
 
     @property
     def step(self) -> int | None:
-        """Return the number of the step; None if a restore of the step takes another attempt."""
-        return self.ref.step if self.committed_step and not self.older else None
+        """Return the number of the step; None if a restore of the newest or of this step takes
+        another attempt, or if the attempt is not committed.
+        """
+        is_first = not (self.older or self.is_abandoned)
+        return self.ref.step if self.committed_step and is_first else None
 
     @property
     def facts_as_json(self) -> dict[str, object]:
@@ -269,9 +275,14 @@ def _rows(tiers: Sequence[_Tier], newest: int | None) -> list[_Row]:
                 step if step.state == "committed" else None
             )
 
-    def age(ref: StepRef) -> tuple[int, bool, float, str]:
-        step = committed_steps[ref]
-        return ref.step, step is not None, step.created_at if step else 0.0, ref.attempt
+    abandoned_refs = {
+        ref for tier in tiers for ref, step in tier.steps.items() if step.is_abandoned
+    }
+
+    def age(ref: StepRef) -> tuple[int, bool, bool, float, str]:
+        step, is_abandoned = committed_steps[ref], ref in abandoned_refs
+        created_at = step.created_at if step else 0.0
+        return ref.step, step is not None, not is_abandoned, created_at, ref.attempt
 
     refs = sorted(committed_steps, key=age)
     older = {
@@ -280,7 +291,11 @@ def _rows(tiers: Sequence[_Tier], newest: int | None) -> list[_Row]:
         if ref.step == successor.step
     }
     steps = frozenset(sorted({ref.step for ref in refs})[-newest if newest else 0 :])
-    return [_Row(ref, committed_steps[ref], ref in older) for ref in refs if ref.step in steps]
+    return [
+        _Row(ref, committed_steps[ref], ref in older, ref in abandoned_refs)
+        for ref in refs
+        if ref.step in steps
+    ]
 
 
 def _note_memory(listing: _Tier, tier: Tier) -> None:
@@ -448,7 +463,8 @@ def _cell(tier: _Tier, row: _Row) -> str:
     if step is None:
         return "-"
     if step.state == "committed":
-        return _size(step) + (", pinned" if step.pins else "")
+        marks = (", pinned" if step.pins else "") + (", abandoned" if step.is_abandoned else "")
+        return _size(step) + marks
     if step.state != "incomplete":
         return f"damaged: {step.reason}"
     if step.is_cut:
@@ -463,6 +479,7 @@ def _across_as_json(tiers: Sequence[_Tier], row: _Row, table: _Table) -> dict[st
         "step": row.ref.step,
         "attempt": row.ref.attempt,
         "older": row.older,
+        "abandoned": row.is_abandoned,
         **row.facts_as_json,
         "metadata": _metadata(row.committed_step),
         **_metrics_as_json(row, table),
@@ -527,6 +544,8 @@ def _state(step: StoredStep) -> tuple[str, str]:
 def _size_and_state(step: StoredStep) -> tuple[str, str]:
     state, detail = _state(step)
     text = f"{state}: {detail}" if detail else state
+    if step.is_abandoned:
+        text += ", abandoned"
     if step.pins:
         text += f", pinned until {output.moment(_pinned_until(step))}"
     if step.state == "committed":
@@ -572,6 +591,7 @@ def _as_json(step: StoredStep, row: _Row, table: _Table) -> dict[str, object]:
         "step": row.ref.step,
         "attempt": row.ref.attempt,
         "older": row.older,
+        "abandoned": row.is_abandoned,
         "state": state,
         "detail": detail or None,
         **row.facts_as_json,

@@ -38,9 +38,11 @@ Examples:
   ckpt diff runs/gpt --step 1100 --step 1200      what has changed?
   ckpt serve runs/gpt                             watch it in the browser
   ckpt top runs/gpt                               watch it in the terminal
+  ckpt log runs/gpt                               what came after what?
+  ckpt rollback runs/gpt 1200                     go back: later steps are abandoned
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
-  ckpt rm runs/gpt --after 1200                   go back: newer steps go for good
+  ckpt rm runs/gpt --after 1200                   newer steps go for good
   ckpt advise runs/gpt --failures-per-day 2       how often to save?
   ckpt pin runs/gpt 1200 --for 2h                 keep it for now
   ckpt watch runs/gpt --exec 'eval.sh {path}'     do something with each new step
@@ -137,9 +139,11 @@ COMMANDS: Final = {
     "verify": ("verify:verify", "Compare every byte with its checksum."),
     "diff": ("diff:diff", "Compare two checkpoints."),
     "serve": ("serve:serve", "Show runs on a page in the browser, live."),
+    "log": ("log:log", "Show the history of a run, with its branches."),
     "top": ("top:top", "Show runs at a glance in the terminal, live."),
     "advise": ("advise:advise", "Show how often to save, and what is lost per day."),
     "copy": ("copy:copy", "Copy checkpoints between any two places."),
+    "rollback": ("rollback:rollback", "Let a run go on from an older step."),
     "prune": ("prune:prune", "Remove checkpoints that need not be kept."),
     "rm": ("rm:rm", "Remove the steps that you name, on all tiers of a run."),
     "pin": ("pin:pin", "Keep a step from being removed for some time."),

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.index import why_missing
-from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.pins import all_pins, remove_pin
 from ckpt.cli import output, records
 from ckpt.cli.options import (
@@ -22,39 +22,20 @@ from ckpt.cli.options import (
     JsonOption,
     RootsOption,
     TimeoutOption,
-    ask_each,
     is_step,
-    open_each,
     places,
 )
-from ckpt.cli.prune import activity, of_bytes
+from ckpt.cli.prune import of_bytes
 from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import WatchedStore, silence_notes
-from ckpt.config import MEMORY, Tier, load_config
-from ckpt.coordination.owner import Owner, delete_owner, read_owner
-from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
+from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run
+from ckpt.cli.store_timeout import silence_notes
+from ckpt.coordination.owner import delete_owner
+from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.observe.journal import journal_files
 from ckpt.retention.removal import remove
 from ckpt.storage.places import is_folder
-from ckpt.storage.registry import scheme_of, stores_in_memory
-from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 
-
-@dataclass(frozen=True, slots=True)
-class _TierSteps:
-    """What a tier of the run has.
-
-    Attributes:
-        steps: All attempts at steps on the tier.
-        owner: The owner of the root; None if it has none.
-    """
-
-    store: WatchedStore
-    steps: Sequence[StoredStep]
-    owner: Owner | None
-
-
-_FIELDS: Final[Sequence[Field[tuple[_TierSteps, StoredStep]]]] = (
+_FIELDS: Final[Sequence[Field[tuple[RunTier, StoredStep]]]] = (
     *of_bytes(lambda pair: pair[1]),
     Field("tier", lambda pair: pair[0].store.url, key="root"),
 )
@@ -128,7 +109,7 @@ def rm(
     step_words = [word for word in words if is_step(word)]
     if (bool(step_words) + (last_step is not None) + whole_run) != 1:
         raise ConfigError("name what goes: one or more of STEP, or --after N, or --run")
-    tiers = _look(urls, config, timeout)
+    tiers = look_at_run(urls, config, timeout)
     choice = _choice(step_words, last_step, whole_run, tiers)
     removals = _removals(tiers, choice)
     _check(tiers, choice, removals, force=force or dry_run)
@@ -151,51 +132,8 @@ def rm(
         _show(removals, dry_run=dry_run)
 
 
-def _look(urls: Sequence[str], config: str | None, timeout: float) -> list[_TierSteps]:
-    """Return what each tier of the run has, nearest first.
-
-    Raises:
-        CkptError: A tier cannot be opened or listed.
-    """
-    tiers = load_config(config).tiers
-    is_in_config = (
-        len(urls) < 2
-        and MEMORY not in urls
-        and resolve_tier(next(iter(urls), None), config) in tiers
-    )
-    stores = (
-        open_each(None, config, timeout=timeout, all_tiers=True)
-        if is_in_config
-        else open_each(_with_own_memory(urls, config) or None, config, timeout=timeout)
-    )
-
-    def look(store: WatchedStore) -> _TierSteps:
-        is_part = scheme_of(store.url) == "shm" or tier_at(store.url, tiers).local is True
-        return _TierSteps(store, Inventory(store, part=is_part).look(), read_owner(store))
-
-    results = [result for _, result in ask_each(stores, look)]
-    for result in results:
-        if isinstance(result, CkptError):
-            raise result
-    return [result for result in results if isinstance(result, _TierSteps)]
-
-
-def _with_own_memory(urls: Sequence[str], config: str | None) -> list[str]:
-    """Return ``urls`` with "memory" replaced by the store of the run whose next tier follows. It is
-    left out if no job of this user has made it on this machine.
-
-    Raises:
-        ConfigError: No place follows "memory".
-    """
-    stores = stores_in_memory()
-    # The name of a store in memory follows from the server of the next tier, and so from options.
-    tiers = [Tier(url) if url == MEMORY else resolve_tier(url, config) for url in urls]
-    pairs = zip(urls, urls_of(tiers), strict=True)
-    return [store for url, store in pairs if url != MEMORY or store in stores]
-
-
 def _choice(
-    step_words: Sequence[str], last_step: int | None, whole_run: bool, tiers: Sequence[_TierSteps]
+    step_words: Sequence[str], last_step: int | None, whole_run: bool, tiers: Sequence[RunTier]
 ) -> _Choice:
     """Return the steps that the call names.
 
@@ -219,7 +157,7 @@ def _choice(
     return _Choice(frozenset(numbers), last_step, whole_run)
 
 
-def _checkpoints(tiers: Sequence[_TierSteps]) -> set[int]:
+def _checkpoints(tiers: Sequence[RunTier]) -> set[int]:
     """Return the checkpoints of the run. If no tier has a whole one, return all steps that have a
     manifest: the other files may be on other nodes, or a newer ckpt may read the format.
     """
@@ -228,7 +166,7 @@ def _checkpoints(tiers: Sequence[_TierSteps]) -> set[int]:
     return committed or {number for number, state in states if state != "incomplete"}
 
 
-def _removals(tiers: Sequence[_TierSteps], choice: _Choice) -> list[tuple[_TierSteps, StoredStep]]:
+def _removals(tiers: Sequence[RunTier], choice: _Choice) -> list[tuple[RunTier, StoredStep]]:
     """Return the attempts to remove, newest step first. So an interrupted call leaves the history
     up to some step.
     """
@@ -240,9 +178,9 @@ def _removals(tiers: Sequence[_TierSteps], choice: _Choice) -> list[tuple[_TierS
 
 
 def _check(
-    tiers: Sequence[_TierSteps],
+    tiers: Sequence[RunTier],
     choice: _Choice,
-    removals: Sequence[tuple[_TierSteps, StoredStep]],
+    removals: Sequence[tuple[RunTier, StoredStep]],
     *,
     force: bool,
 ) -> None:
@@ -259,13 +197,8 @@ def _check(
                 f"{output.moment(max(pin.until for pin in step.pins))}: end the pin with "
                 f"`ckpt unpin {tier.store.url} {step.ref.step}` first"
             )
-    for tier in tiers:
-        owner = tier.owner
-        if owner is not None and not force and (text := activity(owner)):
-            raise CommitError(
-                f"{tier.store.url}: the job that writes here {text} ({owner}), and may save or "
-                "copy the steps again: end it first, or give --force"
-            )
+    if not force:
+        check_idle(tiers, consequence="may save or copy the steps again")
     numbers = _checkpoints(tiers)
     if numbers and all(map(choice.takes, numbers)) and not choice.is_run:
         raise ConfigError(
@@ -275,8 +208,8 @@ def _check(
 
 
 def _carry_out(
-    removals: Sequence[tuple[_TierSteps, StoredStep]],
-) -> list[tuple[_TierSteps, StoredStep]]:
+    removals: Sequence[tuple[RunTier, StoredStep]],
+) -> list[tuple[RunTier, StoredStep]]:
     """Remove the attempts, and return them.
 
     Raises:
@@ -291,7 +224,7 @@ def _carry_out(
     return list(removals)
 
 
-def _remove_rest(tiers: Sequence[_TierSteps]) -> None:
+def _remove_rest(tiers: Sequence[RunTier]) -> None:
     """Remove the pins, the owners of the roots, and the journals. Files that are not ours stay."""
     for tier in tiers:
         for pin in all_pins(tier.store):
@@ -302,7 +235,7 @@ def _remove_rest(tiers: Sequence[_TierSteps]) -> None:
                 os.unlink(path)
 
 
-def _show(removals: Collection[tuple[_TierSteps, StoredStep]], *, dry_run: bool) -> None:
+def _show(removals: Collection[tuple[RunTier, StoredStep]], *, dry_run: bool) -> None:
     records.show(_FIELDS, removals)
     count = len({step.ref.step for _, step in removals})
     total = output.size(sum(step.nbytes for _, step in removals))

@@ -85,6 +85,30 @@ def last_rollback(rollbacks: Iterable[Rollback | None]) -> Rollback | None:
     return max(present, key=lambda rollback: rollback.order, default=None)
 
 
+def history_of(rollbacks: Iterable[Rollback]) -> list[Rollback]:
+    """Return the rollbacks that counted one after another: one for each number, oldest first.
+
+    ``rollbacks`` are those of all tiers, in any order.
+    """
+    by_number: dict[int, Rollback] = {}
+    for rollback in sorted(rollbacks, key=lambda rollback: rollback.order):
+        by_number[rollback.number] = rollback
+    return list(by_number.values())
+
+
+def abandoned_by(rollbacks: Sequence[Rollback], ref: StepRef) -> Rollback | None:
+    """Return the rollback that has abandoned ``ref``; None if ``ref`` is on the current branch.
+
+    Later rollbacks have not taken the step up again. ``rollbacks`` are in ascending order.
+    """
+    result: Rollback | None = None
+    for rollback in reversed(rollbacks):
+        if rollback.keeps(ref):
+            return result
+        result = rollback
+    return result
+
+
 def heads_of(refs: Iterable[StepRef]) -> list[StepRef]:
     """Return the newest step of each attempt in ``refs``, in ascending order."""
     newest: dict[str, StepRef] = {}
@@ -94,7 +118,7 @@ def heads_of(refs: Iterable[StepRef]) -> list[StepRef]:
 
 
 def roll_back(
-    rollbacks: Sequence[Rollback],
+    rollbacks: Iterable[Rollback],
     ref: StepRef,
     heads: Collection[StepRef],
     *,
@@ -108,12 +132,12 @@ def roll_back(
     the branch of ``ref`` up to ``ref`` takes the place of the present one.
 
     Args:
-        rollbacks: The rollbacks of the run, in any order.
+        rollbacks: The rollbacks of the run, on all tiers and in any order.
         ref: The step to go back to.
         heads: The newest step of each attempt of the run, committed or not.
         trials: For each job that goes on after the rollback, the number of its first try then.
     """
-    history = sorted(rollbacks, key=lambda rollback: rollback.order)
+    history = history_of(rollbacks)
     last = history[-1] if history else None
     if on_branch(last, [ref]) and all(_newest(last, head) <= ref.step for head in heads):
         return None

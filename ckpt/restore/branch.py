@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, TypeVar
 
 import msgspec
@@ -22,7 +23,7 @@ from ckpt.coordination.owner import Owner, refusing_owner
 from ckpt.errors import CkptError, StorageError
 from ckpt.events import RolledBack
 from ckpt.model.keys import StepRef
-from ckpt.model.rollback import Rollback, last_rollback, roll_back
+from ckpt.model.rollback import Rollback, roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.restore.restorer import RestoreContext
 from ckpt.storage.api import StorageBackend
@@ -138,14 +139,10 @@ def _decide(
 
 
 def _rollbacks(tiers: Sequence[OpenTier], listers: Workers, last: Rollback) -> list[Rollback]:
-    """Return all rollbacks of the run up to ``last``, from the tiers that answer."""
+    """Return ``last`` and the rollbacks on the tiers that answer."""
     answers = _answers(tiers, listers, all_rollbacks).values()
-    rollbacks = [rollback for answer in answers if isinstance(answer, list) for rollback in answer]
-    by_number: dict[int, list[Rollback]] = {}
-    for rollback in [*rollbacks, last]:
-        by_number.setdefault(rollback.number, []).append(rollback)
-    valid = map(last_rollback, by_number.values())
-    return [rollback for rollback in valid if rollback is not None]
+    lists = [answer for answer in answers if isinstance(answer, list)]
+    return [last, *chain.from_iterable(lists)]
 
 
 def _put(tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback) -> str:

@@ -62,6 +62,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "step": 300,
         "attempt": "abcxyz",
         "older": False,
+        "abandoned": False,
         "state": "committed",
         "detail": None,
         "committed_at": "2023-11-14T22:18:20.000+00:00",

@@ -411,10 +411,7 @@ def test_tables_fit_a_terminal_of_80_columns(cli: Cli, tmp_path: Path) -> None:
         f"  tier {n + 1}  {Path(place).absolute()}" for n, place in enumerate(places)
     ]
     assert several[4] == ""
-    assert (
-        " ".join(several[5].split())
-        == "step attempt committed at ranks tier 1 tier 2 tier 3 tier 4"
-    )
+    assert " ".join(several[5].split()) == "step committed at ranks tier 1 tier 2 tier 3 tier 4"
     assert [row.split()[0] for row in several[6:]] == ["100", "123456"]
     assert all(len(line) <= 80 for line in [*one, *several[5:]])
     verified = on_terminal(80, "verify", *places)

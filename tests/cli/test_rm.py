@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import ckpt.cli.rm
+import ckpt.cli.run_tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.cli.rm import _with_own_memory
+from ckpt.cli.run_tiers import with_own_memory
 from ckpt.config import load_config
 from ckpt.coordination.owner import Owner, put_owner
 from ckpt.coordination.step_files import delete_files
@@ -163,8 +163,8 @@ def test_the_memory_of_a_run_is_known_by_the_options_of_its_next_tier(
     tiers = load_config().tiers
     memory = urls_of([Tier("memory"), tiers[1]])[0]
     assert memory != urls_of([Tier("memory"), Tier("s3://bucket/run")])[0]
-    monkeypatch.setattr(ckpt.cli.rm, "stores_in_memory", lambda: [memory])
-    assert _with_own_memory(["memory", "s3://bucket/run"], None) == [memory, "s3://bucket/run"]
+    monkeypatch.setattr(ckpt.cli.run_tiers, "stores_in_memory", lambda: [memory])
+    assert with_own_memory(["memory", "s3://bucket/run"], None) == [memory, "s3://bucket/run"]
 
 
 def test_one_goes_back_to_a_checkpoint_only(cli: Cli, tmp_path: Path) -> None:

@@ -1,0 +1,199 @@
+"""``ckpt log``: show the history of a run, with its branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import typer
+
+from ckpt.catalog.inventory import StoredStep
+from ckpt.cli import output
+from ckpt.cli.metric_columns import MetricColumns, modes_of
+from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
+    ConfigFileOption,
+    JsonOption,
+    PlacesArgument,
+    RootsOption,
+    TimeoutOption,
+    places,
+)
+from ckpt.cli.run_tiers import RunTier, look_at_run, rollbacks_of
+from ckpt.config import Mode, load_config
+from ckpt.errors import NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback, abandoned_by, history_of
+
+_CURRENT: Final = "*"
+_SIDE: Final = "| o"
+_FORK: Final = "|/"
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the history.
+
+    Attributes:
+        graph: The symbols that draw the branches.
+        step: The checkpoint of the line; None for a line that only joins two branches.
+        note: The rollbacks to the step, and the one that has abandoned it.
+    """
+
+    graph: str
+    step: StoredStep | None = None
+    note: str = ""
+
+
+def log(
+    arguments: PlacesArgument = None,
+    newest: Annotated[
+        int | None,
+        typer.Option("-n", "--newest", metavar="N", min=1, help="Show only the N newest steps."),
+    ] = None,
+    roots: RootsOption = None,
+    config: ConfigFileOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
+    json: JsonOption = False,
+) -> None:
+    r"""Show the history of a run, newest step first.
+
+    "*" is a step of the current branch, from which the next job goes on. "o" is a step that a
+    rollback has abandoned; "|/" joins its branch with the step that both have in common. `ckpt
+    rollback` goes back, and takes an abandoned branch up again.
+
+    \b
+    Examples:
+      ckpt log runs/gpt
+      ckpt log runs/gpt s3://bucket/gpt -n 20
+    """
+    tiers = look_at_run(places(arguments, roots), config, timeout)
+    steps = _checkpoints(tiers)
+    if not steps:
+        urls = ", ".join(tier.store.url for tier in tiers)
+        raise NoCheckpoint(urls, "there is no checkpoint, and so no history")
+    rollbacks = history_of(rollbacks_of(tiers))
+    if json:
+        branch_by_ref = {ref: abandoned_by(rollbacks, ref) for ref in steps}
+        output.show_json(
+            {
+                "roots": [tier.store.url for tier in tiers],
+                "steps": [_as_json(step, branch_by_ref[ref]) for ref, step in steps.items()],
+                "rollbacks": [_rollback_as_json(rollback) for rollback in rollbacks],
+            }
+        )
+        return
+    lines = _lines(list(steps.values()), rollbacks)
+    _show(lines if newest is None else _head(lines, newest), modes_of(load_config(config).tiers))
+
+
+def _checkpoints(tiers: Sequence[RunTier]) -> dict[StepRef, StoredStep]:
+    """Return the checkpoints on any tier, newest first. Of two attempts at a step, the one with the
+    younger manifest comes first.
+    """
+    committed = [step for tier in tiers for step in tier.steps if step.state == "committed"]
+    committed.sort(key=lambda step: (step.ref.step, step.created_at), reverse=True)
+    by_ref: dict[StepRef, StoredStep] = {}
+    for step in committed:
+        by_ref.setdefault(step.ref, step)
+    return by_ref
+
+
+def _lines(steps: Sequence[StoredStep], rollbacks: Sequence[Rollback]) -> list[_Line]:
+    """Return the lines of the history, newest step first.
+
+    The steps that one rollback has abandoned stand together, after the steps of the current branch
+    that are later than all that both branches have in common.
+    """
+    groups: dict[int, list[StoredStep]] = {}
+    branch: list[StoredStep] = []
+    for step in steps:
+        if (rollback := abandoned_by(rollbacks, step.ref)) is None:
+            branch.append(step)
+        else:
+            groups.setdefault(rollback.number, []).append(step)
+    lines: list[_Line] = []
+    for step in branch:
+        lines += _groups_above(groups, step.ref.step)
+        targets = [rollback for rollback in rollbacks if rollback.ref == step.ref]
+        lines.append(_Line(_CURRENT, step, "; ".join(map(_text_of, targets))))
+    return [*lines, *_groups_above(groups, -1)]
+
+
+def _groups_above(groups: dict[int, list[StoredStep]], number: int) -> list[_Line]:
+    """Remove the abandoned groups whose steps are all later than ``number`` from ``groups``, and
+    return their lines.
+    """
+    lines: list[_Line] = []
+    for rollback in sorted(groups):
+        steps = groups[rollback]
+        if min(step.ref.step for step in steps) > number:
+            note = f"abandoned by rollback {rollback}"
+            lines += [_Line(_SIDE, step, note) for step in groups.pop(rollback)]
+            lines.append(_Line(_FORK))
+    return lines
+
+
+def _text_of(rollback: Rollback) -> str:
+    text = f"rollback {rollback.number} to here, {output.moment(rollback.created_at)}"
+    if rollback.author:
+        text += f", {rollback.author}"
+    return f"{text}: {rollback.reason}" if rollback.reason else text
+
+
+def _head(lines: Sequence[_Line], count: int) -> list[_Line]:
+    """Return the lines up to the step with the number ``count``."""
+    indexes = [index for index, line in enumerate(lines) if line.step is not None]
+    return list(lines[: indexes[count - 1] + 1]) if count < len(indexes) else list(lines)
+
+
+def _show(lines: Sequence[_Line], modes: dict[str, Mode]) -> None:
+    metrics = MetricColumns.of(
+        {line.step.ref.step: line.step.metrics for line in lines if line.step}, modes
+    )
+    rows = [
+        (
+            f"{line.graph} {line.step.ref.step}" if line.step else line.graph,
+            output.moment(line.step.created_at) if line.step else "",
+            *(
+                metrics.cells(line.step.metrics, _number(line))
+                if line.step
+                else [""] * len(metrics.titles)
+            ),
+            line.note,
+        )
+        for line in lines
+    ]
+    output.show_table(
+        ("step", "committed at", *metrics.titles, "note"),
+        rows,
+        right=metrics.titles,
+        flexible=("note",),
+    )
+
+
+def _number(line: _Line) -> int | None:
+    """Return the step if it may be marked as the best, which an abandoned step may not."""
+    return line.step.ref.step if line.step and line.graph == _CURRENT else None
+
+
+def _as_json(step: StoredStep, rollback: Rollback | None) -> dict[str, object]:
+    return {
+        "step": step.ref.step,
+        "attempt": step.ref.attempt,
+        "committed_at": output.moment_utc(step.created_at),
+        "metrics": dict(step.metrics),
+        "abandoned_by": rollback.number if rollback is not None else None,
+    }
+
+
+def _rollback_as_json(rollback: Rollback) -> dict[str, object]:
+    return {
+        "number": rollback.number,
+        "step": rollback.step,
+        "attempt": rollback.attempt,
+        "at": output.moment_utc(rollback.created_at),
+        "author": rollback.author,
+        "reason": rollback.reason,
+    }

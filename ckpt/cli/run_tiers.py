@@ -1,0 +1,107 @@
+"""What the tiers of a run have, for the commands that work on the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.rollbacks import all_rollbacks
+from ckpt.cli.options import ask_each, open_each
+from ckpt.cli.prune import activity
+from ckpt.cli.store_timeout import WatchedStore
+from ckpt.config import MEMORY, Tier, load_config
+from ckpt.coordination.owner import Owner, read_owner
+from ckpt.errors import CkptError, CommitError
+from ckpt.model.rollback import Rollback, last_rollback
+from ckpt.storage.registry import scheme_of, stores_in_memory
+from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
+
+
+@dataclass(frozen=True, slots=True)
+class RunTier:
+    """What a tier of the run has.
+
+    Attributes:
+        steps: All attempts at steps on the tier.
+        owner: The owner of the root; None if it has none.
+        rollback: The rollback that counts on the tier; None if there is none.
+    """
+
+    store: WatchedStore
+    steps: Sequence[StoredStep]
+    owner: Owner | None
+    rollback: Rollback | None
+
+
+def look_at_run(urls: Sequence[str], config: str | None, timeout: float) -> list[RunTier]:
+    """Return what each tier of the run has, nearest first.
+
+    Raises:
+        CkptError: A tier cannot be opened or listed.
+    """
+    tiers = load_config(config).tiers
+    is_in_config = (
+        len(urls) < 2
+        and MEMORY not in urls
+        and resolve_tier(next(iter(urls), None), config) in tiers
+    )
+    stores = (
+        open_each(None, config, timeout=timeout, all_tiers=True)
+        if is_in_config
+        else open_each(with_own_memory(urls, config) or None, config, timeout=timeout)
+    )
+
+    def look(store: WatchedStore) -> RunTier:
+        is_part = scheme_of(store.url) == "shm" or tier_at(store.url, tiers).local is True
+        inventory = Inventory(store, part=is_part)
+        return RunTier(store, inventory.look(), read_owner(store), inventory.rollback)
+
+    results = [result for _, result in ask_each(stores, look)]
+    for result in results:
+        if isinstance(result, CkptError):
+            raise result
+    return [result for result in results if isinstance(result, RunTier)]
+
+
+def with_own_memory(urls: Sequence[str], config: str | None) -> list[str]:
+    """Return ``urls`` with "memory" replaced by the store of the run whose next tier follows. It is
+    left out if no job of this user has made it on this machine.
+
+    Raises:
+        ConfigError: No place follows "memory".
+    """
+    stores = stores_in_memory()
+    # The name of a store in memory follows from the server of the next tier, and so from options.
+    tiers = [Tier(url) if url == MEMORY else resolve_tier(url, config) for url in urls]
+    pairs = zip(urls, urls_of(tiers), strict=True)
+    return [store for url, store in pairs if url != MEMORY or store in stores]
+
+
+def rollback_of(tiers: Sequence[RunTier]) -> Rollback | None:
+    """Return the rollback of the run that counts; None if there is none."""
+    return last_rollback(tier.rollback for tier in tiers)
+
+
+def rollbacks_of(tiers: Sequence[RunTier]) -> list[Rollback]:
+    """Return the rollbacks on all tiers of the run."""
+    return [
+        rollback
+        for tier in tiers
+        for rollback in tier.store.ask(partial(all_rollbacks, tier.store))
+    ]
+
+
+def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
+    """Check that no job and no agent may be at work.
+
+    Raises:
+        CommitError: One may be. The message has ``consequence``, what it may do.
+    """
+    for tier in tiers:
+        if tier.owner is not None and (text := activity(tier.owner)):
+            raise CommitError(
+                f"{tier.store.url}: the job that writes here {text} ({tier.owner}), and "
+                f"{consequence}: end it first, or give --force"
+            )

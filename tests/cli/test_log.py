@@ -1,0 +1,142 @@
+"""Tests of `ckpt log` and `ckpt rollback`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from ckpt.catalog.rollbacks import all_rollbacks
+from ckpt.coordination.owner import Owner, put_owner
+from ckpt.model.keys import rollback_key
+from ckpt.storage.registry import open_backend
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli
+from tests.kit.states import restored
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[Path, Path]:
+    """A run on two tiers, which ``ckpt.toml`` names. Both have steps 1 to 4."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    for folder in (near, far):
+        for step in (1, 2, 3, 4):
+            write_checkpoint(open_backend(str(folder)), step=step, arrays=ARRAYS)
+    (tmp_path / "ckpt.toml").write_text(
+        f'[[tiers]]\nurl = "{near}"\n[[tiers]]\nurl = "{far}"\n', encoding="utf-8"
+    )
+    return near, far
+
+
+@pytest.fixture(autouse=True)
+def _no_root(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_ROOT")
+
+
+def newest(cli: Cli, root: Path) -> int:
+    return int(cli("show", "--json", root, "latest").json["step"])
+
+
+def graph(text: str) -> list[str]:
+    """Return the first words of the lines of ``ckpt log``, which draw the history."""
+    return [line.partition("  ")[0].rstrip() for line in text.splitlines()[1:]]
+
+
+def test_a_rollback_goes_to_all_tiers_of_the_run(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    ran = cli("rollback", 2, "--reason", "a spike")
+    assert ran.code == 0
+    assert "goes on from step 2" in ran.out
+    assert "abandoned: 3-4" in ran.out
+    for root in tiers:
+        assert newest(cli, root) == 2
+        [record] = all_rollbacks(open_backend(str(root)))
+        assert (record.step, record.reason) == (2, "a spike")
+        assert "@" in record.author
+
+
+def test_the_next_job_goes_on_from_there(cli: Cli, tmp_path: Path) -> None:
+    state = {"x": torch.zeros(3)}
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2, 3):
+            manager.save(state, step)
+    assert cli("rollback", tmp_path / "run", 1).code == 0
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert restored(manager, state).step == 1
+        manager.save(state, 2)
+    assert graph(cli("log", tmp_path / "run").out) == ["* 2", "| o 3", "| o 2", "|/", "* 1"]
+
+
+def test_a_rollback_is_taken_back(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    assert cli("rollback", 2).code == 0
+    ran = cli("rollback", 4)
+    assert "on the branch again: 3-4" in ran.out
+    assert newest(cli, tiers[0]) == 4
+    assert graph(cli("log").out) == ["* 4", "* 3", "* 2", "* 1"]
+
+
+def test_a_dry_run_changes_nothing(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    shown = cli("rollback", 3, "--dry-run", "--json").json
+    assert (shown["abandoned"], shown["resumed"], shown["rollback"]) == ([4], [], 1)
+    assert newest(cli, tiers[0]) == 4
+
+
+def test_the_step_where_the_run_stands_is_no_rollback(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    assert "nothing to do" in cli("rollback", 4).out
+    assert not (tiers[0] / "rollbacks").exists()
+
+
+def test_a_second_call_reaches_the_tier_that_the_first_did_not(
+    cli: Cli, tiers: tuple[Path, Path]
+) -> None:
+    assert cli("rollback", 2).code == 0
+    (tiers[1] / rollback_key(1)).unlink()
+    assert newest(cli, tiers[1]) == 4
+    assert cli("rollback", 2).code == 0
+    assert newest(cli, tiers[1]) == 2
+
+
+def test_beside_a_living_job_it_needs_force(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    put_owner(open_backend(str(tiers[0])), Owner.of_this_process("minezz"))
+    ran = cli("rollback", 2)
+    assert ran.code == 5
+    assert "may save later steps again: end it first, or give --force" in ran.err
+    assert newest(cli, tiers[0]) == 4
+    assert cli("rollback", 2, "--force").code == 0
+    assert newest(cli, tiers[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["rollback"], 2, "name the step to go back to"),
+        (["rollback", "latest"], 2, "name the step to go back to"),
+        (["rollback", "9"], 7, "step 9, to go back to, is no checkpoint there"),
+        (["log", "empty"], 7, "there is no checkpoint"),
+    ],
+)
+def test_bad_input_changes_nothing(
+    cli: Cli, tiers: tuple[Path, Path], words: list[str], code: int, text: str
+) -> None:
+    ran = cli(*words)
+    assert ran.code == code
+    assert text in ran.err
+    assert newest(cli, tiers[0]) == 4
+
+
+def test_the_log_and_the_list_name_what_is_abandoned(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    assert cli("rollback", 2, "--reason", "a spike").code == 0
+    text = cli("log").out
+    assert graph(text) == ["| o 4", "| o 3", "|/", "* 2", "* 1"]
+    assert "abandoned by rollback 1" in text
+    assert "rollback 1 to here" in text
+    assert "a spike" in text
+    assert graph(cli("log", "-n", 3).out) == ["| o 4", "| o 3", "|/", "* 2"]
+    listing = cli("ls", tiers[0]).out.splitlines()
+    assert [line.endswith("abandoned") for line in listing[1:]] == [False, False, True, True]
+    assert "abandoned" in cli("ls", *tiers).out
+    steps = cli("log", "--json").json["steps"]
+    assert [(step["step"], step["abandoned_by"]) for step in steps] == [
+        (4, 1), (3, 1), (2, None), (1, None),
+    ]  # fmt: skip
