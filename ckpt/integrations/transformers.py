@@ -185,7 +185,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 "resume_from_checkpoint=True takes the newest step that can"
             ) from error
         assert read is not None
-        self._ckpt_write_text(manager, *read, target)
+        self._ckpt_write_text(manager, *read)
         return target
 
     def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
@@ -232,9 +232,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         report = manager.restore(text, step, only="trainer")
         return None if report is None else (report.step, text["trainer"])
 
-    def _ckpt_write_text(
-        self, manager: CheckpointManager, step: int, text: str, user_folder: str | None = None
-    ) -> None:
+    def _ckpt_write_text(self, manager: CheckpointManager, step: int, text: str) -> None:
         """Write the folder of ``step``, and remove the folders of steps that the tiers of no node
         have.
 
@@ -244,18 +242,12 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             manager: The manager of the run.
             step: The number of the step.
             text: The text of ``trainer_state.json``.
-            user_folder: The folder of ``step`` if the user has asked for it; else None.
-
-        Raises:
-            ConfigError: The tiers have a step after ``user_folder``. No folder was changed.
         """
         # The node of this rank may have tiers of its own, and lack even the step itself.
         steps_by_rank = of_all("cannot list the steps", manager.steps)
         keep = {step, *chain.from_iterable(steps_by_rank)}
 
         def write() -> None:
-            if user_folder is not None:
-                self._ckpt_check_history(manager, user_folder)
             if self.is_local_process_zero():
                 write_folder(self.args.output_dir, step, text)
                 remove_folders(self.args.output_dir, keep=keep)

@@ -17,6 +17,34 @@ Listing = Mapping[str, frozenset[StepRef]]
 """The checkpoints of each durable place."""
 
 
+@dataclass(frozen=True, order=True)
+class Record:
+    """A rollback as docs/format.md describes it, in the order in which rollbacks count."""
+
+    number: int
+    created_at: float
+    step: int = field(compare=False)
+    jobs: Mapping[str, list[tuple[int, int | None]]] = field(compare=False)
+
+    def has(self, ref: StepRef) -> bool:
+        """Return whether the step is on the branch."""
+        if ref.job not in self.jobs:
+            return True
+        *_, (_, last) = [(-1, -1), *(pair for pair in self.jobs[ref.job] if pair[0] <= ref.trial)]
+        return last is None or ref.step <= last
+
+
+Records = Mapping[str, list[Record]]
+"""The rollbacks on each durable place."""
+
+
+def on_branch(records: Records, places: Iterable[str], refs: Iterable[StepRef]) -> list[StepRef]:
+    """Return the steps that count for a reader of ``places``: those of its branch, if any."""
+    present = list(refs)
+    last = max((record for place in places for record in records.get(place, ())), default=None)
+    return [ref for ref in present if last is None or last.has(ref)] or present
+
+
 @dataclass
 class Facts:
     """What one job has noted about itself, and what the places had around it.
@@ -26,6 +54,7 @@ class Facts:
         committed: The steps that it was told are checkpoints, by place.
         missed: The steps that it was told did not become checkpoints, by place.
         begun: The tiers that each step goes to whose save has begun.
+        records: The rollbacks on each place after the job.
     """
 
     attempt: str
@@ -35,6 +64,7 @@ class Facts:
     committed: dict[str, set[StepRef]] = field(default_factory=dict[str, set[StepRef]])
     missed: dict[str, set[StepRef]] = field(default_factory=dict[str, set[StepRef]])
     begun: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
+    records: Records = field(default_factory=dict[str, list[Record]])
 
 
 class Oracle:
@@ -73,13 +103,16 @@ class Oracle:
                     wrong.append(f"step {ref} is gone from {place}: {reason}")
         return wrong
 
-    def missing_after_prune(self, event: PrunePlan, before: Listing, after: Listing) -> list[str]:
+    def missing_after_prune(
+        self, event: PrunePlan, before: Listing, after: Listing, records: Records
+    ) -> list[str]:
         """Return a sentence for each checkpoint that ``ckpt prune`` should have left."""
         wrong: list[str] = []
         rule = TierPlan(event.place, keep_last=event.keep_last)
         for place, refs in before.items():
             for ref in sorted(refs - after[place]):
-                if place != event.place or self._surely_kept(ref, rule, refs):
+                branch = on_branch(records, [place], refs)
+                if place != event.place or self._surely_kept(ref, rule, branch):
                     wrong.append(f"step {ref} is gone from {place} after {event}")
         return wrong
 
@@ -90,7 +123,7 @@ class Oracle:
             return "it is pinned"
         if tier.capacity is not None:
             return self._reason_on_a_full_tier(ref, tier, job, facts)
-        if self._surely_kept(ref, tier, ever):
+        if self._surely_kept(ref, tier, on_branch(facts.records, [place], ever)):
             return "the policy keeps it"
         farther = job.tiers[job.tiers.index(tier) + 1 :]
         for other in farther:
@@ -115,9 +148,13 @@ class Oracle:
         return "it is the newest, and nowhere else" if ref == newest and not any(later) else ""
 
     def _surely_kept(self, ref: StepRef, tier: TierPlan, ever: Collection[StepRef]) -> bool:
-        """Return whether the policy keeps a step, whichever of the steps ``ever`` are there."""
+        """Return whether the policy keeps a step, whichever of the steps ``ever``, those of the
+        branch, are there.
+        """
         if tier.keep_last is None:
             return tier.capacity is None
+        if ref not in ever:
+            return False  # Abandoned steps are the first to go
         numbers = sorted({other.step for other in ever}, reverse=True)
         best = max((self.metric(other), other.step) for other in ever)[1]
         return (
@@ -135,7 +172,7 @@ class Oracle:
         there = facts.after[far.place]
         source = facts.before[near.place] | facts.committed.get(near.place, set())
         wanted = [ref for ref in self._line(source, facts) if ref.step % far.every == 0]
-        ever = {*there, *facts.before[far.place], *wanted}
+        ever = on_branch(facts.records, [far.place], {*there, *facts.before[far.place], *wanted})
         missed = facts.missed.get(far.place, set())
         wanted = [ref for ref in wanted if self._surely_kept(ref, far, ever) and ref not in missed]
         if job.agent:  # It counts the steps of the job and of earlier ones together
@@ -183,7 +220,29 @@ class Oracle:
 
     # -- restores ----------------------------------------------------------------------------------
 
-    def newest(self, places: Mapping[str, Collection[StepRef]], job: JobPlan) -> int:
+    def newest(
+        self, places: Mapping[str, Collection[StepRef]], job: JobPlan, records: Records
+    ) -> int:
         """Return the number of the newest step that a job can restore; -1 if there is none."""
+        durable = [tier.place for tier in job.tiers]
+        used = [*durable, *[MEMORY] * job.memory]
+        refs = {ref for place in used for ref in places[place]}
+        return max((ref.step for ref in on_branch(records, durable, refs)), default=-1)
+
+    def no_rollback(
+        self, job: JobPlan, places: Mapping[str, Collection[StepRef]], facts: Facts
+    ) -> list[str]:
+        """Return a sentence for each place without a rollback, if the job has restored an older
+        step than the newest.
+        """
         used = [tier.place for tier in job.tiers] + [MEMORY] * job.memory
-        return max((ref.step for place in used for ref in places[place]), default=-1)
+        restored = facts.restored
+        if restored is None or all(
+            ref.step <= restored.step for place in used for ref in places[place]
+        ):
+            return []
+        return [
+            f"the run has gone back to {restored}, and {tier.place} does not say so"
+            for tier in job.tiers
+            if not any(record.step == restored.step for record in facts.records[tier.place])
+        ]

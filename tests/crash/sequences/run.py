@@ -48,7 +48,7 @@ from ckpt_backends.shm import ShmBackend
 from tests.agent.conftest import new_place
 from tests.coordination.world import World, WorldCoordinator
 from tests.crash.nursery import warm_up
-from tests.crash.sequences.oracle import Facts, Listing, Oracle
+from tests.crash.sequences.oracle import Facts, Listing, Oracle, Record, Records
 from tests.crash.sequences.plans import (
     IMAGE_BYTES,
     MEMORY,
@@ -121,9 +121,21 @@ class Run:
     def listing(self) -> Listing:
         return {place: self.listed(place) for place in PLACES}
 
+    def records(self) -> Records:
+        """Return the rollbacks on each durable place."""
+        return {
+            place: [record_of(path) for path in Path(self.url(place)).glob("rollbacks/*.json")]
+            for place in PLACES
+        }
+
     def demand(self, wrong: list[str]) -> None:
         if wrong:
             raise Wrong("; ".join(wrong))
+
+
+def record_of(path: Path) -> Record:
+    body = json.loads(path.read_text())["body"]
+    return Record(*(body[name] for name in ("number", "created_at", "step", "jobs")))
 
 
 _parent: int | None = None
@@ -143,6 +155,7 @@ def run_job(run: Run, job: JobPlan, agent: AgentFolder | None) -> None:
     facts = Facts(new_attempt(), run.listing())
     places = {**facts.before, MEMORY: run.listed(MEMORY)}
     among = {ref.step for tier in job.tiers for ref in facts.before[tier.place]}
+    records = run.records()
     older = sorted(among)[int(job.fraction * len(among))] if among else None
     first = 1 + max((ref.step for refs in places.values() for ref in refs), default=-1)
     code = in_fork(
@@ -154,10 +167,12 @@ def run_job(run: Run, job: JobPlan, agent: AgentFolder | None) -> None:
         await_agent(agent, facts.attempt)
     notes = [json.loads(line) for line in run.log.read_text().splitlines()]
     read_notes(run, facts, notes)
-    facts.after = run.listing()
+    facts.after, facts.records = run.listing(), run.records()
     for note in notes:
         if note["what"] == "restored":
-            check_restore(run, job, note, older, places)
+            check_restore(run, job, note, older, places, records)
+            if job.start == "older":
+                run.demand(run.oracle.no_rollback(job, places, facts))
         elif note["what"] == "error" and note["error"] not in _EXPECTED:
             raise Wrong(f"{note}")
     run.demand(run.oracle.missing_after_job(job, facts))
@@ -202,11 +217,12 @@ def check_restore(
     note: dict[str, Any],
     older: int | None,
     places: dict[str, frozenset[StepRef]],
+    records: Records,
 ) -> None:
     expected: int | None = older
     if job.start == "newest":
         finished = max((step for step, _ in note["finished"]), default=-1)
-        newest = max(run.oracle.newest(places, job), finished)
+        newest = max(run.oracle.newest(places, job, records), finished)
         expected = newest if newest >= 0 else None
     if note["step"] != expected or note.get("skipped"):
         raise Wrong(f"step {expected} should be restored, and not {note}")
@@ -413,7 +429,7 @@ def run_event(run: Run, event: Event, agents: Callable[[], AgentFolder]) -> None
                 # 6: the job that has the root may be at work.
                 words = ("prune", run.url(place), "--keep-last", keep_last)
                 run_command(run, *words, allowed=(0, 6))
-            run.demand(run.oracle.missing_after_prune(event, before, run.listing()))
+            run.demand(run.oracle.missing_after_prune(event, before, run.listing(), run.records()))
         case PinPlan(place, fraction, ends):
             pins = run.oracle.pins.setdefault(place, set())
             if ends and pins:
@@ -449,7 +465,7 @@ def restore_each(run: Run, place: str, refs: frozenset[StepRef]) -> None:
     with CheckpointManager(run.url(place)) as manager:
         for step in sorted({ref.step for ref in refs}):
             state = content(-1, -1)
-            report = manager.restore(state, step)
+            report = manager.restore(state, step, rollback=False)
             assert report is not None
             assert run.oracle.contents[StepRef(step, report.attempt)] == content_of(state)
 
