@@ -271,6 +271,19 @@ def cut_off(root: Path) -> None:
     assert report.skipped == ()
 
 
+def gone_back(root: Path) -> None:
+    """Each node has the rollback, and the record of any of them counts for all."""
+    base = root / "back"
+    saved = Job(base, far=False).save("fsdp", (1, 2, 3))
+    Job(base, far=False).restore("fsdp", saved, 2, step=2)
+    assert len(list(base.glob("node*/rollbacks/*.json"))) == 2
+    Job(base, far=False).restore("fsdp", saved, 2)
+    alone(lambda: shutil.rmtree(base / "node0" / "rollbacks"))
+    Job(base, far=False).restore("fsdp", saved, 2)
+    Job(base, far=False).restore("fsdp", saved, 3, step=3)
+    Job(base, SWAPPED, far=False).restore("fsdp", saved, 3)
+
+
 def apart(root: Path) -> None:
     """The nodes have only one interface in common, and read everything over it."""
     saved = Job(root / "apart", far=False).save("fsdp", (1, 2))
@@ -292,6 +305,7 @@ def main() -> None:
         undeclared(root)
         in_memory(root)
         cut_off(root)
+        gone_back(root)
         fewer(root)
     if dist.is_initialized():
         print("ALL WELL", flush=True)
