@@ -23,6 +23,7 @@ from ckpt.coordination.leaving import END_OF_DATA, DepartingCoordinator, reason_
 from ckpt.elastic.call_guard import CallGuard
 from ckpt.elastic.ending_error import ending_error
 from ckpt.elastic.stop_listener import StopListener
+from ckpt.observe.journal import Journal, end_journals
 from ckpt.pending import check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, await_at_exit, workers_at_exit
 from ckpt.save.ledger import SaveLedger
@@ -52,6 +53,7 @@ class Holdings:
     fence: Fence
     plans: PlanCache
     last_walk: LastWalk
+    journals: Sequence[Journal]
 
 
 class Closer:
@@ -121,6 +123,8 @@ class Closer:
             holdings.stop.close(error)
             if holdings.agent is not None and in_time and not (detach or future.exception()):
                 holdings.agent.forget()
+            is_planned = holdings.saver.steps.last_step is not None
+            end_journals(holdings.journals, error, is_planned=is_planned)
             self._has_ended = True  # A second call does nothing, even if an error is raised below
             if in_time:
                 self._shutdown.end()

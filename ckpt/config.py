@@ -339,6 +339,8 @@ class SaveConfig:
             an agent, and goes on without one if that fails; "required" raises `AgentError` then.
         scrub_mb_per_s: The rate in MB/s at which the agent verifies the steps of the job, when it
             has nothing else to do; 0 for not at all.
+        journal: Whether the manager writes a journal of the run beside its nearest folder. It has
+            no effect if all tiers are object stores or memory, or if ``observers`` has a `Journal`.
         tls: The files for the encryption of the connections between nodes that have local tiers, in
             saves and in restores. If None, these connections are not encrypted.
     """
@@ -362,6 +364,7 @@ class SaveConfig:
     exit_seconds: float = 10.0
     agent: AgentMode = "off"
     scrub_mb_per_s: float = 10.0
+    journal: bool = True
     tls: Tls | None = None
 
     def __post_init__(self) -> None:
@@ -380,6 +383,7 @@ class SaveConfig:
         of = "MB/s, such as 10, or 0 to verify nothing"
         number("scrub_mb_per_s", self.scrub_mb_per_s, of)
         true_or_false("check_finite", self.check_finite)
+        true_or_false("journal", self.journal)
         if self.cpus is not None:
             _check_cpus(self.cpus)
         if not isinstance(self.tls, Tls | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -444,6 +448,7 @@ class Settings(TypedDict, total=False):
     exit_seconds: float
     agent: AgentMode
     scrub_mb_per_s: float
+    journal: bool
     tls: Tls | None
 
 

@@ -9,8 +9,8 @@ events of a restore, too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 _log = logging.getLogger("ckpt")
 
@@ -27,6 +27,7 @@ class SaveStaged:
             `TierMissed` follows for each of them, unless the step is left to the agent, or
             ``close`` gives the save up.
         slot_bytes: The size of all slots of this rank together.
+        metrics: The metrics of the step that rank 0 gave; empty on other ranks.
     """
 
     step: int
@@ -34,6 +35,7 @@ class SaveStaged:
     stall_seconds: float
     tiers: tuple[str, ...] = ()
     slot_bytes: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,14 @@ class SaveSuspicious:
 
     step: int
     error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsAdded:
+    """``add_metrics`` was called. Each rank that has called it gets this event."""
+
+    step: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +215,7 @@ Event = (
     | TierMissed
     | SaveFailed
     | SaveSuspicious
+    | MetricsAdded
     | StepDamaged
     | Repaired
     | CommitFinished

@@ -36,10 +36,11 @@ from ckpt.elastic.planned_stop import StopSignals
 from ckpt.elastic.stop_listener import StopListener
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
 from ckpt.errors.frames import frameless
-from ckpt.events import Observer, Observers
+from ckpt.events import MetricsAdded, Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import Names, Patterns, no_match_error, patterns_for
+from ckpt.observe.journal import default_journal, journals_of
 from ckpt.pending import PendingSave, SaveRecord
 from ckpt.pipeline.workers import Workers, close_at_exit, has_script_ended
 from ckpt.restore.branch import BranchPoint, begin_branch
@@ -106,11 +107,13 @@ class CheckpointManager:
         self._config = with_settings(config or SaveConfig(), settings)
         self._jobs = SaveRequests(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
-        self._observers = Observers(observers)
-        self._ledger = SaveLedger(self._observers, self._config)
         with closed_on_error(self._tiers):
             self._coordinator = DepartingCoordinator(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
+            make = partial(default_journal, self._tiers, self._coordinator.rank)
+            journals = journals_of(self, observers, make if self._config.journal else None)
+            self._observers = Observers(list(dict.fromkeys((*observers, *journals))))
+            self._ledger = SaveLedger(self._observers, self._config)
             self._listing = Listing([tier.backend for tier in self._tiers], self._guard.check_open)
             missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, missed_steps)
@@ -140,7 +143,7 @@ class CheckpointManager:
                 config=self._config, tiers=self._tiers, coordinator=self._coordinator,
                 saver=self._saver, ledger=self._ledger, agent=agent, guard=self._guard,
                 stop=self._stop, listers=self._listers, fence=self._fence, plans=self._plans,
-                last_walk=self._last_walk,
+                last_walk=self._last_walk, journals=journals,
             )
         )  # fmt: skip
         close_at_exit(self)
@@ -367,6 +370,7 @@ class CheckpointManager:
                 pending.wait()
         durable = [tier.backend for tier in self._tiers if not tier.in_memory]
         add_metrics(durable, step, checked_metrics, own=self._coordinator.attempt)
+        self._observers.notify(MetricsAdded(step=step, metrics=checked_metrics))
 
     def fence(self) -> None:
         """Wait until the saves under way have copied their tensors. On return, any code may change
@@ -662,8 +666,9 @@ class CheckpointManager:
             self._fence.guard(collection.optimizers)
             snapshot.copy_eager()
             pending = SaveRecord(
-                ref.step, preparation.plan.size, snapshot, began=began, tiers=tiers
-            )
+                ref.step, preparation.plan.size, snapshot, began=began, tiers=tiers,
+                metrics=notes.get(METRICS),
+            )  # fmt: skip
             hand_over = self._saver.hand_over(job, snapshot, pending, slot, trainable)
             self._newest_ref = ref
             self._ledger.begin(pending, owner=self)

@@ -38,6 +38,7 @@ class PendingSave:
         call_seconds: Seconds that ``save_async`` has cost the calling thread. The sum of these and
             of the waits of the optimizer's step is ``stall_seconds``.
         nbytes: Bytes of this rank's image.
+        metrics: The metrics of the step, on rank 0.
         durable_seconds: Seconds from the call until the save had ended on all its tiers; None
             before that, and if the save has failed or was skipped.
 
@@ -54,6 +55,7 @@ class PendingSave:
         *,
         began: float,
         tiers: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Make the handle.
 
@@ -63,8 +65,9 @@ class PendingSave:
             snapshot: The copying of the state; None for a save that is not made.
             began: ``time.perf_counter()`` at the call.
             tiers: The tiers that the save goes to: URL -> the URL as the user gave it.
+            metrics: The metrics of the step that rank 0 gave; empty on other ranks.
         """
-        self.step, self.nbytes = step, nbytes
+        self.step, self.nbytes, self.metrics = step, nbytes, dict(metrics or {})
         self.call_seconds = 0.0
         self.durable_seconds: float | None = None
         self._snapshot = snapshot

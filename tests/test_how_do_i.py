@@ -74,6 +74,16 @@ def test_the_weights_alone() -> None:
     assert equal(answer("ckpt.load")["model"], 3)
 
 
+def test_the_losses_of_removed_steps_are_in_the_history() -> None:
+    assert CliRunner().invoke(app, ["rm", "runs/gpt", "300"]).exit_code == 0
+    rows = answer("opened.history()")["rows"]
+    assert [(row["step"], row["state"], row["loss"]) for row in rows] == [
+        (100, "committed", 3.0),
+        (200, "committed", 2.0),
+        (300, "removed", 1.0),
+    ]
+
+
 def test_an_older_step_goes_on_in_a_root_of_its_own(run: Path) -> None:
     names = answer("runs/gpt-again")
     assert equal(names["model"], 2)
@@ -177,7 +187,7 @@ def test_each_step_is_handled_once() -> None:
 
 
 def test_each_answer_in_code_is_run_here() -> None:
-    assert len(_PYTHON) == 9
+    assert len(_PYTHON) == 10
     assert {line.split()[1] for line in _COMMANDS} == {
         "watch",
         "export",

@@ -23,7 +23,7 @@ from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.observe.advice import Advice, Assumptions, Measurements, measurements_of
 from ckpt.observe.advice import advise as advice_of
 from ckpt.observe.history import history_of
-from ckpt.observe.journal import JournalReader
+from ckpt.observe.journal_reader import JournalReader
 from ckpt.storage.places import local_path
 from ckpt.storage.tiers import resolve_tier
 
@@ -56,7 +56,7 @@ def advise(
 ) -> None:
     r"""Show how often to save, and what training time is lost per day.
 
-    The journal of the run (observers=[Journal(ROOT)]) has the stall of each save, and the time
+    The journal of the run has the stall of each save, and the time
     until it is durable on each tier. For each tier the table shows the interval with the least
     loss, if a restart takes the newest step of that tier. No interval is proposed that is shorter
     than the time until a step is durable on the tier.
@@ -73,8 +73,8 @@ def advise(
         if not os.path.exists(local_path(url)):
             raise NoCheckpoint(url, "it does not exist")
         raise ConfigError(
-            f"{url} has no journal: train with CheckpointManager({url!r}, "
-            f"observers=[Journal({url!r})]), where Journal is imported from ckpt.observe"
+            f"{url} has no journal: the job that wrote it had journal=False, or another tier has "
+            "it: a journal is beside the nearest folder of a job"
         )
     measurements = measurements_of(records, history_of(records))
     if failures is None and not measurements.failures_per_day > 0:

@@ -85,7 +85,8 @@ def log(
         )
         return
     lines = _lines(list(steps.values()), rollbacks)
-    _show(lines if newest is None else _head(lines, newest), modes_of(load_config(config).tiers))
+    modes = modes_of(load_config(config).tiers, [tier.store.url for tier in tiers])
+    _show(lines if newest is None else _head(lines, newest), modes)
 
 
 def _checkpoints(tiers: Sequence[RunTier]) -> dict[StepRef, StoredStep]:

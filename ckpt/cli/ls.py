@@ -92,8 +92,9 @@ def ls(
       ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
     roots = places(arguments, root)
-    view = _View(newest, sort, reverse, long, modes_of(_settings(roots, config)))
     answers = ask_each(open_each(roots, config, timeout=timeout), partial(_look, newest))
+    urls = [url for url, answer in answers if not isinstance(answer, CkptError)]
+    view = _View(newest, sort, reverse, long, modes_of(_settings(roots, config), urls))
     tiers = [
         _Tier(url, error=answer) if isinstance(answer, CkptError) else _Tier(url, answer)
         for url, answer in answers

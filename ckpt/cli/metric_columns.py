@@ -9,7 +9,10 @@ from typing import Final, Self, TypeVar
 
 from ckpt.config import Mode, Tier
 from ckpt.errors import ConfigError
-from ckpt.model.metrics import mode_of, ranking
+from ckpt.model.metrics import best_steps, mode_of
+from ckpt.observe.history import history_of
+from ckpt.observe.journal_reader import JournalReader
+from ckpt.storage.places import is_folder
 
 T = TypeVar("T")
 
@@ -24,9 +27,17 @@ _TITLES: Final = frozenset(
 """The titles of the other columns of the list."""
 
 
-def modes_of(tiers: Iterable[Tier]) -> dict[str, Mode]:
-    """Return which values of a metric are the best, by its name, as ``keep_best`` of tiers says."""
-    return {tier.best.metric: tier.best.mode for tier in tiers if tier.best is not None}
+def modes_of(tiers: Iterable[Tier], urls: Iterable[str]) -> dict[str, Mode]:
+    """Return which values of a metric are the best, by its name: as ``keep_best`` of ``tiers`` or
+    the journals beside ``urls`` say.
+    """
+    modes: dict[str, Mode] = {}
+    for url in filter(is_folder, urls):
+        modes |= history_of(JournalReader(url).read()).modes
+    for tier in tiers:
+        if tier.best is not None:
+            modes[tier.best.metric] = tier.best.mode
+    return modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,7 @@ class MetricColumns:
             name: mode for name in metrics if (mode := mode_of(name, modes)) is not None
         }
         names = sorted(metrics, key=lambda name: (name not in modes, name not in rules, name))
-        orders = {name: ranking(_values(steps, name), mode) for name, mode in rules.items()}
+        orders = {name: best_steps(_values(steps, name), mode) for name, mode in rules.items()}
         return cls(
             tuple(names[:_MOST_COLUMNS]),
             {name: order[0] for name, order in orders.items() if order},

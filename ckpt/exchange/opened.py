@@ -6,11 +6,12 @@ import os
 import warnings
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 
 from ckpt.catalog.index import Listing, find, read_manifest
+from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
@@ -19,7 +20,11 @@ from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import step_of
 from ckpt.model.manifest import Tensor
+from ckpt.observe.history import history_of
+from ckpt.observe.journal_reader import JournalReader
+from ckpt.observe.step_rows import step_rows
 from ckpt.pipeline.workers import Workers
+from ckpt.storage.places import is_folder
 from ckpt.storage.registry import open_backend
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -67,6 +72,19 @@ class OpenCheckpoint:
         Pass one of these numbers to ``ckpt.open`` as ``step`` to open that step.
         """
         return Listing([self._backend]).steps()[::-1]
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return a row for each step that this root has or had, in ascending order of the steps.
+
+        A row has the step, when it was saved, its state, size and times, and each of its metrics,
+        so that ``pandas.DataFrame(opened.history())`` is a table. The steps that the root has come
+        from their manifests. Steps that were removed or failed come from the journal of the run,
+        which is beside a folder; so they are missing for an object store.
+        """
+        url = self._backend.url
+        records = JournalReader(url).read() if is_folder(url) else []
+        steps = Inventory(self._backend, for_display=True).look()
+        return step_rows(url, steps, history_of(records))
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted. Tied names are included."""

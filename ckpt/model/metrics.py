@@ -46,7 +46,7 @@ def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
         return {}
 
 
-def ranking(values: Iterable[tuple[int, float]], mode: Mode) -> list[int]:
+def best_steps(values: Iterable[tuple[int, float]], mode: Mode) -> list[int]:
     """Return the steps of ``values``, best first.
 
     Infinite values and NaN are left out. If the values of steps are equal, the newer step is

@@ -25,7 +25,7 @@ from statistics import median
 
 from ckpt.errors import ConfigError
 from ckpt.observe.history import History
-from ckpt.observe.journal import OPEN_EVENT, Record
+from ckpt.observe.journal import Record
 
 DAY_SECONDS = 24 * 3600.0
 _MINUTES = 1 / 60
@@ -101,16 +101,14 @@ def measurements_of(records: Sequence[Record], history: History) -> Measurements
     """
     saves = sorted(history.saves.values(), key=lambda save: save.at)
     if not saves:
-        raise ConfigError(
-            "the journal has no save: train with CheckpointManager(..., observers=[Journal(ROOT)])"
-        )
+        raise ConfigError("the journal has no save: train without journal=False first")
     durable: dict[str, list[float]] = {}
     for save in saves:
         for tier, arrival in save.tiers.items():
             if arrival.state == "committed" and arrival.seconds > 0:
                 durable.setdefault(tier, []).append(arrival.seconds)
     gaps = [successor.at - save.at for save, successor in pairwise(saves)]
-    starts = [record.at for record in records if record.event == OPEN_EVENT]
+    starts = [job for job in history.jobs.values() if job.has_saved]
     journal_seconds = records[-1].at - records[0].at
     return Measurements(
         stall_seconds=median(save.stall_seconds for save in saves),

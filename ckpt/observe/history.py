@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt.observe.journal import OPEN_EVENT, VERIFY_EVENT, Record
+from ckpt.config import Mode
+from ckpt.observe.journal import CLOSE_EVENT, OPEN_EVENT, VERIFY_EVENT, Record
 
 Progress = Literal["saving", "committed", "missed", "cut"]
 
@@ -39,6 +41,8 @@ class SavedStep:
         stall_seconds: How long the save stopped the training thread.
         nbytes: The bytes that rank 0 staged.
         tiers: The progress on each tier, by the URL of the tier, nearest first.
+        metrics: The metrics of the step, by name.
+        job: The id of the job that has saved the step.
     """
 
     step: int
@@ -46,6 +50,25 @@ class SavedStep:
     stall_seconds: float = 0.0
     nbytes: int = 0
     tiers: dict[str, Arrival] = field(default_factory=dict[str, Arrival])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    job: str = ""
+
+
+@dataclass(slots=True)
+class Job:
+    """A job that has written to the journal.
+
+    Attributes:
+        start: The first record of the job.
+        last_at: When the job wrote its last record, in seconds since 1970.
+        end: The record that the job has closed its manager; None if it has not.
+        has_saved: Whether the job has begun a save. Other jobs only restore.
+    """
+
+    start: Record
+    last_at: float
+    end: Record | None = None
+    has_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +87,10 @@ class Restore:
 
 @dataclass(slots=True)
 class History:
-    """The saves, restores, failures and verifications of a run.
+    """The jobs, saves, restores, failures and verifications of a run.
 
     Attributes:
+        jobs: The jobs, by their ids, in the order in which they began.
         saves: The last save of each step, by the number of the step.
         restores: The restores, oldest first.
         failures: The records of saves that failed, were skipped, or were given up on a tier that is
@@ -76,6 +100,7 @@ class History:
             has none until it is verified again.
     """
 
+    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
     saves: dict[int, SavedStep] = field(default_factory=dict[int, SavedStep])
     restores: list[Restore] = field(default_factory=list[Restore])
     failures: list[Record] = field(default_factory=list[Record])
@@ -83,22 +108,37 @@ class History:
         default_factory=dict[tuple[int, str], Record]
     )
 
+    @property
+    def modes(self) -> Mapping[str, Mode]:
+        """Which values of a metric are the best, by its name, as the newest job says that saved."""
+        rules = (job.start.modes for job in reversed(self.jobs.values()) if job.has_saved)
+        return next(rules, {})
+
+    @property
+    def job_restores(self) -> list[Restore]:
+        """The restores of jobs that have saved, and so not those of evaluations."""
+        savers = {name for name, job in self.jobs.items() if job.has_saved}
+        return [restore for restore in self.restores if restore.record.job in savers]
+
 
 def history_of(records: Sequence[Record]) -> History:
     """Return the history of a run from the records of its journal, oldest first."""
     history, troubles = History(), list[Record]()
     under_way: set[int] = set()  # Steps that the current job has staged
     for record in records:
+        job = history.jobs.get(record.job)
+        if job is not None:
+            job.last_at = record.at
         match record.event:
             case "SaveStaged":
-                history.saves[record.step] = SavedStep(
-                    record.step,
-                    record.at,
-                    record.seconds,
-                    record.nbytes,
-                    {tier: Arrival() for tier in record.tiers},
-                )
+                if job is not None and not job.has_saved:  # A job that only restores cuts nothing
+                    job.has_saved = True
+                    mark_cut(history.saves[step] for step in under_way)
+                    under_way.clear()
+                history.saves[record.step] = _staged_save(record)
                 under_way.add(record.step)
+            case "MetricsAdded" if record.step in history.saves:
+                history.saves[record.step].metrics.update(_numbers(record.metrics))
             case "SaveCommitted" | "CommitFinished":
                 save = history.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("committed", record.seconds)
@@ -116,8 +156,9 @@ def history_of(records: Sequence[Record]) -> History:
                 history.restores.append(Restore(record, tuple(troubles)))
                 troubles = []
             case _ if record.event == OPEN_EVENT:
-                _mark_cut(history.saves[step] for step in under_way)
-                under_way.clear()
+                history.jobs.setdefault(record.job, Job(record, record.at))
+            case _ if record.event == CLOSE_EVENT and job is not None:
+                job.end = record
             case _ if record.event == VERIFY_EVENT:
                 history.verifications[record.step, record.tier] = record
             case _:
@@ -128,7 +169,23 @@ def history_of(records: Sequence[Record]) -> History:
     return history
 
 
-def _mark_cut(saves: Iterable[SavedStep]) -> None:
+def _staged_save(record: Record) -> SavedStep:
+    return SavedStep(
+        record.step,
+        record.at,
+        record.seconds,
+        record.nbytes,
+        {tier: Arrival() for tier in record.tiers},
+        _numbers(record.metrics),
+        record.job,
+    )
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
+def mark_cut(saves: Iterable[SavedStep]) -> None:
     """Replace the state "saving" in ``saves`` by "cut", since the job of these saves has ended."""
     for save in saves:
         for arrival in save.tiers.values():

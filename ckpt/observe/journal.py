@@ -1,8 +1,11 @@
 """The journal of a run: the events of the run as JSON lines in a folder beside the root.
 
 A tier shows only which steps it has now. The journal also has how long each save stopped the
-training, how long each commit took, which steps were committed and removed later, and which files a
-restore took from a farther tier.
+training, how long each commit took, the metrics of steps that were removed later, which files a
+restore took from a farther tier, and whether the job lives.
+
+A thread of the journal writes it, so that a file system that does not answer delays no save.
+Nothing depends on the journal, and an error of it is only logged.
 """
 
 from __future__ import annotations
@@ -11,20 +14,28 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
+import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from math import isfinite
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import msgspec
 
 from ckpt.checks import text_of
-from ckpt.config import rank_of_this_process
-from ckpt.errors import ConfigError
+from ckpt.config import Mode, rank_of_this_process
+from ckpt.errors import ConfigError, ThreadLimit
 from ckpt.events import (
     CommitFinished,
     Event,
+    MetricsAdded,
     NodeReplicated,
     Repaired,
     Restored,
@@ -37,7 +48,10 @@ from ckpt.events import (
     StepVerified,
     TierMissed,
 )
+from ckpt.pipeline.workers import Workers, has_script_ended
+from ckpt.processes import Process, machine
 from ckpt.storage.places import is_folder, local_path
+from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
 LIMIT_BYTES: Final = 4 << 20
@@ -46,15 +60,28 @@ replaced.
 """
 OPEN_EVENT: Final = "Opened"
 """The ``event`` of the first record of each job."""
+CLOSE_EVENT: Final = "Closed"
+"""The ``event`` of the last record of a job that has closed its manager."""
 VERIFY_EVENT: Final = "Verified"
 """The ``event`` of the record of a step that was compared with its checksums."""
-_MOST_TEXT: Final = 500
-_MOST_FILES: Final = 128
-_MOST_BYTES: Final = 64 << 20
-"""The most bytes that a reader reads from all files together."""
-_OLD: Final = ".old"
-_VERIFY: Final = "verify.jsonl"
+VERIFY_FILE: Final = "verify.jsonl"
 """The file of the verifications of all jobs."""
+BEAT_SECONDS: Final = 15.0
+"""How often a job shows that it is alive."""
+PLANNED_STOP: Final = "planned stop"
+"""The ``reason`` of a ``CLOSE_EVENT`` after ``StopSignals.requested``."""
+_MOST_TEXT: Final = 500
+_MOST_WAITING: Final = 10_000
+"""The most records that wait for the thread. Further ones are lost."""
+_MOST_EARLY: Final = 100
+_END_SECONDS: Final = 2.0
+"""How long ``close`` waits until the records are written."""
+_STALE_SECONDS: Final = 24 * 3600.0
+_OLD: Final = ".old"
+_BEAT: Final = ".alive"
+_SUFFIXES: Final = (".jsonl", ".jsonl" + _OLD, _BEAT)
+_SAVES: Final = frozenset({"SaveStaged", "SaveFailed"})
+"""The events that make the folder of a journal."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -76,6 +103,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             damage that a verification found (empty if there is none).
         key: The file that a restore took from a farther tier.
         mended: Whether the file ``key`` is intact on ``tier`` again.
+        job: The id of the job, which all its records have.
+        metrics: The metrics of the step; NaN and infinite values are None.
+        modes: For ``OPEN_EVENT``: which values of a metric are the best, by its name.
+        host, machine, pid, start_time: For ``OPEN_EVENT``: the process of rank 0, as in
+            ``ckpt.coordination.owner.Owner``.
     """
 
     at: float
@@ -89,73 +121,248 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     key: str = ""
     mended: bool = False
+    job: str = ""
+    metrics: dict[str, float | None] = {}
+    modes: dict[str, Mode] = {}
+    host: str = ""
+    machine: str = ""
+    pid: int = 0
+    start_time: int = 0
 
 
 class Journal:
     """An observer that writes the events of a run to a folder beside its root.
 
-    Rank 0 writes every event that its manager sends. Other ranks write failures, damage and
-    repairs. Each rank that writes has at most two files of about 4 MiB. Make a new `Journal` object
-    for each job, since an object records the start of one job only.
+    A manager makes one by itself (``SaveConfig.journal``). Give one to a manager whose tiers are
+    all remote.
+
+    Rank 0 writes every event that its manager sends. Other ranks write failures, damage, repairs
+    and metrics. Each rank that writes has at most two files of about 4 MiB. The folder is made at
+    the first save, so that a job that only restores leaves no journal where there was none. Make a
+    new `Journal` object for each job, since an object records the start of one job only.
 
     Args:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``
             at its end. If all tiers of the run are remote, give any local path.
         rank: The rank of this process; None for the rank that the launcher names.
+        modes: Which values of a metric are the best, by its name, as in ``Tier(keep_best=...)``.
 
     Raises:
         ConfigError: ``root`` is neither a path nor a ``file://`` URL.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_file``,
-    ``_has_failed`` and ``_is_open``.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_end``. Only the
+    thread of the journal uses the attributes from ``_file`` on.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        rank: int | None = None,
+        modes: Mapping[str, Mode] | None = None,
+    ) -> None:
         self._folder = journal_of(root)
         self._rank = rank_of_this_process() if rank is None else rank
+        self._modes: dict[str, Mode] = dict(modes or {})
+        self._job = secrets.token_hex(6)
+        self._queue: SimpleQueue[Record | None] = SimpleQueue()
         self._lock = threading.Lock()
+        self._end: Future[None] | None = None
         self._file: int | None = None
+        self._early: deque[Record] = deque(maxlen=_MOST_EARLY)
         self._has_failed = False
         self._is_open = self._rank != 0  # Only rank 0 writes the record ``OPEN_EVENT``
 
     def __call__(self, event: Event) -> None:
-        """Write the record of ``event``.
+        """Let the thread of the journal write the record of ``event``.
 
         If that fails, a warning is logged. Further failures are not logged until a write succeeds.
         """
-        record = record_of(event)
-        if self._rank and not isinstance(event, SaveFailed | StepDamaged | Repaired):
+        if self._rank and not isinstance(event, SaveFailed | StepDamaged | Repaired | MetricsAdded):
             return
-        with self._lock:
-            try:
-                self._append(record)
-                self._has_failed = False
-            except OSError as error:
-                if not self._has_failed:
-                    _log.warning("ckpt: the journal %s was not written: %s", self._folder, error)
-                self._has_failed = True
+        if self._queue.qsize() < _MOST_WAITING:
+            self._queue.put(record_of(event, self._job))
+        if self._end is None:
+            self._start()
+
+    def end(self, *, error: BaseException | None = None, reason: str = "") -> None:
+        """Record that the job has closed its manager, if the journal has a record of the job. Then
+        close the journal.
+
+        Args:
+            error: The error that ends the job; None if there is none.
+            reason: ``PLANNED_STOP``, or empty.
+        """
+        if self._rank == 0 and self._end is not None:
+            name, text = (type(error).__name__, str(error)) if error else ("", reason)
+            self._queue.put(
+                Record(
+                    at=time.time(),
+                    event=CLOSE_EVENT,
+                    error=name,
+                    reason=text[:_MOST_TEXT],
+                    job=self._job,
+                )
+            )
+        self.close()
 
     def close(self) -> None:
-        """Close the file. The next event opens it again, as a part of the same job."""
+        """Write what waits, and close the file. The next event opens it again, as a part of the
+        same job. If the file system does not answer, the call returns after two seconds.
+        """
         with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            end, self._end = self._end, None
+        if end is not None:
+            self._queue.put(None)
+            if not wait([end], _END_SECONDS).done:
+                _log.warning("ckpt: the journal %s cannot be written: no answer", self._folder)
 
-    def _append(self, record: Record) -> None:
-        path = os.path.join(self._folder, f"rank-{self._rank:05d}.jsonl")
-        if self._file is not None and os.fstat(self._file).st_size >= LIMIT_BYTES:
+    def _start(self) -> None:
+        with self._lock:
+            if self._end is not None:
+                return
+            if has_script_ended():  # ``submit`` may run the call itself
+                self._queue.put(None)
+            try:
+                self._end = Workers("journal", 1).submit(self._run)
+            except ThreadLimit as error:
+                _log.warning("ckpt: the journal %s is not written: %s", self._folder, error)
+
+    def _run(self) -> None:
+        """Write the records of the queue until None arrives: the body of the thread."""
+        while True:
+            try:
+                record = self._queue.get(timeout=BEAT_SECONDS)
+            except Empty:
+                self._beat()
+                continue
+            if record is None:
+                break
+            self._write(record)
+        self._beat(is_last=True)
+        if self._file is not None:
             os.close(self._file)
             self._file = None
-            os.replace(path, path + _OLD)
-            self._file = _open(path)
-        elif self._file is None:
+
+    def _write(self, record: Record) -> None:
+        is_save = record.event in _SAVES
+        try:
+            if self._file is None or os.fstat(self._file).st_size >= LIMIT_BYTES:
+                self._open(creates=is_save)
+            if self._file is None:  # A job that only restores makes no folder
+                self._early.append(record)
+                return
+            lines = [*self._early, record]
+            self._early.clear()
+            if record.event == CLOSE_EVENT and not self._is_open:
+                return
+            if not self._is_open:
+                lines.insert(0, self._first_record(lines[0].at))
+                self._is_open = True
+            # A single call, so that the lines of several processes do not mix
+            os.write(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed and is_save:
+                _log.warning(
+                    "ckpt: the journal %s was not written: %s (journal=False turns it off)",
+                    self._folder,
+                    error,
+                )
+            self._has_failed = self._has_failed or is_save
+
+    def _open(self, *, creates: bool) -> None:
+        """Open the file, or begin a new one if it is full.
+
+        Nothing happens if there is no folder yet, and it is not to be created.
+        """
+        path = os.path.join(self._folder, f"rank-{self._rank:05d}.jsonl")
+        if self._file is not None:
+            file, self._file = self._file, None
+            # Another job that writes to the same file may have begun a new one.
+            is_current = os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path))
+            os.close(file)
+            if is_current:
+                os.replace(path, path + _OLD)
+                self._is_open = self._rank != 0  # The new file must name the job, too
+        elif not os.path.isdir(self._folder):
+            if not creates:
+                return
             os.makedirs(self._folder, exist_ok=True)
-            self._file = _open(path)
-        if not self._is_open:
-            _write(self._file, Record(at=record.at, event=OPEN_EVENT))
-            self._is_open = True
-        _write(self._file, record)
+        self._file = _open(path)
+        self._beat()
+
+    def _first_record(self, moment: float) -> Record:
+        """Return the first record of this job."""
+        for name in filter(beat_of, os.listdir(self._folder)):  # Of jobs that were killed
+            path = os.path.join(self._folder, name)
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(path).st_mtime > _STALE_SECONDS:
+                    os.unlink(path)
+        process = Process.of(os.getpid())
+        return Record(
+            at=moment,
+            event=OPEN_EVENT,
+            job=self._job,
+            modes=self._modes,
+            host=socket.gethostname(),
+            machine=machine(),
+            pid=process.pid,
+            start_time=process.start_time,
+        )
+
+    def _beat(self, *, is_last: bool = False) -> None:
+        """Show by the time of a file that the job is alive; remove the file at the end."""
+        if self._file is None or self._rank:
+            return
+        path = os.path.join(self._folder, self._job + _BEAT)
+        with contextlib.suppress(OSError):
+            if is_last:
+                os.unlink(path)
+            else:
+                os.close(_open(path))
+                os.utime(path)
+
+
+def default_journal(tiers: Sequence[OpenTier], rank: int) -> Journal | None:
+    """Return a journal for the job of ``rank``, beside its nearest tier that is a folder which all
+    nodes see, or else beside its nearest folder. Return None if no tier is a folder.
+    """
+    folders = [tier for tier in tiers if is_folder(tier.url)]
+    place = next((tier for tier in folders if not tier.local), next(iter(folders), None))
+    if place is None:
+        return None
+    rules = [tier.tier.best for tier in tiers]
+    modes: dict[str, Mode] = {rule.metric: rule.mode for rule in rules if rule is not None}
+    return Journal(place.url, rank=rank, modes=modes)
+
+
+def journals_of(
+    owner: object, observers: Iterable[object], make: Callable[[], Journal | None] | None
+) -> list[Journal]:
+    """Return the journals among ``observers``, or else the one that ``make`` returns. They end when
+    ``owner``, the manager, is garbage collected.
+    """
+    journals = [observer for observer in observers if isinstance(observer, Journal)]
+    if not journals and make is not None and (journal := make()) is not None:
+        journals = [journal]
+    for journal in journals:
+        weakref.finalize(owner, journal.end).atexit = False
+    return journals
+
+
+def end_journals(
+    journals: Iterable[Journal], error: BaseException | None, *, is_planned: bool
+) -> None:
+    """Record in each journal that the manager is closed.
+
+    Args:
+        journals: The journals.
+        error: The error that ends the job; None if there is none.
+        is_planned: Whether the job was stopped as planned.
+    """
+    for journal in journals:
+        journal.end(error=error, reason=PLANNED_STOP if is_planned else "")
 
 
 def journal_of(root: str | os.PathLike[str]) -> str:
@@ -184,13 +391,18 @@ def journal_files(root: str | os.PathLike[str]) -> list[str]:
         names = os.listdir(folder)
     except OSError:
         return []
-    return [
-        os.path.join(folder, name) for name in names if name.endswith((".jsonl", ".jsonl" + _OLD))
-    ]
+    return [os.path.join(folder, name) for name in names if name.endswith(_SUFFIXES)]
 
 
-def record_of(event: Event) -> Record:
-    """Return the record of an event, written now."""
+def beat_of(name: str) -> str:
+    """Return the id of the job that shows by the file ``name`` of a journal that it is alive; empty
+    for any other file.
+    """
+    return name.removesuffix(_BEAT) if name.endswith(_BEAT) else ""
+
+
+def record_of(event: Event, job: str = "") -> Record:
+    """Return the record of an event of ``job``, written now."""
     names = [name for name in Record.__struct_fields__ if hasattr(event, name)]
     line: dict[str, Any] = {"event": type(event).__name__}
     line |= {name: getattr(event, name) for name in names}
@@ -203,9 +415,17 @@ def record_of(event: Event) -> Record:
             line |= {"error": type(event.error).__name__, "reason": str(event.error)}
         case StepVerified():
             line |= {"event": VERIFY_EVENT, "reason": event.damage, "mended": False}
-        case Repaired() | CommitFinished() | Restored() | RolledBack() | NodeReplicated():
+        case CommitFinished() | Restored() | RolledBack() | NodeReplicated():
             pass  # All their fields have the same names as in the record
-    return Record(at=time.time(), **{**line, "reason": line.get("reason", "")[:_MOST_TEXT]})
+        case Repaired() | MetricsAdded():
+            pass
+    metrics = line.get("metrics", {})
+    line |= {
+        "reason": line.get("reason", "")[:_MOST_TEXT],
+        "job": job,
+        "metrics": {name: value if isfinite(value) else None for name, value in metrics.items()},
+    }
+    return Record(at=time.time(), **line)
 
 
 def note_verified(root: str, step: int, fault: str, *, journal: str | None = None) -> None:
@@ -222,7 +442,7 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
     """
     with contextlib.suppress(ConfigError, OSError):
         if os.path.isdir(folder := journal_of(root if journal is None else journal)):
-            path = os.path.join(folder, _VERIFY)
+            path = os.path.join(folder, VERIFY_FILE)
             if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
                 os.replace(path, path + _OLD)
             file = _open(path)
@@ -233,70 +453,6 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
                 _write(file, record)
             finally:
                 os.close(file)
-
-
-class JournalReader:
-    """A reader of the journal of a run. It reads a file again only if the file has changed.
-
-    Args:
-        root: The folder of the run.
-
-    Raises:
-        ConfigError: ``root`` is neither a path nor a ``file://`` URL.
-
-    Thread safety: one thread at a time.
-    """
-
-    def __init__(self, root: str) -> None:
-        self._root, self._folder = root, journal_of(root)
-        self._cache: dict[str, tuple[tuple[int, int, int], list[Record]]] = {}
-
-    def read(self) -> list[Record]:
-        """Return the records of all files, oldest first. Lines that are no records are left out.
-
-        At most the last 8 MiB of a file are read, and at most 64 MiB of all files together.
-        """
-        records, budget = list[Record](), _MOST_BYTES
-        for name in self._names():
-            path = os.path.join(self._folder, name)
-            try:
-                status = os.stat(path)
-                size = min(status.st_size, 2 * LIMIT_BYTES, budget)
-                state = (status.st_mtime_ns, status.st_size, size)
-                if name not in self._cache or self._cache[name][0] != state:
-                    self._cache[name] = (state, list(_records(path, size)))
-            except OSError:
-                # The file was renamed after it was listed.
-                continue
-            budget -= size
-            records += self._cache[name][1]
-        return sorted(records, key=lambda record: record.at)
-
-    def _names(self) -> list[str]:
-        """Return the names of at most 128 files: first the files of verifications, and then the
-        files of the ranks, lowest rank first. A run has at most two files of verifications.
-        """
-        names = map(os.path.basename, journal_files(self._root))
-        return sorted(names, key=lambda name: (not name.startswith(_VERIFY), name))[:_MOST_FILES]
-
-
-def _records(path: str, size: int) -> Iterator[Record]:
-    """Yield the records in the last ``size`` bytes of a regular file; nothing for any other file.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with open(path, "rb", opener=_open_at_once) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            return
-        file.seek(max(0, status.st_size - size))
-        for line in file.read(size).splitlines():
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
-                yield _decoder.decode(line)
-
-
-_decoder = msgspec.json.Decoder(Record)
 
 
 def _open(path: str) -> int:
@@ -310,11 +466,6 @@ def _open(path: str) -> int:
         os.close(file)
         raise OSError(errno.EINVAL, "it is no regular file", path)
     return file
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file for ``open(..., opener=...)`` without waiting for the writer of a FIFO."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _write(file: int, record: Record) -> None:

@@ -134,6 +134,8 @@ class Metrics:
                 series.restored_step().set(event.step)
             case StepVerified():
                 self._count_verified(event)
+            case _:
+                pass  # The metrics of the training are no metrics of checkpoints
         if self._file is not None:
             self._write()
 

@@ -16,8 +16,9 @@ from ckpt.errors import CkptError
 from ckpt.errors.sanitize import redact
 from ckpt.observe.answers import answers
 from ckpt.observe.disk_space import FolderSpace
-from ckpt.observe.history import Arrival, History, SavedStep, history_of
-from ckpt.observe.journal import JournalReader
+from ckpt.observe.history import Arrival, History, SavedStep, history_of, mark_cut
+from ckpt.observe.job_life import JobLife, life_of
+from ckpt.observe.journal_reader import JournalReader
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import is_folder, is_missing
@@ -79,7 +80,7 @@ class StepView:
         nbytes: The size of the step before encoding. If it is not committed, the bytes on a tier.
             If only the journal has the step, the bytes that rank 0 staged.
         ranks: How many ranks wrote the step; 0 if that is not known.
-        metrics: The metrics of the step, by name.
+        metrics: The metrics of the step, by name, also of a step that was removed.
         cells: The state on each tier of the run, in the order of ``RunView.tiers``.
         save: The save in the journal; None if the journal does not have it, or if it counts for a
             younger attempt at the step.
@@ -134,6 +135,7 @@ class RunView:
         tiers: The tiers of the run, nearest first.
         steps: The attempts at steps, newest step first.
         history: The history from the journals of the run.
+        life: Whether the job lives; None if the run has no journal.
     """
 
     name: str
@@ -141,6 +143,7 @@ class RunView:
     tiers: tuple[TierView, ...]
     steps: tuple[StepView, ...]
     history: History
+    life: JobLife | None = None
 
 
 class TierWatch:
@@ -257,7 +260,11 @@ class RunWatch:
         """
         _look(self.tiers, patience)
         records = [record for journal in self._journals for record in journal.read()]
+        beats = {job: beat for journal in self._journals for job, beat in journal.beats().items()}
         history = history_of(sorted(records, key=lambda record: record.at))
+        life = life_of(history, beats, time.time())
+        if life is not None and life.state == "died":
+            mark_cut(history.saves.values())
         listed_urls = {tier.url for tier in self.tiers}
         named_urls = list({url: None for save in history.saves.values() for url in save.tiers})
         self._find_memory(named_urls, listed_urls, patience)
@@ -274,6 +281,7 @@ class RunWatch:
             tiers=tuple(views),
             steps=_rows({tier.url: tier.steps for tier in self.tiers}, views, history),
             history=history,
+            life=life,
         )
 
     def _find_memory(
@@ -400,7 +408,7 @@ def _row(
         at=listing.created_at if listing and listing.created_at else save.at if save else 0.0,
         nbytes=listing.staged_bytes or listing.nbytes if listing else save.nbytes if save else 0,
         ranks=listing.ranks if listing else 0,
-        metrics=listing.metrics if listing else {},
+        metrics={**(save.metrics if save else {}), **(listing.metrics if listing else {})},
         cells=tuple(cells),
         save=save,
     )

@@ -23,8 +23,9 @@ from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint
 from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, size
+from ckpt.observe.job_life import LIFE_MEANING
 from ckpt.observe.run_view import MEANING, RunView
-from ckpt.page.contents import StepOpener, run_page
+from ckpt.page.contents import StepOpener, commands_of, run_page
 from ckpt.page.live_views import Live, silent_since
 from ckpt.page.request_checks import App, Guard
 
@@ -72,7 +73,8 @@ class _Pages:
 
     def run(self, request: Any) -> Any:
         index, view = self._run(request)
-        page = run_page(view, _number(request.query_params.get("page", "1")))
+        query = request.query_params
+        page = run_page(view, _number(query.get("page", "1")), query.get("sort", ""))
         return self._show("run.html", index=index, page=page)
 
     def step(self, request: Any) -> Any:
@@ -178,7 +180,12 @@ def _templates() -> jinja2.Environment:
         "short": _short,
         "shape": _shape,
     }
-    helpers: dict[str, Any] = {"meaning": MEANING, "silent_since": silent_since}
+    helpers: dict[str, Any] = {
+        "meaning": MEANING,
+        "life_meaning": LIFE_MEANING,
+        "silent_since": silent_since,
+        "commands_of": commands_of,
+    }
     environment.globals.update(helpers)
     return environment
 

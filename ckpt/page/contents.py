@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import Final
 
 from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
+from ckpt.config import Mode
 from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor, chunk_offsets
+from ckpt.model.metrics import best_steps, mode_of
 from ckpt.model.readable import duration
 from ckpt.observe.journal import Record
 from ckpt.observe.run_view import RunView, RunWatch, StepView, TierView
 from ckpt.page.charts import Chart, chart
+from ckpt.page.metric_chart import MetricChart, Point, metric_chart
 from ckpt.pipeline.workers import Workers
 
 ROWS: Final = 50
@@ -27,6 +31,13 @@ STRIP: Final = 60
 """The number of newest steps in the strip, a graphic of the state of each step on each tier."""
 TENSORS: Final = 200
 """The number of tensors on one page of a step."""
+METRICS: Final = 4
+"""The number of metrics that have a chart and a column."""
+_MOST_REMOVED: Final = 200
+"""The number of newest removed steps that are listed."""
+_BY_STEP: Final = "step"
+_EXISTS: Final = frozenset({"committed", "verified", "damaged", "saving", "incomplete"})
+"""The states of a cell of a step that a tier has, or may get yet."""
 _MOST_FAILURES: Final = 8
 """The greatest number of records in ``RunPage.failures``."""
 
@@ -39,11 +50,19 @@ class RunPage:
         run: The view of the run.
         durable: The newest step on a tier that is not in memory; None if there is none.
         strip: The newest steps, for the graphic of their states on each tier.
-        rows: The steps on this page of the table.
+        rows: The steps on this page of the table: those that exist, in the order of ``sort``.
+        sort: "step", or the metric by which the steps are sorted, best first.
+        past_rows: The newest steps that no tier has any more, or that have failed.
+        past_count: The number of all of these.
+        metrics: The metrics that have a chart and a column, the most important one first.
+        best: The best step that exists, by the name of the metric.
+        risk: How many training steps the newest save is ahead of the newest durable one; None if
+            nothing was saved.
         page, pages: The number of this page of the table, from 1 on, and the number of pages.
         stall_seconds: The median stall of a save; None if the journal has none.
         durable_seconds: The median time from the call to the commit on the nearest tier that is
             not in memory; None if the journal has none.
+        curves: The curve of each of ``metrics`` that has enough points.
         charts: The charts that have enough points.
         failures: The journal's records of the newest saves that failed, newest first.
         failure_count: The number of all saves that failed, without those that were skipped.
@@ -53,21 +72,38 @@ class RunPage:
     durable: StepView | None
     strip: Sequence[StepView]
     rows: Sequence[StepView]
+    sort: str
+    past_rows: Sequence[StepView]
+    past_count: int
+    metrics: Sequence[str]
+    best: Mapping[str, int]
+    risk: int | None
     page: int
     pages: int
     stall_seconds: float | None
     durable_seconds: float | None
+    curves: Sequence[MetricChart]
     charts: Sequence[Chart]
     failures: Sequence[Record]
     failure_count: int
 
 
-def run_page(run: RunView, page: int) -> RunPage:
+def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
     """Return the contents of the page of a run. They include page number ``page`` of the table, or
     the nearest page if the table has no page of this number.
+
+    Args:
+        run: The view of the run.
+        page: The number of the page of the table.
+        sort: The metric to sort by, if the run has it.
     """
-    pages = max(1, -(-len(run.steps) // ROWS))
+    current_rows = [row for row in run.steps if _exists(row)]
+    past_rows = [row for row in run.steps if not _exists(row)]
+    pages = max(1, -(-len(current_rows) // ROWS))
     page = min(max(page, 1), pages)
+    metrics, best = _metrics(run, current_rows)
+    if sort in metrics:
+        current_rows = _by_metric(current_rows, sort, run)
     saves = [run.history.saves[step] for step in sorted(run.history.saves)]
     stalls = [(save.step, save.stall_seconds) for save in saves if save.stall_seconds]
     arrivals = {
@@ -83,17 +119,26 @@ def run_page(run: RunView, page: int) -> RunPage:
         chart("Stall of a save", {"stall": stalls}, duration),
         chart("From the call to the commit", arrivals, duration),
     )
+    durable = next((row for row in run.steps if _is_there(row, durable_indices)), None)
+    newest = max(run.history.saves, default=None)
     nearest = next((run.tiers[index].url for index in durable_indices), "")
     failures = [record for record in run.history.failures if record.error != "SaveSkipped"]
     return RunPage(
         run=run,
-        durable=next((row for row in run.steps if _is_there(row, durable_indices)), None),
+        durable=durable,
         strip=run.steps[:STRIP],
-        rows=run.steps[(page - 1) * ROWS : page * ROWS],
+        rows=current_rows[(page - 1) * ROWS : page * ROWS],
+        sort=sort if sort in metrics else _BY_STEP,
+        past_rows=past_rows[:_MOST_REMOVED],
+        past_count=len(past_rows),
+        metrics=metrics,
+        best=best,
+        risk=None if newest is None else max(0, newest - durable.step) if durable else newest,
         page=page,
         pages=pages,
         stall_seconds=_median(stalls),
         durable_seconds=_median(arrivals.get(nearest, [])),
+        curves=[curve for name in metrics if (curve := _curve(run, name, best)) is not None],
         charts=[item for item in charts if item is not None],
         failures=failures[: -_MOST_FAILURES - 1 : -1],
         failure_count=len(failures),
@@ -103,6 +148,73 @@ def run_page(run: RunView, page: int) -> RunPage:
 def is_in_memory(tier: TierView) -> bool:
     """Return True if ``tier`` is in memory, so that its steps are lost when the machine ends."""
     return tier.url.startswith("shm://")
+
+
+def _exists(row: StepView) -> bool:
+    return any(cell.state in _EXISTS for cell in row.cells)
+
+
+def _metrics(run: RunView, current_rows: Sequence[StepView]) -> tuple[list[str], dict[str, int]]:
+    """Return the metrics to show, the most important one first, and the best step that exists of
+    each whose best values are known.
+    """
+    modes = run.history.modes
+    names = {name for row in run.steps for name in row.metrics}
+    rules: dict[str, Mode] = {name: mode for name in names if (mode := mode_of(name, modes))}
+    best: dict[str, int] = {}
+    for name, mode in rules.items():
+        values = [(row.step, row.metrics[name]) for row in current_rows if name in row.metrics]
+        if steps := best_steps(values, mode):
+            best[name] = steps[0]
+    order = sorted(names, key=lambda name: (name not in modes, name not in rules, name))
+    return order[:METRICS], best
+
+
+def _by_metric(rows: Sequence[StepView], metric: str, run: RunView) -> list[StepView]:
+    """Return ``rows`` with the best value of ``metric`` first, and rows without a value last."""
+    sign = -1 if mode_of(metric, run.history.modes) == "max" else 1
+
+    def value(row: StepView) -> float:
+        number = sign * row.metrics.get(metric, math.nan)
+        return number if math.isfinite(number) else math.inf
+
+    return sorted(rows, key=value)
+
+
+def _curve(run: RunView, name: str, best: Mapping[str, int]) -> MetricChart | None:
+    """Return the curve of a metric over all steps of the run."""
+    points: dict[int, Point] = {}
+    for row in reversed(run.steps):  # Of several attempts at a step, one that exists counts
+        if name in row.metrics and not (row.step in points and not _exists(row)):
+            points[row.step] = Point(row.step, row.metrics[name], _exists(row))
+    failures = [record.step for record in run.history.failures if record.error != "SaveSkipped"]
+    return metric_chart(
+        name,
+        [points[step] for step in sorted(points)],
+        best.get(name),
+        restores=[restore.record.step for restore in run.history.job_restores],
+        failures=failures,
+    )
+
+
+def commands_of(row: StepView, tiers: Sequence[TierView]) -> dict[str, str]:
+    """Return the commands that a reader may want for a step, by their names. The commands take the
+    step from the nearest tier that has it, but rather not from memory.
+    """
+    places = [
+        tier
+        for tier, cell in zip(tiers, row.cells, strict=True)
+        if cell.state in ("committed", "verified")
+    ]
+    place = next((tier for tier in places if not is_in_memory(tier)), next(iter(places), None))
+    if place is None:
+        return {}
+    url = quote(place.url)
+    return {
+        "restore": f"ckpt restore {url} {row.step} --to restored-{row.step}",
+        "export": f"ckpt export {url} step-{row.step}.safetensors --step {row.step}",
+        "pin": f"ckpt pin {url} {row.step} --for 1d",
+    }
 
 
 def _is_there(row: StepView, tiers: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ from ckpt.catalog.inventory import StoredStep
 from ckpt.config import Best, Tier, check_retention
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
-from ckpt.model.metrics import ranking
+from ckpt.model.metrics import best_steps
 from ckpt.retention.claim import Claim
 from ckpt.storage.api import StorageBackend
 
@@ -201,7 +201,7 @@ def newest(
 def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[int]:
     """Return the numbers of the best steps, best first."""
     values = [(ref.step, metrics.get(ref, {}).get(rule.metric, math.nan)) for ref in committed]
-    return ranking(values, rule.mode)[: rule.count]
+    return best_steps(values, rule.mode)[: rule.count]
 
 
 class StepGuard(Protocol):

@@ -112,6 +112,7 @@ class SaveOutcome:
             stall_seconds=pending.stall_seconds,
             tiers=pending.tiers,
             slot_bytes=self._slot_bytes,
+            metrics=pending.metrics,
         )
         self._reports.observers.notify(event)
 

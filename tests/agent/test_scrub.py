@@ -28,7 +28,7 @@ from ckpt.errors import ConfigError, TransientStorageError
 from ckpt.events import Event, Observer, StepVerified
 from ckpt.model.keys import OWNER
 from ckpt.observe import Journal
-from ckpt.observe.journal import JournalReader
+from ckpt.observe.journal_reader import JournalReader
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend

@@ -47,7 +47,10 @@ def test_the_table_says_what_was_taken_for_what(cli: Cli, runs: Path) -> None:
         ((), "give --failures-per-day"),
         (("--failures-per-day", "0"), "out of bounds"),
         (("--failures-per-day", "2", "--restart", "soon"), "--restart soon"),
-        (("empty", "--failures-per-day", "2"), "Journal is imported from ckpt.observe"),
+        (
+            ("empty", "--failures-per-day", "2"),
+            "has no journal: the job that wrote it had journal=False",
+        ),
         (("s3://bucket/run", "--failures-per-day", "2"), "a journal is on this machine"),
     ],
 )

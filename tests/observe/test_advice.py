@@ -93,16 +93,24 @@ def test_a_number_out_of_bounds_is_refused(wrong: dict[str, float]) -> None:
 
 
 def journal(hours: float) -> list[Record]:
+    """Three jobs that save, and one that only restores."""
     end = hours * 3600
     return [
-        Record(at=0.0, event=OPEN_EVENT),
-        Record(at=10.0, event="SaveStaged", step=1, nbytes=5, seconds=0.25, tiers=("a", "b")),
-        Record(at=11.0, event="SaveCommitted", step=1, tier="a", seconds=1.0),
-        Record(at=12.0, event=OPEN_EVENT),
-        Record(at=40.0, event="SaveStaged", step=2, nbytes=7, seconds=0.75, tiers=("a", "b")),
-        Record(at=43.0, event="SaveCommitted", step=2, tier="a", seconds=3.0),
-        Record(at=44.0, event="TierMissed", step=2, tier="b"),
-        Record(at=end, event=OPEN_EVENT),
+        Record(at=0.0, event=OPEN_EVENT, job="1"),
+        Record(
+            at=10.0, event="SaveStaged", step=1, nbytes=5, seconds=0.25, tiers=("a", "b"), job="1"
+        ),
+        Record(at=11.0, event="SaveCommitted", step=1, tier="a", seconds=1.0, job="1"),
+        Record(at=12.0, event=OPEN_EVENT, job="2"),
+        Record(at=12.0, event=OPEN_EVENT, job="evaluation"),
+        Record(
+            at=40.0, event="SaveStaged", step=2, nbytes=7, seconds=0.5, tiers=("a", "b"), job="2"
+        ),
+        Record(at=43.0, event="SaveCommitted", step=2, tier="a", seconds=3.0, job="2"),
+        Record(at=44.0, event="TierMissed", step=2, tier="b", job="2"),
+        Record(at=end, event=OPEN_EVENT, job="3"),
+        Record(at=70.0, event="SaveStaged", step=3, nbytes=7, seconds=0.75, tiers=("a",), job="3"),
+        Record(at=end, event="SaveCommitted", step=3, tier="a", job="3"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -12,19 +13,26 @@ from typing import Any
 import pytest
 import torch
 
+import ckpt
 from ckpt import CheckpointManager, CkptError, Tier
 from ckpt.errors import ConfigError, OutOfSpace
 from ckpt.events import Repaired, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.observe import journal as journals
+from ckpt.observe import journal_reader as readers
 from ckpt.observe.history import history_of
+from ckpt.observe.job_life import JobLife, life_of
 from ckpt.observe.journal import (
+    CLOSE_EVENT,
     OPEN_EVENT,
+    PLANNED_STOP,
     VERIFY_EVENT,
     Journal,
-    JournalReader,
     Record,
     note_verified,
+    record_of,
 )
+from ckpt.observe.journal_reader import JournalReader
+from ckpt.processes import machine
 
 
 def staged(step: int, *tiers: str) -> SaveStaged:
@@ -33,6 +41,200 @@ def staged(step: int, *tiers: str) -> SaveStaged:
 
 def lines(root: Path) -> list[str]:
     return [record.event for record in JournalReader(str(root)).read()]
+
+
+class Blocked:
+    """A file system that does not answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answer = threading.Event()
+        true = journals._open
+
+        def wait_for_it(path: str) -> int:
+            self.answer.wait(60)
+            return true(path)
+
+        monkeypatch.setattr(journals, "_open", wait_for_it)
+
+
+def test_a_manager_writes_a_journal_by_itself_with_the_metrics(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    best = ("accuracy", "max")
+    with CheckpointManager(Tier(root, keep_last=1, keep_best=best)) as manager:  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            metrics = {"loss": 1 / step, "accuracy": 0.5}
+            manager.save({"x": torch.ones(2)}, step, metrics=metrics)
+        manager.save({"x": torch.ones(2)}, 4, metrics={"loss": float("nan")})
+        manager.add_metrics(4, {"accuracy": 0.25})
+    history = history_of(JournalReader(root).read())
+    assert [save.metrics["loss"] for save in history.saves.values()][:3] == [1.0, 0.5, 1 / 3]
+    assert math.isnan(history.saves[4].metrics["loss"])
+    assert history.saves[4].metrics["accuracy"] == 0.25
+    assert history.modes == {"accuracy": "max"}
+    (job,) = history.jobs.values()
+    assert job.has_saved
+    assert job.end is not None
+    assert job.start.pid == os.getpid()
+    with ckpt.open(root) as opened:
+        rows = opened.history()
+    assert [(row["step"], row["state"]) for row in rows] == [
+        (1, "removed"), (2, "removed"), (3, "committed"), (4, "committed"),
+    ]  # fmt: skip
+    assert [row["loss"] for row in rows[:3]] == [1.0, 0.5, 1 / 3]
+    assert rows[3]["accuracy"] == 0.25
+    assert all(row["saved_at"].tzinfo and row["durable_seconds"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("how", ["keyword", "memory", "own"])
+def test_there_is_no_journal_where_none_is_wanted_or_there_is_no_folder(
+    tmp_path: Path, how: str
+) -> None:
+    root = "memory://journal-test" if how == "memory" else str(tmp_path / "run")
+    own = [Journal(tmp_path / "elsewhere")] if how == "own" else []
+    with CheckpointManager(root, journal=how != "keyword", observers=own) as manager:
+        manager.save({"x": torch.ones(2)}, 1)
+    names = {path.name for path in tmp_path.iterdir()} - {"run"}
+    assert names == ({"elsewhere.journal"} if how == "own" else set())
+
+
+def test_a_job_that_only_restores_leaves_no_journal_where_there_is_none(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    with CheckpointManager(root, journal=False) as manager:
+        manager.save({"x": torch.ones(2)}, 1)
+    with CheckpointManager(root) as manager:
+        manager.restore({"x": torch.zeros(2)})
+    assert not (tmp_path / "run.journal").exists()
+    with CheckpointManager(root) as manager:
+        manager.restore({"x": torch.zeros(2)})
+        manager.save({"x": torch.ones(2)}, 2)
+    assert lines(tmp_path / "run") == [
+        "Opened", "Restored", "SaveStaged", "SaveCommitted", "Closed",
+    ]  # fmt: skip
+
+
+def test_a_journal_whose_file_system_does_not_answer_delays_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = Blocked(monkeypatch)
+    monkeypatch.setattr(journals, "_END_SECONDS", 0.01)
+    try:
+        with CheckpointManager(str(tmp_path / "run")) as manager:
+            manager.save({"x": torch.ones(2)}, 1)
+        assert caplog.text.count("cannot be written: no answer") == 1
+    finally:
+        blocked.answer.set()
+
+
+def test_records_that_the_disk_cannot_take_yet_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = Blocked(monkeypatch)
+    monkeypatch.setattr(journals, "_MOST_WAITING", 10)
+    journal = Journal(tmp_path / "run", rank=0)
+    for step in range(100):
+        journal(staged(step, "a"))
+    blocked.answer.set()
+    journal.close()
+    assert 10 <= lines(tmp_path / "run").count("SaveStaged") <= 12
+
+
+def test_a_new_file_names_the_job_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "LIMIT_BYTES", 2000)
+    journal = Journal(tmp_path / "run", rank=0)
+    for step in range(200):
+        journal(staged(step, "a"))
+    journal.close()
+    history = history_of(JournalReader(str(tmp_path / "run")).read())
+    assert [job.has_saved for job in history.jobs.values()] == [True]
+
+
+def test_two_jobs_that_write_one_file_lose_no_older_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "LIMIT_BYTES", 3000)
+    first, second = (Journal(tmp_path / "run", rank=0) for _ in range(2))
+    second._write(record_of(staged(1000, "a")))
+    step = 0
+    while not (tmp_path / "run.journal" / "rank-00000.jsonl.old").exists():
+        first._write(record_of(staged(step := step + 1, "a")))
+    second._write(record_of(staged(1001, "a")))  # Its file is the older one now, and is full
+    saves = history_of(JournalReader(str(tmp_path / "run")).read()).saves
+    assert saves.keys() == {1000, 1001, *range(1, step + 1)}
+
+
+def test_a_journal_of_ten_million_lines_is_read_in_part(tmp_path: Path) -> None:
+    with contextlib.closing(Journal(tmp_path / "run", rank=0)) as journal:
+        journal(staged(7, "a"))
+    path = tmp_path / "run.journal" / "rank-00000.jsonl"
+    path.write_bytes(b"\n" * 10_000_000 + path.read_bytes())
+    began = time.process_time()
+    assert lines(tmp_path / "run") == ["Opened", "SaveStaged"]
+    assert time.process_time() - began < 5
+
+
+# -- whether a job lives ---------------------------------------------------------------------------
+
+
+def life(root: Path) -> JobLife | None:
+    reader = JournalReader(str(root))
+    return life_of(history_of(reader.read()), reader.beats(), time.time())
+
+
+def test_a_job_lives_until_its_manager_is_closed_and_its_end_is_known(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert life(root) is None
+    journal = Journal(root)
+    manager = CheckpointManager(str(root), observers=[journal])
+    manager.save({"x": torch.ones(2)}, 1)
+    journal.close()  # Writes what waits; the manager goes on
+    found = life(root)
+    assert found is not None
+    assert (found.state, found.pid) == ("lives", os.getpid())
+    manager.save({"x": torch.ones(2)}, 2)
+    manager.close()
+    found = life(root)
+    assert found is not None
+    assert (found.state, found.is_alive) == ("ended", False)
+
+
+def opened(job: str, *, at: float = 1.0, machine: str = "other", **fields: Any) -> Record:
+    return Record(at=at, event=OPEN_EVENT, job=job, machine=machine, pid=1 << 22, **fields)
+
+
+def saved(job: str, *, at: float = 2.0) -> Record:
+    return Record(at=at, event="SaveStaged", step=1, job=job)
+
+
+@pytest.mark.parametrize(
+    ("records", "beats", "expected", "at"),
+    [
+        ([opened("a"), saved("a")], {"a": 990.0}, "lives", 1.0),
+        ([opened("a"), saved("a")], {"a": 800.0}, "died", 800.0),
+        ([opened("a"), saved("a", at=5.0)], {}, "died", 5.0),
+        ([opened("a", machine=machine()), saved("a")], {"a": 999.0}, "died", 999.0),
+        ([opened("a"), saved("a"), opened("b", at=3.0)], {"b": 990.0}, "begins", 3.0),
+        ([opened("a"), saved("a"), opened("b", at=3.0)], {"a": 990.0, "b": 990.0}, "lives", 1.0),
+        ([opened("b"), opened("a", at=3.0), saved("a", at=4.0)], {"b": 990.0}, "died", 4.0),
+        ([opened("b")], {}, None, 0.0),
+    ],
+)  # fmt: skip
+def test_a_job_is_alive_by_its_process_or_by_the_time_of_its_file(
+    records: list[Record], beats: dict[str, float], expected: str | None, at: float
+) -> None:
+    found = life_of(history_of(records), beats, 1000.0)
+    assert (found and (found.state, found.time)) == (expected and (expected, at))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "expected"),
+    [("", "", "ended"), ("", PLANNED_STOP, "stopped"), ("ValueError", "no data", "failed")],
+)
+def test_the_end_of_a_job_is_told_apart(error: str, reason: str, expected: str) -> None:
+    end = Record(at=9.0, event=CLOSE_EVENT, job="a", error=error, reason=reason)
+    found = life_of(history_of([opened("a"), saved("a"), end]), {}, 10.0)
+    assert found is not None
+    assert (found.state, found.time, found.pid) == (expected, 9.0, 1 << 22)
+    assert found.reason == ("ValueError: no data" if error else "")
 
 
 def test_a_run_leaves_its_events_beside_its_root(tmp_path: Path) -> None:
@@ -70,15 +272,18 @@ def test_a_save_under_way_is_cut_when_the_next_job_begins(tmp_path: Path) -> Non
     first = Journal(tmp_path / "run", rank=0)
     first(staged(1, "a", "b"))
     first(SaveCommitted(step=1, tier="a", nbytes=5, durable_seconds=1))
+    first.close()
     reader = JournalReader(str(tmp_path / "run"))
     assert history_of(reader.read()).saves[1].tiers["b"].state == "saving"
     second = Journal(tmp_path / "run", rank=0)
+    second(Restored(step=1, tier="a", nbytes=5, seconds=1))
+    second.close()  # A job that has only restored, such as an evaluation, says nothing of another
+    assert history_of(reader.read()).saves[1].tiers["b"].state == "saving"
     second(staged(2, "a"))
+    second.close()
     found = history_of(reader.read())
     assert [found.saves[1].tiers[tier].state for tier in "ab"] == ["committed", "cut"]
     assert found.saves[2].tiers["a"].state == "saving"
-    first.close()
-    second.close()
 
 
 def test_a_journal_that_is_closed_during_a_job_goes_on_with_the_job(tmp_path: Path) -> None:
@@ -157,11 +362,14 @@ def test_events_of_many_threads_are_whole_lines(tmp_path: Path) -> None:
         b'{"at": 1, "event": "SaveStaged", "tiers": 5}',
         b"[" * 100_000,
         b'{"at": 1, "event": "SomethingLater", "step": 3}',
+        b'{"at": 1, "event": "SaveStaged", "step": 3, "metrics": "of another version"}',
+        b'{"at": 1, "event": "SaveStaged", "step": 3, "loss',
     ],
 )
 def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, line: bytes) -> None:
     journal = Journal(tmp_path / "run", rank=0)
     journal(staged(1, "a"))
+    journal.close()
     path = tmp_path / "run.journal" / "rank-00000.jsonl"
     path.write_bytes(line + b"\n" + path.read_bytes() + line)
     journal(staged(2, "a"))
@@ -188,7 +396,7 @@ def test_what_is_read_of_all_files_is_bounded(
     reader = JournalReader(str(tmp_path / "run"))
     assert len(reader.read()) == 41
     size = (tmp_path / "run.journal" / "rank-00000.jsonl").stat().st_size
-    monkeypatch.setattr(journals, "_MOST_BYTES", size + size // 2)
+    monkeypatch.setattr(readers, "_MOST_BYTES", size + size // 2)
     found = reader.read()
     assert 11 < len(found) < 21
     assert found[-1].step == 9
@@ -202,7 +410,7 @@ def test_verifications_are_read_whatever_the_number_of_ranks(
         with contextlib.closing(Journal(root, rank=rank)) as journal:
             journal(SaveFailed(step=1, error=OSError("disk")))
     note_verified(root, 1, "")
-    monkeypatch.setattr(journals, "_MOST_FILES", 3)
+    monkeypatch.setattr(readers, "_MOST_FILES", 3)
     found = JournalReader(root).read()
     assert [record.event for record in found].count("SaveFailed") == 2
     assert (1, root) in history_of(found).verifications
@@ -223,10 +431,15 @@ def test_a_verification_does_not_count_for_a_later_attempt_at_the_step(event: st
 
 def test_many_jobs_and_many_saves_are_read_in_linear_time() -> None:
     saves = [Record(at=n, event="SaveStaged", step=n, tiers=("a",)) for n in range(8000)]
-    begun = [Record(at=n, event=OPEN_EVENT) for n in range(8000, 16000)]
+    jobs = [
+        Record(at=n, event=event, job=str(n), step=8000)
+        for n in range(8000, 16000)
+        for event in (OPEN_EVENT, "SaveStaged")
+    ]
     began = time.process_time()
-    found = history_of([*saves, *begun])
+    found = history_of([*saves, *jobs])
     assert time.process_time() - began < 1
+    assert found.saves.popitem()[0] == 8000
     assert {save.tiers["a"].state for save in found.saves.values()} == {"cut"}
 
 
@@ -237,6 +450,7 @@ def test_a_folder_that_cannot_be_written_costs_one_log_line(
     journal = Journal(tmp_path / "run", rank=0)
     for step in range(3):
         journal(staged(step, "a"))
+    journal.close()
     assert caplog.text.count("was not written") == 1
 
 

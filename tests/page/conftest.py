@@ -12,7 +12,7 @@ pytest.importorskip("uvicorn", reason="pip install 'ckpt-stream[serve]'")
 testclient = pytest.importorskip("starlette.testclient", reason="pip install httpx")
 
 from ckpt.config import Tier  # noqa: E402
-from ckpt.events import SaveCommitted, SaveFailed, SaveStaged, TierMissed  # noqa: E402
+from ckpt.events import Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed  # noqa: E402
 from ckpt.observe import Journal  # noqa: E402
 from ckpt.observe.run_view import watch_runs  # noqa: E402
 from ckpt.page.app import make_app  # noqa: E402
@@ -65,11 +65,13 @@ def run(tmp_path: Path) -> Path:
     journal = Journal(near, rank=0)
     for step in (50, 100, 200, 300, 400):
         tiers = (str(near), str(far)) if step in (200, 400) else (str(near),)
-        journal(SaveStaged(step=step, nbytes=9, stall_seconds=0.0123, tiers=tiers))
+        metrics = {"loss": step / 1000}
+        journal(SaveStaged(step=step, nbytes=9, stall_seconds=0.0123, tiers=tiers, metrics=metrics))
         for tier in tiers if step < 400 else ():
             journal(SaveCommitted(step=step, tier=tier, nbytes=9, durable_seconds=0.25))
     journal(TierMissed(step=400, tier=str(near), error=OSError("disk <gone>")))
     journal(SaveFailed(step=350, error=OSError("disk <gone>")))
+    journal(Restored(step=300, tier=str(near), nbytes=9, seconds=0.1))
     journal.close()
     for step in (100, 200, 300):
         arrays = ARRAYS | {"model/embed": ARRAYS["model/embed"] + step // 300}

@@ -49,8 +49,8 @@ def test_a_run_shows_its_steps_on_each_tier(make: Make, run: Path) -> None:
     found = rows(page)
     assert list(found) == ["step", "400", "300", "200", "100", "50"]
     assert "missed saving" in found["400"]
-    assert re.search(r"committed 0.25 s committed 0.25 s loss 0.2", found["200"])
-    assert re.search(r"committed 0.25 s – not there", found["300"])
+    assert re.search(r"committed 0.25 s committed 0.25 s 0.2 ", found["200"])
+    assert re.search(r"committed 0.25 s – not there 0.3 ", found["300"])
     assert "removed" in found["50"]
     assert "12.3 ms" in found["300"]
     assert "2 ranks" not in page
@@ -73,9 +73,77 @@ def test_a_step_that_was_checked_is_shown_so(make: Make, run: Path) -> None:
 def test_the_charts_say_in_words_what_they_show(make: Make, run: Path) -> None:
     page = make(run, run.parent / "far").get("/run/0")
     labels = re.findall(r'role="img" aria-label="([^"]+)"', page)
-    assert labels[0] == "Stall of a save, steps 50 to 400. Newest: stall: 12.3 ms"
-    assert labels[1].startswith("From the call to the commit, steps 50 to 300.")
+    assert labels[0] == "loss, steps 50 to 400. Newest: step 400, 0.4; best: step 100, 0.1"
+    assert labels[1] == "Stall of a save, steps 50 to 400. Newest: stall: 12.3 ms"
+    assert labels[2].startswith("From the call to the commit, steps 50 to 300.")
     assert page.count('class="dot') == 5 + 4 + 1
+
+
+def test_the_loss_curve_has_marks_for_what_happened(make: Make, run: Path) -> None:
+    page = make(run).get("/run/0")
+    texts = re.findall(r'class="mark (\w+)".*?<title>(.*?)</title>', page)
+    assert [text for kind, text in texts if kind == "removed"] == ["step 50, removed: 0.05"]
+    assert [text for kind, text in texts if kind == "best"] == [
+        "step 100, the best that is kept: 0.1"
+    ]
+    assert [text for kind, text in texts if kind == "failed"] == ["a save that failed at step 350"]
+    assert [text for kind, text in texts if kind == "restore"] == ["a restore at step 300"]
+    assert len([text for kind, text in texts if kind == "kept"]) == 4
+    assert "Best step by loss 100 loss 0.1" in text_of(page)
+
+
+def test_steps_are_sorted_by_a_metric_and_removed_ones_are_folded(make: Make, run: Path) -> None:
+    page = make(run)
+    for query, order in (("", "400 300 200 100"), ("?sort=loss", "100 200 300 400")):
+        text = page.get(f"/run/0{query}")
+        assert list(rows(text)) == ["step", *order.split(), "50"]
+        folded = text.partition("<details")[2].partition("</details>")[0]
+        assert "1 step that is not there any more" in text_of(folded)
+        assert [row.split()[0] for row in rows('id="steps"' + folded)] == ["step", "50"]
+    assert list(rows(page.get("/run/0?sort=<b>"))) == ["step", "400", "300", "200", "100", "50"]
+
+
+def test_a_step_has_commands_to_copy(make: Make, run: Path) -> None:
+    page = make(run)
+    for path in ("/run/0", "/run/0/step/300"):
+        text = page.get(path)
+        assert f'data-copy="ckpt restore {run} 300 --to restored-300"' in text
+        assert f'data-copy="ckpt export {run} step-300.safetensors --step 300"' in text
+        assert f'data-copy="ckpt pin {run} 300 --for 1d"' in text
+    assert " 50 " not in " ".join(re.findall(r'data-copy="([^"]+)"', page.get("/run/0")))
+
+
+def test_green_means_that_the_job_lives(make: Make, run: Path) -> None:
+    page = make(run)
+    shown = page.get("/run/0")
+    assert 'class="life lives"' in shown
+    assert "Job alive for" in text_of(shown)
+    assert "Steps at risk now 100 " in text_of(shown)
+    journal = run.parent / "near.journal" / "rank-00000.jsonl"
+    text = journal.read_text()
+    for end, state, reported in (
+        ('{"at": NOW, "event": "Closed", "job": "JOB"}', "ended", "Job ended"),
+        ('{"at": NOW, "event": "Closed", "job": "JOB", "reason": "planned stop"}', "stopped",
+         "ago, as planned"),
+        ('{"at": NOW, "event": "Closed", "job": "JOB", "error": "ValueError", "reason": "no data"}',
+         "failed", "ago: ValueError: no data"),
+    ):  # fmt: skip
+        (job,) = set(re.findall(r'"job":"(\w+)"', text))
+        journal.write_text(text + end.replace("JOB", job).replace("NOW", str(time.time())) + "\n")
+        page.live._look()
+        shown = page.get("/run/0")
+        assert f'class="life {state}"' in shown
+        assert reported in text_of(shown)
+        assert "Steps not durable at the end 100 " in text_of(shown)
+    dead = re.sub(r'"start_time":\d+', '"start_time":1', text)
+    journal.write_text(dead)
+    page.live._look()
+    shown = page.get("/run/0")
+    assert 'class="life died"' in shown
+    assert "saving" not in rows(shown)["400"]
+    shutil.rmtree(journal.parent)
+    page.live._look()
+    assert "Job – no journal" in text_of(page.get("/run/0"))
 
 
 def test_a_step_is_opened(make: Make, run: Path) -> None:

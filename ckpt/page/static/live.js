@@ -11,6 +11,27 @@
   };
   setInterval(tick, 1000);
 
+  document.documentElement.classList.add("js");
+  const copy = async (text) => {
+    if (navigator.clipboard) return navigator.clipboard.writeText(text);
+    const area = document.createElement("textarea");  // A page without https has no clipboard
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-copy]");
+    if (!button || button.dataset.name) return;
+    button.dataset.name = button.textContent;
+    const say = (text) => {
+      button.textContent = text;
+      setTimeout(() => { button.textContent = button.dataset.name; delete button.dataset.name; }, 1500);
+    };
+    copy(button.dataset.copy).then(() => say("copied"), () => say("not copied"));
+  });
+
   const status = document.getElementById("status");
   const parts = () => document.querySelectorAll("[data-live]");
   if (!status || !parts().length) return;
@@ -31,7 +52,7 @@
 
   let shown = document.body.dataset.version;
   const source = new EventSource("/live");
-  source.onopen = () => say("on", "live");
+  source.onopen = () => say("on", "connected");
   source.onerror = () => say("off", "no connection");
   source.onmessage = (event) => {
     if (event.data === shown) return;

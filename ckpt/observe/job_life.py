@@ -1,0 +1,92 @@
+"""Whether the job of a run lives, from its journal and from its process. It does almost no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ckpt.observe.history import History, Job
+from ckpt.observe.journal import BEAT_SECONDS, PLANNED_STOP
+from ckpt.processes import Process, machine
+
+Life = Literal["lives", "begins", "stopped", "ended", "failed", "died"]
+LIFE_MEANING: Final[Mapping[Life, str]] = {
+    "lives": "the job lives",
+    "begins": "the job lives, and has not saved yet",
+    "stopped": "the job was stopped as planned",
+    "ended": "the job has ended",
+    "failed": "the job ended with an error",
+    "died": "the job died without a word",
+}
+"""The explanation of each state of a job, as the page of ``ckpt serve`` shows it."""
+_SILENT_SECONDS: Final = 8 * BEAT_SECONDS
+"""A job on another machine is dead if it was not alive for this time. A network file system may
+show the time of a file a minute late.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class JobLife:
+    """Whether a job lives.
+
+    Attributes:
+        state: The state; ``LIFE_MEANING`` explains each.
+        time: When the state began, in seconds since 1970. For "died": when the job was alive last.
+        host: The host of rank 0.
+        pid: The process id of rank 0.
+        reason: The error that has ended the job; empty if there is none.
+    """
+
+    state: Life
+    time: float
+    host: str = ""
+    pid: int = 0
+    reason: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state in ("lives", "begins")
+
+
+def life_of(history: History, beats: Mapping[str, float], current_time: float) -> JobLife | None:
+    """Return whether the job of a run lives; None if the journal has no job.
+
+    The newest job that has saved counts. If it does not live, a newer job that lives counts, since
+    it may be the same job that was started again.
+
+    Args:
+        history: The history of the run.
+        beats: When each job that has not closed its manager was alive last, by its id.
+        current_time: The time, in seconds since 1970.
+    """
+    jobs = list(history.jobs.items())
+    lives = {name: _life_of_job(job, beats.get(name), current_time) for name, job in jobs}
+    saver = next((name for name, job in reversed(jobs) if job.has_saved), None)
+    if saver is not None and lives[saver].is_alive:
+        return lives[saver]
+    newer = next((name for name, job in reversed(jobs) if not job.has_saved), None)
+    is_newer = newer is not None and (
+        saver is None or [*lives].index(newer) > [*lives].index(saver)
+    )
+    if newer is not None and is_newer and lives[newer].is_alive:
+        return lives[newer]
+    return lives[saver] if saver is not None else None
+
+
+def _life_of_job(job: Job, beat: float | None, current_time: float) -> JobLife:
+    start = job.start
+    if (end := job.end) is not None:
+        state: Life = "stopped" if end.reason == PLANNED_STOP else "ended"
+        if end.error:
+            state = "failed"
+        reason = f"{end.error}: {end.reason}" if end.error else ""
+        return JobLife(state, end.at, start.host, start.pid, reason)
+    if start.machine == machine() and start.pid:
+        lives = Process(start.pid, start.start_time).lives
+    else:
+        lives = beat is not None and current_time - beat < _SILENT_SECONDS
+    if lives:
+        state = "lives" if job.has_saved else "begins"
+        return JobLife(state, start.at, start.host, start.pid)
+    return JobLife("died", max(job.last_at, beat or 0.0), start.host, start.pid)

@@ -1,0 +1,186 @@
+"""The curve of a metric over the steps of a run, with marks for what happened. Pure functions.
+
+As in `ckpt.page.charts`, the image stretches with the page, and its labels are HTML text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ckpt.page.charts import HEIGHT, WIDTH
+
+Kind = Literal["kept", "removed", "best", "failed", "restore"]
+KIND_MEANING: Final[dict[Kind, str]] = {
+    "kept": "kept",
+    "removed": "removed",
+    "best": "the best that is kept",
+    "restore": "a restore",
+    "failed": "a save that failed",
+}
+"""The words for the marks of each kind in the legend."""
+_MOST_POINTS: Final = 400
+"""The number of points of the line. Of more steps, every second or third and so on is drawn."""
+_MOST_MARKS: Final = 120
+"""The number of newest marks of each kind."""
+_USUAL: Final = 4.0
+"""The top of a chart is at most about this many times as far from the least value as 95 % of the
+values are, so that one spike does not flatten the curve.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The value of the metric at a step.
+
+    Attributes:
+        step: The number of the step.
+        value: The value; it may be NaN or infinite.
+        is_kept: Whether a tier has the step.
+    """
+
+    step: int
+    value: float
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark of a chart, with its SVG path and its text."""
+
+    kind: Kind
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricChart:
+    """The curve of a metric as the page draws it.
+
+    Attributes:
+        name: The name of the metric.
+        path: The SVG path of the line.
+        marks: The marks, in the order in which they are drawn.
+        ticks: The labels of the y axis, from the top down.
+        first_step, last_step: The steps at both ends of the x axis.
+        outliers: The number of points above the top. They are drawn at its upper edge.
+        best: The best step that is kept, with its value, as text; empty if it is not known.
+        newest: The newest step, with its value, as text.
+    """
+
+    name: str
+    path: str
+    marks: tuple[Mark, ...]
+    ticks: tuple[str, ...]
+    first_step: int
+    last_step: int
+    outliers: int
+    best: str
+    newest: str
+
+    @property
+    def summary(self) -> str:
+        """A text for screen readers."""
+        best = f"; best: {self.best}" if self.best else ""
+        steps = f"steps {self.first_step} to {self.last_step}"
+        return f"{self.name}, {steps}. Newest: {self.newest}{best}"
+
+    @property
+    def legend(self) -> dict[Kind, str]:
+        """The meaning of each kind of mark in the chart."""
+        kinds = {mark.kind for mark in self.marks}
+        return {kind: text for kind, text in KIND_MEANING.items() if kind in kinds}
+
+
+def metric_chart(
+    name: str,
+    points: Sequence[Point],
+    best_step: int | None,
+    *,
+    restores: Sequence[int] = (),
+    failures: Sequence[int] = (),
+) -> MetricChart | None:
+    """Return the curve of a metric; None if fewer than two steps have a finite value.
+
+    Args:
+        name: The name of the metric.
+        points: The values, in ascending order of the steps.
+        best_step: The best step that is kept; None if it is not known.
+        restores: The steps that were restored.
+        failures: The steps whose saves have failed.
+    """
+    finite = [point for point in points if math.isfinite(point.value)]
+    if len(finite) < 2:
+        return None
+    values = sorted(point.value for point in finite)
+    low = values[0]
+    usual = values[int(0.95 * (len(values) - 1))] - low
+    top = min(values[-1], low + _USUAL * usual) if usual else values[-1]
+    start, end = finite[0].step, finite[-1].step
+    scale = _Scale(start, end, low, top if top > low else low + (abs(low) or 1.0))
+    stride = -(-len(finite) // _MOST_POINTS)
+    line = [
+        point
+        for index, point in enumerate(finite)
+        if index % stride == 0 or point.is_kept or point is finite[-1]
+    ]
+    best = next((point for point in finite if point.step == best_step), None)
+    marks = [  # Marks at other steps would lie outside of the image
+        *(
+            _upright(scale, "restore", step)
+            for step in dict.fromkeys(restores)
+            if start <= step <= end
+        ),
+        *(
+            _upright(scale, "failed", step)
+            for step in dict.fromkeys(failures)
+            if start <= step <= end
+        ),
+        *(_dot(scale, "removed", point) for point in finite if not point.is_kept),
+        *(_dot(scale, "kept", point) for point in finite if point.is_kept),
+    ]
+    visible_marks = [mark for kind in KIND_MEANING for mark in _newest(marks, kind)]
+    return MetricChart(
+        name=name,
+        path="M" + "L".join(f"{scale.x(point.step)} {scale.y(point.value)}" for point in line),
+        marks=(*visible_marks, *([_dot(scale, "best", best)] if best else [])),
+        ticks=tuple(f"{value:.4g}" for value in (scale.top, (scale.top + low) / 2, low)),
+        first_step=start,
+        last_step=end,
+        outliers=sum(value > scale.top for value in values),
+        best=f"step {best.step}, {best.value:.6g}" if best else "",
+        newest=f"step {finite[-1].step}, {finite[-1].value:.6g}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """The place of steps and values in the image."""
+
+    start: int
+    end: int
+    low: float
+    top: float
+
+    def x(self, step: int) -> float:
+        return round((step - self.start) / max(1, self.end - self.start) * WIDTH, 1)
+
+    def y(self, value: float) -> float:
+        share = (min(value, self.top) - self.low) / (self.top - self.low)
+        return round((1 - share) * HEIGHT, 1)
+
+
+def _dot(scale: _Scale, kind: Kind, point: Point) -> Mark:
+    text = f"step {point.step}, {KIND_MEANING[kind]}: {point.value:.6g}"
+    return Mark(kind, f"M{scale.x(point.step)} {scale.y(point.value)}h0", text)
+
+
+def _upright(scale: _Scale, kind: Kind, step: int) -> Mark:
+    x, top = scale.x(step), 0 if kind == "restore" else HEIGHT - 14
+    return Mark(kind, f"M{x} {HEIGHT}V{top}", f"{KIND_MEANING[kind]} at step {step}")
+
+
+def _newest(marks: Sequence[Mark], kind: Kind) -> list[Mark]:
+    return [mark for mark in marks if mark.kind == kind][-_MOST_MARKS:]
