@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,14 @@ from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.distributed.launch import ROOT, TORCHRUN, WORKERS
+from tests.distributed.launch import TORCHRUN, WORKERS
 from tests.distributed.tormentor import Job
-from tests.processes import run
+from tests.kit.worlds import run_forks
 from tests.servers import free_port
 
 pytestmark = pytest.mark.distributed
+
+WARM = WORKERS.parent / "warm_torchrun.py"
 
 Note = dict[str, Any]
 LIVES = {
@@ -56,20 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             *plan[1:],
         ]
     (made / "run").mkdir()
-    done = run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(ROOT / "tests" / "distributed" / "warm_torchrun.py"),
-            str(made / "log"),
-            *runs,
-        ],
-        env=os.environ | TORCHRUN,
-        stderr=None,
-        timeout=240,
-    )
-    assert done.stdout.split("\n")[:-1] == [f"ended {n} 0" for n in range(4)], (
+    ended = run_forks([WARM, made / "log", *runs], [TORCHRUN], timeout=240)
+    assert ended.said[0].splitlines() == [f"ended {n} 0" for n in range(4)], (
         made / "log"
     ).read_text()[-8000:]
     return made

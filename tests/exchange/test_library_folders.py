@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,15 @@ from ckpt import CheckpointManager, PerRank, RngState
 from tests.cli.conftest import Cli
 from tests.exchange.folders.compare import compare, is_same
 from tests.exchange.folders.net import build, trained
-from tests.processes import run
+from tests.kit.worlds import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = Path(__file__).parent / "folders"
 
 
 def written(library: str, out: Path) -> None:
     """Run a writer, which uses the real library."""
     out.mkdir()
-    done = run(
-        [sys.executable, "-m", f"tests.exchange.folders.write_{library}", str(out)],
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout
+    run_script(FOLDERS / f"write_{library}.py", out, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -26,9 +24,9 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
 from ckpt.integrations import tested
 from ckpt.integrations.accelerate import AcceleratorCheckpoints
-from tests import processes
 from tests.distributed.launch import TORCHRUN
 from tests.integrations.accelerate_job import BATCHES, Job, accelerator, forget
+from tests.kit.worlds import run_forks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "accelerated.py"
@@ -199,24 +197,13 @@ def test_the_lines_of_the_page_run_and_resume(
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_ranks_killed_in_mid_save_resume_to_the_bit(tmp_path: Path, mode: str) -> None:
     torchrun = ["--standalone", "--nproc-per-node=2", WORKER, tmp_path, mode]
-    done = processes.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            WARM,
-            (log := tmp_path / "log"),
-            *torchrun,
-            "first",
-            "--",
-            *torchrun,
-            "second",
-        ],
-        env=os.environ | TORCHRUN,
-        stderr=None,
+    ended = run_forks(
+        [WARM, (log := tmp_path / "log"), *torchrun, "first", "--", *torchrun, "second"],
+        [TORCHRUN],
         timeout=150,
+        imports=["accelerate"],
     )
-    assert done.stdout == "ended 0 -9\nended 1 0\n", log.read_text()[-6000:]
+    assert ended.said == ("ended 0 -9\nended 1 0\n",), log.read_text()[-6000:]
     (cut_short,) = (tmp_path / "run").glob("step-000000018.*")
     assert not (cut_short / "manifest.json").exists()
     for rank in range(2):
