@@ -27,6 +27,9 @@ from ckpt.observe.journal_reader import JournalReader
 from ckpt.storage.places import local_path
 from ckpt.storage.tiers import resolve_tier
 
+_NEAR_LEAST = 1.1
+"""A loss of less than this many times the least loss is near the least."""
+
 
 def advise(
     argument: PlaceArgument = None,
@@ -56,10 +59,10 @@ def advise(
 ) -> None:
     r"""Show how often to save, and what training time is lost per day.
 
-    The journal of the run has the stall of each save, and the time
-    until it is durable on each tier. For each tier the table shows the interval with the least
-    loss, if a restart takes the newest step of that tier. No interval is proposed that is shorter
-    than the time until a step is durable on the tier.
+    The journal of the run has the stall of each save, and the time until it is durable on each
+    tier. For each tier the table shows the interval with the least loss, if a restart takes the
+    newest step of that tier. No interval is proposed that is shorter than the time until a step is
+    durable on the tier. The last line says it in one sentence.
 
     \b
     Examples:
@@ -134,6 +137,30 @@ def _show(
             f"{output.size(2 * measurements.nbytes)} per rank: one image, or two where they pay",
         }
     )
+    if advice:
+        output.show_line()
+        output.show_line(sentence(measurements, advice))
+
+
+def sentence(measurements: Measurements, advice: Sequence[Advice]) -> str:
+    """Return the advice in one sentence, for the nearest tier that outlives the machine, or else
+    for the nearest tier.
+    """
+    entry = next((entry for entry in advice if not entry.tier.startswith("shm://")), advice[0])
+    interval, least = _long(entry.interval_seconds), _day_minutes(entry.lost_minutes)
+    if not math.isfinite(entry.lost_minutes_now):
+        return f"save every {interval}: you would lose {least} a day"
+    habit = (
+        f"you save every {_long(measurements.interval_seconds)} and lose "
+        f"{_day_minutes(entry.lost_minutes_now)} a day"
+    )
+    if entry.lost_minutes_now < _NEAR_LEAST * entry.lost_minutes:
+        return f"{habit}, which is near the least"
+    return f"{habit}; every {interval} you would lose {least}"
+
+
+def _day_minutes(minutes: float) -> str:
+    return f"{minutes / 60:,.1f} h" if minutes >= 120 else f"{minutes:.3g} min"
 
 
 def _long(number: float) -> str:

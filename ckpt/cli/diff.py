@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,6 +14,13 @@ from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import find, read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output
+from ckpt.cli.diff_parts import (
+    TITLES,
+    PartDifference,
+    most_moved_line,
+    part_differences,
+    percent,
+)
 from ckpt.cli.options import (
     LATEST,
     TIMEOUT_SECONDS,
@@ -29,6 +36,9 @@ from ckpt.cli.options import (
 from ckpt.cli.show import clip, exact_values
 from ckpt.errors import ConfigError
 from ckpt.model.manifest import Tensor
+
+if TYPE_CHECKING:
+    from ckpt.exchange.movement import Movement
 
 _DIFFERENT = 1
 _LONG: Final = 100
@@ -58,7 +68,7 @@ def diff(
         ),
     ] = None,
     values: Annotated[
-        bool, typer.Option("--values", help="Read what differs, and say by how much at most.")
+        bool, typer.Option("--values", help="Read what differs, and say how far it has moved.")
     ] = False,
     root: RootOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
@@ -68,7 +78,8 @@ def diff(
 
     Shows names that only one checkpoint has, and dtypes, shapes, tensor bytes and plain values that
     differ. The bytes of a tensor are compared by their checksums. Its data is read only if the
-    checkpoints divide it into different chunks. --values also reads the tensors that differ.
+    checkpoints divide it into different chunks. --values also reads the tensors that differ. The
+    last lines sum up by part of the state, and say what has moved most, in percent of its norm.
 
     Exit code 0: they are equal. 1: they differ. 4: damaged. 7: there is no such checkpoint.
 
@@ -95,12 +106,20 @@ def diff(
         reader_b = stack.enter_context(_reader(b or a, step_b, timeout))
         with output.progress("comparing", in_bytes=False) as bar:
             difference = compare(reader_a, reader_b, on_name=bar)
-        differences = _max_differences(reader_a, reader_b, difference.values) if values else {}
+        movements = _movements(reader_a, reader_b, difference.values) if values else {}
+        names = reader_a.tensors.keys() | reader_b.tensors.keys()
+        # The count of an optimizer's steps would move most.
+        movements_of_arrays = {
+            name: entry for name, entry in movements.items() if reader_a.tensors[name].shape
+        }
+        parts = part_differences(names, difference, movements_of_arrays)
         plain = _plain(reader_a, reader_b)
     if json:
-        output.show_json(_as_json(reader_a, reader_b, difference, differences, plain))
+        result = _as_json(reader_a, reader_b, difference, movements, plain)
+        output.show_json(result | {"parts": [_part_as_json(part) for part in parts]})
     else:
-        _show(reader_a, reader_b, difference, differences, plain)
+        _show(reader_a, reader_b, difference, movements, plain)
+        _show_parts(parts, movements_of_arrays)
     if difference.exists or plain:
         raise typer.Exit(_DIFFERENT)
 
@@ -114,22 +133,19 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
         yield StepReader(backend, ref, manifest, workers)
 
 
-def _max_differences(
-    reader_a: StepReader, reader_b: StepReader, names: list[str]
-) -> dict[str, float]:
-    """Read the tensors ``names`` of both checkpoints, and return the largest absolute difference
-    between elements at the same position, by the name of the tensor. A tensor is left out if its
-    elements are not numbers.
+def _movements(reader_a: StepReader, reader_b: StepReader, names: list[str]) -> dict[str, Movement]:
+    """Read the tensors ``names`` of both checkpoints, and return how far they have moved, by the
+    name of the tensor. A tensor is left out if its elements are not numbers.
     """
-    from ckpt.exchange.max_difference import max_difference
+    from ckpt.exchange.movement import movement
 
-    differences: dict[str, float] = {}
+    movements: dict[str, Movement] = {}
     with output.progress("reading", in_bytes=False) as bar:
         for index, name in enumerate(names):
-            if (difference := max_difference(reader_a, reader_b, name)) is not None:
-                differences[name] = difference
+            if (value := movement(reader_a, reader_b, name)) is not None:
+                movements[name] = value
             bar(index + 1, len(names))
-    return differences
+    return movements
 
 
 def _plain(reader_a: StepReader, reader_b: StepReader) -> dict[str, tuple[str | None, str | None]]:
@@ -149,7 +165,7 @@ def _show(
     reader_a: StepReader,
     reader_b: StepReader,
     difference: Difference,
-    differences: dict[str, float],
+    movements: dict[str, Movement],
     plain: dict[str, tuple[str | None, str | None]],
 ) -> None:
     output.show_facts({"A": _place(reader_a), "B": _place(reader_b)})
@@ -165,7 +181,7 @@ def _show(
             (
                 name,
                 "other values",
-                f"{text}, by at most {differences[name]:.6g}" if name in differences else text,
+                f"{text}, by at most {movements[name].largest:.6g}" if name in movements else text,
             )
         )
     rows += [(name, "plain value", _contrast(x, y)) for name, (x, y) in plain.items()]
@@ -180,13 +196,41 @@ def _show(
     if difference.compared_count and not difference.read_names:
         output.show_line(
             "compared by checksum alone: no data was read"
-            + (" but for --values" if differences else "")
+            + (" but for --values" if movements else "")
         )
     elif difference.read_names:
         output.show_line(
             f"{output.count(difference.read_names, 'tensor')} saved in another layout: read, the "
             "others compared by checksum"
         )
+
+
+def _show_parts(parts: Sequence[PartDifference], movements: dict[str, Movement]) -> None:
+    """Show the parts that differ, and what has moved most. Nothing is shown if all is equal."""
+    parts = [part for part in parts if part.values or part.unlike]
+    if not parts:
+        return
+    titles, rows = list(TITLES), [list(part.cells) for part in parts]
+    if movements:
+        titles += ["moved", "at most"]
+        for part, row in zip(parts, rows, strict=True):
+            entry = part.movement
+            row += ["-", "-"] if entry is None else [percent(entry), f"{entry.largest:.6g}"]
+    output.show_line()
+    output.show_table(titles, rows, right=titles[1:])
+    if line := most_moved_line(parts, movements):
+        output.show_line(line)
+
+
+def _part_as_json(part: PartDifference) -> dict[str, object]:
+    return {
+        "part": part.part,
+        "equal": part.equal,
+        "values": part.values,
+        "unlike": part.unlike,
+        "moved": _as_number(part.movement.ratio if part.movement else None),
+        "most_moved": part.most_moved or None,
+    }
 
 
 def _kind(tensor: Tensor) -> str:
@@ -229,7 +273,7 @@ def _as_json(
     reader_a: StepReader,
     reader_b: StepReader,
     difference: Difference,
-    differences: dict[str, float],
+    movements: dict[str, Movement],
     plain: dict[str, tuple[str | None, str | None]],
 ) -> dict[str, object]:
     return {
@@ -244,8 +288,13 @@ def _as_json(
             name: {"a": _kind(x), "b": _kind(y)} for name, (x, y) in difference.kinds.items()
         },
         "values": [
-            {"name": name, "max_difference": _as_number(differences.get(name))}
+            {
+                "name": name,
+                "max_difference": _as_number(entry.largest if entry else None),
+                "moved": _as_number(entry.ratio if entry else None),
+            }
             for name in difference.values
+            for entry in [movements.get(name)]
         ],
         "plain": {name: {"a": x, "b": y} for name, (x, y) in plain.items()},
     }

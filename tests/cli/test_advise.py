@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckpt import CheckpointManager
+from ckpt.cli.advise import sentence
 from ckpt.observe import Journal
+from ckpt.observe.advice import Advice, Measurements
 from tests.cli.conftest import Cli
 
 
@@ -39,6 +43,42 @@ def test_the_table_says_what_was_taken_for_what(cli: Cli, runs: Path) -> None:
     assert "save every" in ran.out
     assert "500.0 ms per save" in ran.out or "0.50 s per save" in ran.out
     assert "not in the journal" in cli("advise", "--failures-per-day", 2).out
+
+
+def test_the_last_line_is_one_sentence(cli: Cli, runs: Path) -> None:
+    out = cli("advise", "--failures-per-day", 2).out
+    assert re.search(r"\n\nyou save every [\d.]+ s and lose .* a day.*\n$", out)
+
+
+@pytest.mark.parametrize(
+    ("interval", "loss", "expected"),
+    [
+        (0.3, 52.0, "you save every 0.3 s and lose 52 min a day; every 29 s you would lose 7 min"),
+        (600.0, 300.0, "you save every 10 min and lose 5.0 h a day; every 29 s you would lose 7"),
+        (29.0, 7.1, "you save every 29 s and lose 7.1 min a day, which is near the least"),
+        (math.nan, math.nan, "save every 29 s: you would lose 7 min a day"),
+    ],
+)
+def test_the_advice_is_one_sentence(interval: float, loss: float, expected: str) -> None:
+    memory, disk = (
+        Advice(
+            tier=tier,
+            durable_seconds=1.0,
+            interval_seconds=seconds,
+            is_bound=False,
+            lost_minutes=7.0,
+            lost_minutes_now=loss,
+        )
+        for tier, seconds in (("shm://x", 3.0), ("disk", 29.0))
+    )
+    measurements = Measurements(
+        stall_seconds=0.1,
+        interval_seconds=interval,
+        durable_seconds={},
+        nbytes=1,
+        failures_per_day=1.0,
+    )
+    assert sentence(measurements, [memory, disk]).startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ def test_what_differs_is_told(cli: Cli, backend: StorageBackend) -> None:
     ran = cli("diff", "runs", "--step", 1, "--step", 2, "--values")
     assert ran.code == 1
     rows = {
-        line.split()[0]: " ".join(line.split()[1:]) for line in ran.out.splitlines()[4:] if line
+        line.split()[0]: " ".join(line.split()[1:])
+        for line in ran.out.partition("\npart ")[0].splitlines()[4:]
+        if line
     }
     assert rows["count"] == "only in A float64 []"
     assert rows["new"] == "only in B float64 [2]"
@@ -54,8 +56,57 @@ def test_what_differs_is_told(cli: Cli, backend: StorageBackend) -> None:
     assert found.code == 1
     assert found.json["same"] is False
     assert found.json["only_a"] == ["count"]
-    assert found.json["values"] == [{"name": "model/embed", "max_difference": None}]
+    assert found.json["values"] == [{"name": "model/embed", "max_difference": None, "moved": None}]
     assert found.json["plain"]["epoch"] == {"a": "1", "b": "2"}
+
+
+def test_the_difference_is_summed_up_by_part_with_what_moved_most(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    zeros = np.zeros(4)
+    old = {f"model/layers.{n}.{name}": np.full(4, 2.0) for n in range(3) for name in "ab"}
+    old |= {"model/head": zeros, "opt/model/head/step": np.array(1.0)}
+    new = old | {
+        "model/layers.1.a": old["model/layers.1.a"] * 1.5,
+        "model/layers.2.b": old["model/layers.2.b"] * 1.1,
+        "opt/model/head/step": np.array(100.0),
+    }
+    write_checkpoint(backend, 1, old)
+    write_checkpoint(backend, 2, new)
+    ran = cli("diff", "runs", 1, 2, "--values")
+    lines = [line.split() for line in ran.out.splitlines()]
+    start = lines.index(
+        ["part", "tensors", "equal", "other", "values", "unlike", "moved", "at", "most"]
+    )
+    assert ["model/layers.1.a", "1", "0", "1", "0", "50", "%", "1"] in lines[start:]
+    assert ran.out.endswith("moved most, in percent of the norm: model/layers.1.a by 50 %\n")
+    assert cli("diff", "runs", 1, 2).out.endswith(
+        "tensors with other values: 2 of model, 1 of opt; --values says how far they have moved\n"
+    )
+    # With more tensors, a part is a layer
+    for step, factor in ((3, 1.0), (4, 1.5)):
+        arrays = {f"model/layers.{n}.{name}": np.full(4, 2.0) for n in range(8) for name in "abc"}
+        arrays["model/layers.5.b"] *= factor
+        write_checkpoint(backend, step, arrays)
+    found = cli("diff", "runs", 3, 4, "--values", "--json").json["parts"]
+    assert [part["part"] for part in found] == [f"model/layers.{n}" for n in range(8)]
+    (moved,) = [part for part in found if part["values"]]
+    assert (moved["part"], moved["equal"], moved["most_moved"], moved["moved"]) == (
+        "model/layers.5", 2, "model/layers.5.b", pytest.approx(0.5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [(0.0, 1.0, "all of it (from 0)"), (1.0, math.inf, "inf"), (1.0, 21.0, "2,000 %")],
+)
+def test_any_movement_is_told(
+    cli: Cli, backend: StorageBackend, old: float, new: float, expected: str
+) -> None:
+    write_checkpoint(backend, 1, {"x": np.full(3, old)})
+    write_checkpoint(backend, 2, {"x": np.full(3, new)})
+    out = cli("diff", "runs", 1, 2, "--values").out
+    assert out.endswith(f"moved most, in percent of the norm: x by {expected}\n")
 
 
 def test_other_layouts_are_compared_by_reading(cli: Cli) -> None:
@@ -142,7 +193,8 @@ def test_large_integers_are_subtracted_exactly(
         with CheckpointManager(folder) as manager:
             manager.save({"x": torch.tensor([0, number], dtype=dtype)}, step=1)
     ran = cli("diff", "a", "b", "--values", "--json")
-    assert ran.json["values"] == [{"name": "x", "max_difference": by}]
+    (value,) = ran.json["values"]
+    assert (value["name"], value["max_difference"]) == ("x", by)
 
 
 def test_damage_is_told(cli: Cli, steps: dict[int, Written]) -> None:

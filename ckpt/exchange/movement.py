@@ -1,0 +1,90 @@
+"""Compute how far a stored tensor has moved from one checkpoint to another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from ckpt.catalog.difference import pairs
+from ckpt.catalog.tensor_reader import Piece, StepReader
+
+_INTEGERS: Final = ("int", "uint", "bool")
+_NOT_NUMBERS: Final = ("bits", "float4")
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """How far a tensor, or a group of tensors, has moved.
+
+    Attributes:
+        largest: The largest absolute difference between elements at the same position. It is inf if
+            two elements at the same position differ, and at least one of them is infinite or NaN.
+            Two NaNs count as equal.
+        distance: The Euclidean norm of the difference.
+        norm: The Euclidean norm of the elements of the first checkpoint that are finite.
+    """
+
+    largest: float = 0.0
+    distance: float = 0.0
+    norm: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Return ``distance`` as a multiple of ``norm``; inf if only ``norm`` is 0."""
+        if self.norm:
+            return self.distance / self.norm
+        return math.inf if self.distance else 0.0
+
+    def __add__(self, other: Movement) -> Movement:
+        """Return the movement of the elements of both."""
+        return Movement(
+            max(self.largest, other.largest),
+            math.hypot(self.distance, other.distance),
+            math.hypot(self.norm, other.norm),
+        )
+
+
+def movement(reader_a: StepReader, reader_b: StepReader, name: str) -> Movement | None:
+    """Return how far the tensor ``name`` has moved from the first checkpoint to the second.
+
+    The result is None if an element of the dtype is not one number (``float4_e2m1fn_x2``,
+    ``bits8``). Floats are subtracted in float64 or complex128. Integers are subtracted exactly, and
+    a result above 2**53 is rounded. Both tensors must have the same dtype and shape.
+    """
+    dtype = reader_a.tensors[name].dtype
+    if dtype.startswith(_NOT_NUMBERS):
+        return None
+    of = _of_integers if dtype.startswith(_INTEGERS) else _of_floats
+    return sum((of(a, b, dtype) for a, b in pairs(reader_a, reader_b, name)), Movement())
+
+
+def _of_integers(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
+    x, y = (np.frombuffer(piece.data, dtype=dtype) for piece in (piece_a, piece_b))
+    # uint64 wraps, so it holds the difference of any two integers of 64 bits.
+    difference = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
+    distance, norm = (
+        float(np.linalg.norm(values.astype(np.float64))) for values in (difference, x)
+    )
+    return Movement(float(difference.max()), distance, norm)
+
+
+def _of_floats(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
+    x, y = (
+        _comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(getattr(torch, dtype)))
+        for piece in (piece_a, piece_b)
+    )
+    is_same = (x == y) | (x.isnan() & y.isnan())
+    difference = torch.where(is_same, 0.0, (x - y).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    finite = torch.where(x.isfinite(), x, 0.0).abs()
+    return Movement(float(difference.max()), float(difference.norm()), float(finite.norm()))
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor converted to complex128 or float64, since torch has no arithmetic for some
+    dtypes.
+    """
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
