@@ -19,7 +19,7 @@
 
     [save]
     on_busy = "wait"                   # see SaveConfig
-    chunk_mib = 16
+    chunk_size = "16MiB"
 
     [tls]                              # encrypts what nodes exchange
     certificate = "/etc/ckpt/node.pem"
@@ -35,9 +35,10 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from ckpt.checks import (
@@ -81,22 +82,6 @@ Metadata = Mapping[str, Any]  # JSON values
 _MIN_CHUNK_BYTES: Final = 16
 _NOT_FOR_AGENT: Final = ("CUDA_", "NVIDIA_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "OMPI_", "PMI")
 _MAX_CHUNK_BYTES: Final = 64 << 20
-_CHOICES: Final[Mapping[str, Any]] = {
-    "on_busy": OnBusy,
-    "on_error": OnError,
-    "on_suspicious": OnSuspicious,
-    "copies": Copies,
-    "check": CheckMode,
-    "agent": AgentMode,
-    "overlap": Overlap,
-}
-_BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
-    "chunk_bytes": (_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES),
-    "slots": (1, 16),
-    "backlog": (1, 1000),
-    "threads": (1, 256),
-    "nice": (0, 19),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +187,8 @@ class Tier:
         return object.__new__(cls)
 
     def __repr__(self) -> str:
-        fields = (f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name != "options")
-        return redact(f"Tier({', '.join(fields)})")
+        values = (f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name != "options")
+        return redact(f"Tier({', '.join(values)})")
 
     def __post_init__(self) -> None:
         if isinstance(self.url, os.PathLike):
@@ -282,6 +267,65 @@ class Tls:
         return {name: os.path.expanduser(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
+def _rule(check: Callable[..., None], **bounds: object) -> Mapping[str, object]:
+    """Return the metadata of a setting that ``check`` checks, with its name and its value."""
+    return {"check": partial(check, **bounds)}
+
+
+def _choice(choices: object) -> Mapping[str, object]:
+    """Return the metadata of a setting that is one of a ``Literal``."""
+    return _rule(one_of, choices=get_args(choices))
+
+
+def _check_chunk_size(name: str, value: int | str) -> None:
+    if not _MIN_CHUNK_BYTES <= as_bytes(name, value) <= _MAX_CHUNK_BYTES:
+        raise ConfigError(
+            f"{name}={text_of(value)}: give a size from {_MIN_CHUNK_BYTES} bytes to "
+            f"{_MAX_CHUNK_BYTES >> 20}MiB, such as '16MiB'"
+        )
+
+
+def _check_host_memory(name: str, value: int | str) -> None:
+    if value == AUTO or _share_of(value) is not None:
+        return
+    try:
+        as_bytes(name, value)
+    except ConfigError:
+        raise ConfigError(
+            f"{name}={text_of(value)}: give 'auto', a size such as '8GiB', or a multiple of a "
+            "rank's image such as '0.5x'"
+        ) from None
+
+
+def _share_of(host_memory: int | str) -> float | None:
+    match = _MULTIPLE.fullmatch(host_memory) if isinstance(host_memory, str) else None
+    share = None if match is None else float(match[1])
+    return share if share is None or 0 < share <= _MOST_IMAGES else None
+
+
+def _check_cpus(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+        raise ConfigError(f"{name}={text_of(value)}: give a list of core numbers, such as [0, 1]")
+    if len(value) == 0:
+        raise ConfigError(f"{name} is empty: name at least one core, or leave it out to use all")
+    for cpu in value:
+        whole(name, cpu, 0, 1 << 16)
+
+
+def _check_rate(name: str, value: object) -> None:
+    if value is not None:
+        number(name, value, "MB/s above 0, or leave it out", above_zero=True)
+
+
+def _check_tls(name: str, value: object) -> None:
+    if not isinstance(value, Tls | None):
+        raise ConfigError(
+            f"{name}={text_of(value)}: give ckpt.Tls(certificate=..., key=..., authority=...)"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
     """The settings of saves. Every field has a default that suits most jobs.
@@ -311,8 +355,8 @@ class SaveConfig:
             tests.
         check_finite: Whether a step is suspicious too if a trained tensor holds NaN or Inf. The
             check reads each trained tensor once more in the background.
-        chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller
-            tensors have smaller chunks (``ckpt.model.chunks``).
+        chunk_size: The largest size of a chunk, the unit of checksum, retry and transfer: "16MiB"
+            or 16 << 20. Smaller tensors have smaller chunks (``ckpt.model.chunks``).
         commit_timeout_seconds: How long a save waits for the other ranks before it fails. It is
             also how long the copy of a step from a nearer tier to a farther one repeats a request
             that the store does not answer.
@@ -345,85 +389,54 @@ class SaveConfig:
             saves and in restores. If None, these connections are not encrypted.
     """
 
-    on_busy: OnBusy = "wait"
-    on_error: OnError = "raise"
-    on_suspicious: OnSuspicious = "warn"
-    overlap: Overlap = "auto"
-    chunk_bytes: int = 16 << 20
-    commit_timeout_seconds: float = 600.0
-    slots: int = 2
-    backlog: int = 4
-    host_memory: int | str = AUTO
-    threads: int = 2
-    nice: int = 0
-    cpus: frozenset[int] | None = None
-    copies: Copies = "one"
-    check: CheckMode = "sampled"
-    check_finite: bool = False
-    replicate_mb_per_s: float | None = None
-    exit_seconds: float = 10.0
-    agent: AgentMode = "off"
-    scrub_mb_per_s: float = 10.0
-    journal: bool = True
-    tls: Tls | None = None
+    on_busy: OnBusy = field(default="wait", metadata=_choice(OnBusy))
+    on_error: OnError = field(default="raise", metadata=_choice(OnError))
+    on_suspicious: OnSuspicious = field(default="warn", metadata=_choice(OnSuspicious))
+    overlap: Overlap = field(default="auto", metadata=_choice(Overlap))
+    chunk_size: int | str = field(default="16MiB", metadata=_rule(_check_chunk_size))
+    commit_timeout_seconds: float = field(
+        default=600.0,
+        metadata=_rule(number, of="seconds above 0, such as 600", above_zero=True),
+    )
+    slots: int = field(default=2, metadata=_rule(whole, least=1, largest=16))
+    backlog: int = field(default=4, metadata=_rule(whole, least=1, largest=1000))
+    host_memory: int | str = field(default=AUTO, metadata=_rule(_check_host_memory))
+    threads: int = field(default=2, metadata=_rule(whole, least=1, largest=256))
+    nice: int = field(default=0, metadata=_rule(whole, least=0, largest=19))
+    cpus: frozenset[int] | None = field(default=None, metadata=_rule(_check_cpus))
+    copies: Copies = field(default="one", metadata=_choice(Copies))
+    check: CheckMode = field(default="sampled", metadata=_choice(CheckMode))
+    check_finite: bool = field(default=False, metadata=_rule(true_or_false))
+    replicate_mb_per_s: float | None = field(default=None, metadata=_rule(_check_rate))
+    exit_seconds: float = field(default=10.0, metadata=_rule(number, of="seconds, such as 10"))
+    agent: AgentMode = field(default="off", metadata=_choice(AgentMode))
+    scrub_mb_per_s: float = field(
+        default=10.0, metadata=_rule(number, of="MB/s, such as 10, or 0 to verify nothing")
+    )
+    journal: bool = field(default=True, metadata=_rule(true_or_false))
+    tls: Tls | None = field(default=None, metadata=_rule(_check_tls))
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            one_of(name, getattr(self, name), get_args(choices))
-        for name, bounds in _BOUNDS.items():
-            whole(name, getattr(self, name), *bounds)
-        self.memory_limit(1)
-        timeout, rate = self.commit_timeout_seconds, self.replicate_mb_per_s
-        of = "seconds above 0, such as 600"
-        number("commit_timeout_seconds", timeout, of, above_zero=True)
-        number("exit_seconds", self.exit_seconds, "seconds, such as 10")
-        if rate is not None:
-            of = "MB/s above 0, or leave it out"
-            number("replicate_mb_per_s", rate, of, above_zero=True)
-        of = "MB/s, such as 10, or 0 to verify nothing"
-        number("scrub_mb_per_s", self.scrub_mb_per_s, of)
-        true_or_false("check_finite", self.check_finite)
-        true_or_false("journal", self.journal)
-        if self.cpus is not None:
-            _check_cpus(self.cpus)
-        if not isinstance(self.tls, Tls | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"tls={text_of(self.tls)}: give ckpt.Tls(certificate=..., key=..., authority=...)"
-            )
+        for setting in fields(self):
+            setting.metadata["check"](setting.name, getattr(self, setting.name))
+
+    @property
+    def chunk_bytes(self) -> int:
+        """``chunk_size`` in bytes."""
+        return as_bytes("chunk_size", self.chunk_size)
 
     def memory_limit(self, nbytes: int) -> int | None:
-        """Return the most bytes of host memory for images of ``nbytes``; None for no limit.
-
-        Raises:
-            ConfigError: ``host_memory`` is neither "auto" nor a size nor a multiple.
-        """
+        """Return the most bytes of host memory for images of ``nbytes``; None for no limit."""
         if self.host_memory == AUTO:
             return None
         if (share := self.memory_share) is not None:
             return round(share * nbytes)
-        try:
-            return as_bytes("host_memory", self.host_memory)
-        except ConfigError:
-            raise ConfigError(
-                f"host_memory={text_of(self.host_memory)}: give 'auto', a size such as '8GiB', or "
-                "a multiple of a rank's image such as '0.5x'"
-            ) from None
+        return as_bytes("host_memory", self.host_memory)
 
     @property
     def memory_share(self) -> float | None:
         """``host_memory`` as a multiple of an image; None if it is not given as one."""
-        match = _MULTIPLE.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
-        share = None if match is None else float(match[1])
-        return share if share is None or 0 < share <= _MOST_IMAGES else None
-
-
-def _check_cpus(cpus: object) -> None:
-    if not isinstance(cpus, Collection) or isinstance(cpus, str | bytes):
-        raise ConfigError(f"cpus={text_of(cpus)}: give a list of core numbers, such as [0, 1]")
-    if len(cpus) == 0:
-        raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
-    for cpu in cpus:
-        whole("cpus", cpu, 0, 1 << 16)
+        return _share_of(self.host_memory)
 
 
 class Settings(TypedDict, total=False):
@@ -433,7 +446,7 @@ class Settings(TypedDict, total=False):
     on_error: OnError
     on_suspicious: OnSuspicious
     overlap: Overlap
-    chunk_bytes: int
+    chunk_size: int | str
     commit_timeout_seconds: float
     slots: int
     backlog: int
@@ -667,10 +680,10 @@ def _tier(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
     known_only("tiers.", row, tuple(Tier.__dataclass_fields__))
-    fields: dict[str, Any] = {"url": "", **row}
-    if isinstance(best := fields.get("keep_best"), list):
-        fields["keep_best"] = tuple(best)
-    tier = Tier(**fields)
+    settings: dict[str, Any] = {"url": "", **row}
+    if isinstance(best := settings.get("keep_best"), list):
+        settings["keep_best"] = tuple(best)
+    tier = Tier(**settings)
     if tier.url == MEMORY:
         return tier
     if folder and "://" not in tier.url and "::" not in tier.url and not tier.url.startswith("~"):
@@ -685,16 +698,12 @@ def _tls(table: Mapping[str, Any], folder: str) -> Tls:
 
 
 def _save(table: Mapping[str, Any]) -> SaveConfig:
-    names = (name.replace("_bytes", "_mib") for name in Settings.__annotations__ if name != "tls")
-    known_only("save.", table, tuple(names))
-    fields: dict[str, Any] = dict(table)
-    if (mib := fields.pop("chunk_mib", None)) is not None:
-        whole("chunk_mib", mib, 1, _MAX_CHUNK_BYTES >> 20)
-        fields["chunk_bytes"] = mib << 20
-    if "cpus" in fields:
-        _check_cpus(fields["cpus"])
-        fields["cpus"] = frozenset(fields["cpus"])
-    return SaveConfig(**fields)
+    known_only("save.", table, [name for name in Settings.__annotations__ if name != "tls"])
+    settings: dict[str, Any] = dict(table)
+    if isinstance(cpus := table.get("cpus"), list):
+        _check_cpus("cpus", cpus)
+        settings["cpus"] = frozenset(cpus)
+    return SaveConfig(**settings)
 
 
 def _table(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:

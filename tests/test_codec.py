@@ -56,7 +56,7 @@ def same(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
 
 def save(tiers: list[Tier], step: int = 5, **config: object) -> dict[str, object]:
     saved = state(step)
-    with CheckpointManager(tiers, config=SaveConfig(chunk_bytes=1 << 20, **config)) as manager:  # type: ignore[arg-type]
+    with CheckpointManager(tiers, config=SaveConfig(chunk_size=1 << 20, **config)) as manager:  # type: ignore[arg-type]
         manager.save_async(saved, step).result(60)
     return saved
 

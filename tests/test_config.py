@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import pytest
 
-from ckpt.config import Config, SaveConfig, Tier, Tls, debug_wanted, load_config
+from ckpt.config import Config, SaveConfig, Settings, Tier, Tls, debug_wanted, load_config
 from ckpt.errors import ConfigError
 
 
@@ -37,7 +38,7 @@ def test_a_whole_file_is_read() -> None:
         on_busy = "skip"
         overlap = "off"
         check = "full"
-        chunk_mib = 8
+        chunk_size = "8MiB"
         commit_timeout_seconds = 30
         slots = 1
         threads = 4
@@ -59,7 +60,7 @@ def test_a_whole_file_is_read() -> None:
         on_busy="skip",
         overlap="off",
         check="full",
-        chunk_bytes=8 << 20,
+        chunk_size="8MiB",
         commit_timeout_seconds=30,
         slots=1,
         threads=4,
@@ -99,7 +100,7 @@ def test_relative_files_of_tls_are_relative_to_the_file(
     ("text", "expected"),
     [
         ("rot = 'x'", "ckpt.toml: rot is not a setting: did you mean root?"),
-        ("[save]\nchunk_mb = 3", "save.chunk_mb is not a setting: did you mean chunk_mib?"),
+        ("[save]\nchunk_mib = 3", "save.chunk_mib is not a setting: did you mean chunk_size?"),
         ("[[tiers]]\nuri = 'x'", "tiers.uri is not a setting: did you mean url?"),
         ("zzzz = 1", "known are root, tiers, save, tls, metadata"),
         ("tls = 'x'", r"write \[tls\]"),
@@ -118,8 +119,12 @@ def test_relative_files_of_tls_are_relative_to_the_file(
         ("[save]\non_busy = 'wiat'", "on_busy='wiat': choose 'wait' or 'skip'"),
         ("[save]\noverlap = true", "overlap=True: choose 'auto' or 'off'"),
         ("[save]\ncheck = true", "check=True: choose 'sampled' or 'full' or 'off'"),
-        ("[save]\nchunk_mib = 100", "chunk_mib=100: give a whole number from 1 to 64"),
-        ("[save]\nchunk_mib = 0.5", "chunk_mib=0.5: give a whole number from 1 to 64"),
+        (
+            "[save]\nchunk_size = '100MiB'",
+            "chunk_size='100MiB': give a size from 16 bytes to 64MiB",
+        ),
+        ("[save]\nchunk_size = 0.5", "chunk_size=0.5: give a size"),
+        ("[save]\nchunk_size = 15", "chunk_size=15: give a size from 16 bytes to 64MiB"),
         (
             "[save]\ncommit_timeout_seconds = 0",
             "commit_timeout_seconds=0: give a number of seconds above 0",
@@ -159,11 +164,22 @@ def test_a_file_that_is_not_text_is_refused() -> None:
         load_config()
 
 
+def test_the_keywords_of_a_manager_are_the_fields_of_a_save_config() -> None:
+    assert get_type_hints(Settings) == {
+        setting.name: get_type_hints(SaveConfig)[setting.name] for setting in fields(SaveConfig)
+    }
+
+
+@pytest.mark.parametrize("size", ["1MiB", "1 MiB", 1 << 20, "1024KiB", "1048576"])
+def test_a_chunk_size_is_a_size(size: int | str) -> None:
+    assert SaveConfig(chunk_size=size).chunk_bytes == 1 << 20
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"chunk_bytes": 8},
-        {"chunk_bytes": 1 << 30},
+        {"chunk_size": 8},
+        {"chunk_size": 1 << 30},
         {"slots": 17},
         {"nice": 2.0},
         {"commit_timeout_seconds": float("nan")},

@@ -676,7 +676,7 @@ def test_a_manager_can_be_built_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ckpt.toml").write_text(
-        'root = "run"\n[save]\nslots = 1\nchunk_mib = 2\n[metadata]\nteam = "speech"\n'
+        'root = "run"\n[save]\nslots = 1\nchunk_size = "2MiB"\n[metadata]\nteam = "speech"\n'
     )
     monkeypatch.chdir(tmp_path)
     with CheckpointManager.from_config() as manager:
@@ -718,7 +718,7 @@ def test_metadata_is_kept_and_must_be_plain(memory: str) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"slots": 0}, {"on_busy": "later"}, {"commit_timeout_seconds": -1}, {"chunk_bytes": 3}],
+    [{"slots": 0}, {"on_busy": "later"}, {"commit_timeout_seconds": -1}, {"chunk_size": 3}],
 )
 def test_a_wrong_setting_is_told_when_the_manager_is_built(
     memory: str, setting: dict[str, Any]

@@ -47,7 +47,7 @@ Watch = Callable[..., FaultyBackend]
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("template")
-    with CheckpointManager([root / "near", root / "far"], chunk_bytes=4096) as manager:
+    with CheckpointManager([root / "near", root / "far"], chunk_size=4096) as manager:
         for step in (1, 2, 3):
             manager.save(state_of(step))
     return root
@@ -357,7 +357,7 @@ def test_what_is_damaged_on_all_tiers_gives_way_to_the_step_before(
 
 def test_damage_in_different_places_of_three_tiers_is_no_damage(tmp_path: Path) -> None:
     roots = [tmp_path / name for name in ("a", "b", "c")]
-    with CheckpointManager(roots, chunk_bytes=4096) as manager:
+    with CheckpointManager(roots, chunk_size=4096) as manager:
         manager.save(state_of(3))
     for number, root in enumerate(roots):
         for chunk in range(4):

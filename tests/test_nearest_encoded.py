@@ -35,7 +35,7 @@ def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> list[Tier]:
         Tier(str(tmp_path / name), codec="zstd" if name == request.param else "none")
         for name in ("near", "far")
     ]
-    with CheckpointManager(tiers, chunk_bytes=16384) as manager:
+    with CheckpointManager(tiers, chunk_size=16384) as manager:
         manager.save(state(), 1)
     return tiers
 

@@ -291,7 +291,7 @@ def test_floats_become_other_floats_when_asked(tmp_path: Path, here: str, there:
         "whole": torch.zeros(300, 7, dtype=getattr(torch, here)),
         "strided": torch.zeros(7, 300, dtype=getattr(torch, here)).t(),
     }
-    with CheckpointManager(str(tmp_path), chunk_bytes=1 << 12) as manager:
+    with CheckpointManager(str(tmp_path), chunk_size=1 << 12) as manager:
         manager.save({"whole": values, "strided": values}, 1)
         if here != there:
             with pytest.raises(DtypeMismatch, match="cast=True"):

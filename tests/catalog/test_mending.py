@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     tiers = [Tier(str(folder / name), codec=name) for name in ("none", "zstd")]
     values = torch.arange(CHUNKS << 18, dtype=torch.float32)
-    with CheckpointManager(tiers, chunk_bytes=1 << 20) as manager:
+    with CheckpointManager(tiers, chunk_size=1 << 20) as manager:
         manager.save({"w": values, "b": torch.ones(7)}, 1)
     return folder
 

@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Step 5 holds a trained model and optimizer, and values of all odd kinds."""
     root = tmp_path_factory.mktemp("saved")
     net, optimizer = trained()
-    with CheckpointManager(root, chunk_bytes=64) as manager:
+    with CheckpointManager(root, chunk_size=64) as manager:
         manager.save({"model": net, "optimizer": optimizer, **ODD}, step=5)
     return root
 

@@ -93,7 +93,7 @@ def saver(root: Path, log: Path, numbers: int, first: int, last: int) -> None:
     parameter = nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
+    with CheckpointManager(root, chunk_size=1 << 20) as manager:
         report = manager.restore(state)
         assert report is None or report.step == first - 1
         for step in range(first, last):
@@ -127,7 +127,7 @@ def check(root: Path, known: set[int], numbers: int) -> int:
     steps = sorted(ref.step for ref in refs)
     assert len(steps) == len(set(steps)), steps
     assert known <= set(steps), (known, steps)
-    with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
+    with CheckpointManager(root, chunk_size=1 << 20) as manager:
         target = content(-1, numbers)
         for step in [*steps, None]:
             report = manager.restore(target, step)

@@ -78,7 +78,7 @@ def trainer(root: Path, log: Path, numbers: int, last: int, agent: AgentMode = "
             os.write(descriptor, f"{kind(event.tier)} {event.step}\n".encode())
 
     with CheckpointManager(
-        tiers(root), observers=[note], chunk_bytes=CHUNK_BYTES, agent=agent
+        tiers(root), observers=[note], chunk_size=CHUNK_BYTES, agent=agent
     ) as manager:
         manager.restore(state)
         for step in range(state["step"] + 1, last):
@@ -131,7 +131,7 @@ def check(root: Path, known: Noted, numbers: int) -> int:
     # of the steps in memory, only this one certainly stays
     assert newest == -1 or newest in somewhere, (reported, listed)
     state = content(-1, numbers)
-    with CheckpointManager(tiers(root), chunk_bytes=CHUNK_BYTES) as manager:
+    with CheckpointManager(tiers(root), chunk_size=CHUNK_BYTES) as manager:
         for step in [*sorted(somewhere), None]:
             report = manager.restore(state, step)
             if report is None:

@@ -42,7 +42,7 @@ def state() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def root(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("root")
-    with CheckpointManager(path, chunk_bytes=1024) as manager:
+    with CheckpointManager(path, chunk_size=1024) as manager:
         manager.save({"model": nn.Linear(2, 2)}, step=1)
         manager.save(state, step=3)
     return path

@@ -26,7 +26,7 @@ STATE = {
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("root")
-    with CheckpointManager(path, chunk_bytes=1024) as manager:
+    with CheckpointManager(path, chunk_size=1024) as manager:
         manager.save({"embed": EMBED + 1}, step=1)
         manager.save(STATE, step=2)
     return path
@@ -94,7 +94,7 @@ def test_a_name_a_step_or_a_root_that_is_not_there(root: Path, tmp_path: Path) -
 
 
 def test_a_damaged_chunk_is_told_and_others_can_be_read(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, chunk_bytes=1024) as manager:
+    with CheckpointManager(tmp_path, chunk_size=1024) as manager:
         manager.save({"embed": EMBED}, step=1)
     file = next(tmp_path.glob("step-*/rank-00000.safetensors"))
     data = bytearray(file.read_bytes())

@@ -42,7 +42,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 1 and 2 on two tiers."""
     root = tmp_path_factory.mktemp("pristine") / "run"
-    with CheckpointManager([root / name for name in TIERS], chunk_bytes=64 << 10) as manager:
+    with CheckpointManager([root / name for name in TIERS], chunk_size=64 << 10) as manager:
         for step in (1, STEP):
             manager.save(state(step), step)
     return root

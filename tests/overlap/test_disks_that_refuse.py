@@ -46,7 +46,7 @@ def step(state: dict[str, Any]) -> None:
 
 def save_and_compare(root: Path, window: Window) -> None:
     state = state_of(1.0)
-    with CheckpointManager(root, chunk_bytes=MIB) as manager:
+    with CheckpointManager(root, chunk_size=MIB) as manager:
         for number in range(2):
             pending = window.save(manager, state, number)
             window.must_wait(partial(step, state))

@@ -36,7 +36,7 @@ from tests.overlap.jobs import job, train, trained
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Steps 1, 2 and 3."""
-    with CheckpointManager(tmp_path / "run", chunk_bytes=4096) as manager:
+    with CheckpointManager(tmp_path / "run", chunk_size=4096) as manager:
         for step in (1, 2, 3):
             manager.save(state_of(step))
     return tmp_path / "run"
@@ -362,7 +362,7 @@ def somewhere(like: dict[str, Any], odd: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("odd", [0, 2, 64, 448, 4032])
 def test_large_tensors_land_bit_for_bit_at_any_address(tmp_path: Path, odd: int) -> None:
-    with CheckpointManager(tmp_path / "run", chunk_bytes=1 << 20) as manager:
+    with CheckpointManager(tmp_path / "run", chunk_size=1 << 20) as manager:
         manager.save(large(1), 1)
         target = somewhere(large(1), odd)
         manager.restore(target)
@@ -374,7 +374,7 @@ def test_large_tensors_land_bit_for_bit_at_any_address(tmp_path: Path, odd: int)
 def test_a_damaged_large_chunk_gives_way_to_the_step_before(tmp_path: Path, position: int) -> None:
     """By then the target has bytes of the damaged one. All of them are replaced."""
     root = tmp_path / "run"
-    with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
+    with CheckpointManager(root, chunk_size=1 << 20) as manager:
         for step in (1, 2):
             manager.save(large(step), step)
     flip(files(root, 2)["data"], position)

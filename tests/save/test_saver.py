@@ -58,7 +58,7 @@ def test_a_rank_file_is_a_safetensors_file_with_the_same_tensors(
             for i, shape in enumerate([(), (0, 3), (5,), (3, 7)])
         }
     model = nn.Linear(30, 20)
-    with CheckpointManager(tmp_path, chunk_bytes=chunk_bytes) as manager:
+    with CheckpointManager(tmp_path, chunk_size=chunk_bytes) as manager:
         manager.save(
             {**state, "model": model, "turned": torch.arange(12).reshape(3, 4).t(), "step": 4}
         )
@@ -110,7 +110,7 @@ def test_a_state_without_a_single_tensor_is_a_checkpoint_too(tmp_path: Path) -> 
 
 
 def test_the_engine_verifies_what_it_has_written(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, chunk_bytes=1 << 10) as manager:
+    with CheckpointManager(tmp_path, chunk_size=1 << 10) as manager:
         for step in range(3):
             manager.save({"x": torch.randn(1000, 7), "y": torch.randn(3)}, step)
     backend = open_backend(str(tmp_path))

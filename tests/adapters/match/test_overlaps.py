@@ -37,7 +37,7 @@ ALONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def in_chunks(state: dict[str, Any]) -> str:
     """Save in chunks that are smaller than the tensors, and return the root."""
     root = new_root()
-    with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
+    with CheckpointManager(root, chunk_size=1 << 20) as manager:
         manager.save(state)
     return root
 

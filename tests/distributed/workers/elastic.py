@@ -34,7 +34,7 @@ from tests.kit.signals import stop_this_process
 from tests.kit.stores import wrap_stores
 
 SAVE_EVERY = 2
-SETTINGS: dict[str, Any] = {"chunk_bytes": 1 << 14, "commit_timeout_seconds": 60}
+SETTINGS: dict[str, Any] = {"chunk_size": 1 << 14, "commit_timeout_seconds": 60}
 
 
 class Trainer:

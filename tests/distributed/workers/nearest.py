@@ -53,7 +53,7 @@ def main() -> None:
     torch.manual_seed(0)
     model, optimizer = build("fsdp", 0)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
-    with CheckpointManager([near, far], chunk_bytes=1 << 12) as manager:
+    with CheckpointManager([near, far], chunk_size=1 << 12) as manager:
         for number in (1, 2):
             step(model, optimizer, number)
             state["step"] = number

@@ -88,7 +88,7 @@ class Job:
         """
         model, optimizer = build(mode, 0)
         found = {}
-        with CheckpointManager(self.tiers, chunk_bytes=1 << 14, **settings) as manager:
+        with CheckpointManager(self.tiers, chunk_size=1 << 14, **settings) as manager:
             for number in steps:
                 step(model, optimizer, number)
                 if drift:

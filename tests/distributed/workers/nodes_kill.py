@@ -45,7 +45,7 @@ def main() -> None:
     tiers = [Tier(str(folder / f"node{here}"), local=True, keep_last=3, buddies=buddies)]
     if far:
         tiers.append(Tier(str(folder / "shared"), every=far, keep_last=3))
-    manager = CheckpointManager(tiers, chunk_bytes=1 << 13, commit_timeout_seconds=30)
+    manager = CheckpointManager(tiers, chunk_size=1 << 13, commit_timeout_seconds=30)
     report = manager.restore(state)
     first = 1
     if report is not None:

@@ -128,7 +128,7 @@ def on_disk(root: Path) -> None:
         dist.barrier()
 
     with CheckpointManager(
-        tiers(base, buddies=1), observers=[observe], chunk_bytes=1 << 14
+        tiers(base, buddies=1), observers=[observe], chunk_size=1 << 14
     ) as manager:
         save(manager, after=await_copies)
     dist.barrier()
@@ -164,7 +164,7 @@ def in_racks(root: Path) -> None:
 def on_two_buddies(root: Path) -> None:
     base = root / "two"
     with CheckpointManager(
-        tiers(base, buddies=2, codec="zstd"), copies="per_node", chunk_bytes=1 << 14
+        tiers(base, buddies=2, codec="zstd"), copies="per_node", chunk_size=1 << 14
     ) as manager:
         save(manager, (1, 2))
     for lost in ((0, 1), (1, 2), (0, 3)):
@@ -453,7 +453,7 @@ def encrypted(root: Path) -> None:
 
     NodeServer._answer = answered  # type: ignore[method-assign]
     NodeStore._connect = connected  # type: ignore[method-assign]
-    with CheckpointManager(tiers(base, buddies=1), tls=tls, chunk_bytes=1 << 14) as manager:
+    with CheckpointManager(tiers(base, buddies=1), tls=tls, chunk_size=1 << 14) as manager:
         save(manager)
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [1, 2], [2, 3]]

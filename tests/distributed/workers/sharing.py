@@ -117,7 +117,7 @@ def shared(folder: Path, kind: str, **tier: Any) -> None:
     """Both ways give the same state; with one of them everything is read once."""
     saved = job(1, kind)
     place = Tier(str(folder / f"{kind}{len(tier)}"), **tier)
-    with CheckpointManager(place, chunk_bytes=1 << 17) as manager:
+    with CheckpointManager(place, chunk_size=1 << 17) as manager:
         manager.save(saved, 1)
         nbytes: dict[str, int] = {}
         for replicas in ("read", "broadcast"):
@@ -144,7 +144,7 @@ def shared(folder: Path, kind: str, **tier: Any) -> None:
 def failing(folder: Path, what: str, hurt: Callable[[], Callable[[], None]]) -> None:
     """If rank 1 fails, all ranks soon get an error, and can go on."""
     saved, state = job(1, "ddp"), job(2, "ddp")
-    with CheckpointManager(str(folder / what), chunk_bytes=1 << 17) as manager:
+    with CheckpointManager(str(folder / what), chunk_size=1 << 17) as manager:
         manager.save(saved, 1)
         dist.barrier()
         undo = hurt() if dist.get_rank() == 1 else lambda: None
@@ -220,7 +220,7 @@ def damaged(folder: Path) -> None:
     All ranks restore the previous step, or none if there is none.
     """
     saved, newer, state = job(1, "ddp"), job(3, "ddp"), job(2, "ddp")
-    with CheckpointManager(str(folder / "damaged"), chunk_bytes=1 << 17) as manager:
+    with CheckpointManager(str(folder / "damaged"), chunk_size=1 << 17) as manager:
         manager.save(saved, 1)
         manager.save(newer, 3)
         for number, expected in ((3, saved), (1, None)):

@@ -50,7 +50,7 @@ def main() -> None:
     saves: list[PendingSave] = []
     tier = Tier(str(folder / "run"), keep_last=4)
     with CheckpointManager(
-        tier, chunk_bytes=1 << 14, commit_timeout_seconds=COMMIT_TIMEOUT_SECONDS
+        tier, chunk_size=1 << 14, commit_timeout_seconds=COMMIT_TIMEOUT_SECONDS
     ) as manager:
         stop = manager.on_signals(grace_seconds=GRACE_SECONDS)
         report = trainer.restore(manager)
