@@ -607,6 +607,12 @@ class CheckpointManager:
         error = self._closer.check(timeout, detach=detach)
         self._closer.close(error, timeout, detach=detach)
 
+    def __repr__(self) -> str:
+        count = sum(not save.done() for save in self._ledger.pending)
+        state = "closed" if self._guard.is_closed else f"{count} saves under way"
+        step = "" if self._last_step is None else f", step {self._last_step}"
+        return f"<CheckpointManager {', '.join(tier.url for tier in self._tiers)}{step}, {state}>"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a CheckpointManager cannot be copied or pickled: build one in each process"

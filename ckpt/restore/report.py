@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
 
 from ckpt.catalog.tiered_reader import Repair
+from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, rate, size
 
+_REMARKS: Final = (
+    "skipped",
+    "repaired",
+    "finished",
+    "missing",
+    "left_alone",
+    "unexpected",
+    "renamed",
+    "converted",
+    "uninitialised",
+)
+"""The fields that say what was not as usual."""
+_MOST_ITEMS: Final = 50
+"""The most items of a field that a notebook lists."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RestoreReport:
     """The result of a restore: what was loaded, from where, and how long it took.
 
@@ -77,19 +96,44 @@ class RestoreReport:
         return (
             f"step {self.step} from {self.tier}: {size(self.nbytes)} in {duration(self.seconds)}, "
             f"{rate(self.nbytes, self.seconds)}, checksums verified"
-            + "".join(
-                f"; {len(values)} {name.replace('_', ' ')}"
-                for name in (
-                    "skipped",
-                    "repaired",
-                    "finished",
-                    "missing",
-                    "left_alone",
-                    "unexpected",
-                    "renamed",
-                    "converted",
-                    "uninitialised",
-                )
-                if (values := getattr(self, name))
-            )
+            + "".join(f"; {len(values)} {word}" for word, values in self._remarks())
         )
+
+    def __repr__(self) -> str:
+        return f"<RestoreReport: {self}>"
+
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook: one line, and below it what was not as usual."""
+        line = (
+            f"restored <b>step {self.step}</b> from {_html(self.tier)}: {size(self.nbytes)} in "
+            f"{duration(self.seconds)} ({rate(self.nbytes, self.seconds)}), checksums verified"
+        )
+        details = "".join(
+            f"<details><summary>{len(values)} {word}</summary><ul>{_list(values)}</ul></details>"
+            for word, values in self._remarks()
+        )
+        return f"<div>{line}{details}</div>"
+
+    def _remarks(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        """Yield each field that says what was not as usual, in words, with its items."""
+        for name in _REMARKS:
+            if values := getattr(self, name):
+                yield name.replace("_", " "), values
+
+
+def _list(values: Sequence[Any]) -> str:
+    items = [f"<li>{_html(_text(value))}</li>" for value in values[:_MOST_ITEMS]]
+    if len(values) > _MOST_ITEMS:
+        items.append(f"<li>and {len(values) - _MOST_ITEMS} more</li>")
+    return "".join(items)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Repair):
+        end = "written again there" if value.mended else "read from a farther tier"
+        return f"{value.tier}: {value.key or 'all files'}: {value.reason}; {end}"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _html(text: str) -> str:
+    return escape(clean(text))
