@@ -23,10 +23,11 @@ from ckpt.adapters.walk.objects import StateView, walk_objects, without_plain
 from ckpt.adapters.walk.origin import Origin
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.registration import register
+from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics
 from ckpt.catalog.index import Listing
 from ckpt.catalog.late_metrics import add_metrics
 from ckpt.closing import Closer, Holdings
-from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
+from ckpt.config import Metadata, Mode, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.coordination.nodes import agree
@@ -40,7 +41,9 @@ from ckpt.events import MetricsAdded, Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import Names, Patterns, no_match_error, patterns_for
+from ckpt.model.selector import BestStep, resolve, selector_of
 from ckpt.observe.journal import default_journal, journals_of
+from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pending import PendingSave, SaveRecord
 from ckpt.pipeline.workers import Workers, close_at_exit, has_script_ended
 from ckpt.restore.branch import BranchPoint, begin_branch
@@ -115,6 +118,7 @@ class CheckpointManager:
             self._observers = Observers(list(dict.fromkeys((*observers, *journals))))
             self._ledger = SaveLedger(self._observers, self._config)
             self._listing = Listing([tier.backend for tier in self._tiers], self._guard.check_open)
+            self._metrics = [MetricsReader(tier.backend) for tier in self._tiers]
             missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, missed_steps)
             notify = self._observers.notify
@@ -399,7 +403,7 @@ class CheckpointManager:
     def restore(
         self,
         state: MutableMapping[str, Any],
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         only: Names = None, exclude: Names = None, rename: Rename | None = None,
         cast: bool = False, strict: bool = True, read_through: bool = True, broadcast: bool = False,
@@ -419,7 +423,10 @@ class CheckpointManager:
 
         Args:
             state: The state in the form in which it was saved.
-            step: The only step to restore; None for the newest.
+            step: The only step to restore: its number, ``"best:loss"`` for the best value of a
+                metric (see ``best``; ``"best:loss:max"`` for the largest), or ``"latest~3"`` for
+                the step that is three checkpoints older than the newest. None: the newest intact
+                step.
             only: Names (with all names below them), or patterns such as ``"model/*"`` (``*``
                 matches slashes and dots too). Other names keep their values, and need not be in
                 ``state``.
@@ -454,6 +461,7 @@ class CheckpointManager:
                 argument is invalid.
         """
         self._guard.check_open()
+        selector = selector_of(step)
         selection = Selection.of(only, exclude, strict=strict, rename=rename, cast=cast)
         options = RestoreOptions(
             selection=selection, read_through=read_through, broadcast=broadcast
@@ -468,14 +476,14 @@ class CheckpointManager:
             )  # fmt: skip
             restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1
-            report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
+            report = restorer.restore(state, selector)
         live = without_plain(state)
         if report is not None:
             ref = StepRef(report.step, report.attempt)
             self._saver.steps.rollback = restorer.rollback
-            is_first = step is None and self._last_step is None
+            is_first = selector is None and self._last_step is None
             if self._origin.restore(ref, live, is_part=selection.is_part, is_first=is_first):
-                if step is not None and rollback and not selection.is_part:
+                if selector is not None and rollback and not selection.is_part:
                     self._begin_branch(ref, restorer, context)
                 self._continue_from(ref, sweeps=not selection.is_part)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
@@ -523,6 +531,31 @@ class CheckpointManager:
     def latest_step(self) -> int | None:
         """Return the newest committed step on any tier, or None if there is none."""
         return self._listing.latest()
+
+    @frameless
+    def best(self, metric: str, mode: Mode | None = None) -> int | None:
+        """Return the committed step with the best value of ``metric`` on any tier, or None if no
+        step has a finite value.
+
+        NaN and infinite values are never the best. Of equal values, that of the newer step is.
+        Abandoned steps do not count. Metrics that ``add_metrics`` has added count. The call lists
+        all tiers, and reads each manifest once, as ``steps`` does.
+
+        Args:
+            metric: The name of a metric.
+            mode: Whether the smallest ("min") or the largest values ("max") are the best. None: as
+                ``Tier(keep_best=...)`` of this job or of an earlier one says, or else the smallest
+                of a metric with "loss" in its name.
+
+        Raises:
+            ConfigError: Other metrics are there and this one is not, or ``mode`` is needed.
+            StorageError: A tier denies access or does not answer.
+        """
+        self._guard.check_open()
+        selector = BestStep(metric, mode)
+        roots = [reader.read(selector) for reader in self._metrics]
+        modes = modes_of_run((tier.tier for tier in self._tiers), (root.url for root in roots))
+        return resolve(selector, branch_metrics(roots), modes)
 
     # -- the end -----------------------------------------------------------------------------------
 

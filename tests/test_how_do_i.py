@@ -71,7 +71,7 @@ def equal(model: nn.Module, seed: int) -> bool:
 
 
 def test_the_weights_alone() -> None:
-    assert equal(answer("ckpt.load")["model"], 3)
+    assert equal(answer('ckpt.load("runs/gpt", "model")')["model"], 3)
 
 
 def test_the_losses_of_removed_steps_are_in_the_history() -> None:
@@ -84,13 +84,15 @@ def test_the_losses_of_removed_steps_are_in_the_history() -> None:
     ]
 
 
-def test_an_older_step_goes_on_in_a_root_of_its_own(run: Path) -> None:
-    names = answer("runs/gpt-again")
-    assert equal(names["model"], 2)
-    with CheckpointManager("runs/gpt-again") as manager:
-        assert manager.steps() == [200]
-    with CheckpointManager(run) as manager:
-        assert manager.steps() == [100, 200, 300]
+def test_the_run_goes_on_from_an_older_step() -> None:
+    assert equal(answer("step=200")["model"], 2)
+    state = job(5)
+    with CheckpointManager("runs/gpt") as manager:
+        report = manager.restore(state)
+        assert manager.steps() == [100, 200]
+    assert report is not None
+    assert report.step == 200
+    assert equal(state["model"], 2)
 
 
 def test_the_best_step_stays() -> None:
@@ -98,6 +100,13 @@ def test_the_best_step_stays() -> None:
     with CheckpointManager("runs/gpt") as manager:
         assert manager.steps() == [300, 400]
     assert "loss" in CliRunner().invoke(app, ["ls", "runs/gpt"]).output
+
+
+def test_the_best_step_is_loaded() -> None:
+    assert all(
+        torch.equal(value, job(3)["model"].state_dict()[name])
+        for name, value in answer("best:loss")["weights"].items()
+    )
 
 
 def test_another_optimizer_begins_afresh() -> None:
@@ -167,16 +176,6 @@ def test_a_run_is_copied(tmp_path: Path) -> None:
         assert manager.steps() == [100, 200, 300]
 
 
-def test_newer_steps_go_so_that_the_next_start_goes_on_from_an_older_one(run: Path) -> None:
-    assert "1 step removed" in command("rm")
-    state = job(5)
-    with CheckpointManager("runs/gpt") as manager:
-        report = manager.restore(state)
-    assert report is not None
-    assert report.step == 200
-    assert equal(state["model"], 2)
-
-
 def test_steps_are_pruned_for_show(run: Path) -> None:
     command("prune")
     assert len(list(run.glob("*step*"))) == 3
@@ -187,12 +186,11 @@ def test_each_step_is_handled_once() -> None:
 
 
 def test_each_answer_in_code_is_run_here() -> None:
-    assert len(_PYTHON) == 10
+    assert len(_PYTHON) == 11
     assert {line.split()[1] for line in _COMMANDS} == {
         "watch",
         "export",
         "diff",
         "copy",
         "prune",
-        "rm",
     }

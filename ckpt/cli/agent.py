@@ -13,8 +13,9 @@ from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus, Stop, Stopped
 from ckpt.cli import output
 from ckpt.cli.agent_prefetch import prefetch
-from ckpt.cli.options import LATEST, ConfigFileOption, JsonOption, is_step
+from ckpt.cli.options import STEP_FORMS, ConfigFileOption, JsonOption
 from ckpt.errors import AgentError, ConfigError
+from ckpt.model.selector import LATEST, selector_of
 from ckpt.storage.registry import stores_in_memory
 
 Action = Literal["run", "start", "status", "stop", "prefetch"]
@@ -44,7 +45,7 @@ def agent(
         typer.Option("--now", help="stop: leave what is not finished yet. Nothing is torn."),
     ] = False,
     step: Annotated[
-        str, typer.Option("--step", metavar="N", help='prefetch: this step, or "latest".')
+        str, typer.Option("--step", metavar="STEP", help=f"prefetch: {STEP_FORMS}.")
     ] = LATEST,
     destinations: Annotated[
         list[str] | None,
@@ -67,9 +68,9 @@ def agent(
     asks the agent to end, and waits until it has finished the jobs whose trainers have ended, and
     has freed their memory. It names the jobs that could not be finished.
 
-    "prefetch" needs no agent. It copies the newest intact step of a far tier, or --step N, to the
-    near tiers of this node before the trainer starts, so that its restore is local. A tier that has
-    the step stays as it is. Without --step, so does a tier that has a later step. Nothing is
+    "prefetch" needs no agent. It copies the newest intact step of a far tier, or --step STEP, to
+    the near tiers of this node before the trainer starts, so that its restore is local. A tier that
+    has the step stays as it is. Without --step, so does a tier that has a later step. Nothing is
     removed to make room.
 
     Exit code 10: there is no agent for "status", it could not be started, it does not answer, or it
@@ -103,10 +104,7 @@ def agent(
         case "stop":
             _stop(at_once=at_once, as_json=json)
         case "prefetch":
-            if not is_step(step):
-                raise ConfigError(f'--step {step}: give the number of a step, or "latest"')
-            number = None if step == LATEST else int(step)
-            prefetch(url, destinations or [], number, config, as_json=json)
+            prefetch(url, destinations or [], selector_of(step), config, as_json=json)
 
 
 def _start(*, as_json: bool) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Final
 
 from ckpt.agent.prefetch import PrefetchResult
 from ckpt.agent.prefetch import prefetch as copy_ahead
-from ckpt.catalog.index import find
 from ckpt.cli import output, records
-from ckpt.cli.options import TIMEOUT_SECONDS, naming_a_removed, workers_for
+from ckpt.cli.options import TIMEOUT_SECONDS, find_steps, naming_a_removed, workers_for
 from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError
+from ckpt.model.selector import Selector
 from ckpt.storage.tiers import OpenTier, open_tiers, tier_at
 
 _FIELDS: Final[Sequence[Field[PrefetchResult]]] = (
@@ -29,7 +28,7 @@ _FIELDS: Final[Sequence[Field[PrefetchResult]]] = (
 def prefetch(
     url: str | None,
     destinations: Sequence[str],
-    step: int | None,
+    step: Selector | None,
     config: str | None,
     *,
     as_json: bool,
@@ -40,7 +39,7 @@ def prefetch(
         url: The far tier; None for the last tier of the configuration.
         destinations: The near tiers, nearest first. If it is empty, the near tiers are the tiers
             before the far tier in the configuration.
-        step: The number of the step; None for the newest intact step of the far tier.
+        step: The selector of the step; None for the newest intact step of the far tier.
         config: The configuration file; None for ``./ckpt.toml``.
         as_json: Whether to print JSON.
 
@@ -53,7 +52,7 @@ def prefetch(
     for tier in tiers[:-1]:
         if tier.in_memory:
             raise ConfigError(f"{tier.url} is memory, which a trainer fills: name a folder")
-    copies = _fill(far_tier, tiers[:-1], step)
+    copies = _fill(far_tier, tiers[:-1], step, config)
     if as_json:
         output.show_json({"source": tiers[-1].url, "tiers": records.entries(_FIELDS, copies)})
     else:
@@ -91,9 +90,11 @@ def _tiers(
     return far_tier, near_tiers
 
 
-def _fill(far_tier: Tier, near_tiers: Sequence[OpenTier], step: int | None) -> list[PrefetchResult]:
+def _fill(
+    far_tier: Tier, near_tiers: Sequence[OpenTier], step: Selector | None, config: str | None
+) -> list[PrefetchResult]:
     source = open_watched(far_tier.url, far_tier.options, TIMEOUT_SECONDS)
-    refs = source.ask(partial(find, source, step))
+    refs = find_steps(source, step, config)
     with workers_for(source) as workers:
         for ref, older in zip(refs, [*refs[1:], None], strict=True):
             try:

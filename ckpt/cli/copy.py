@@ -9,16 +9,18 @@ from typing import Annotated, Final
 
 import typer
 
-from ckpt.catalog.index import find, is_committed, own_objects, read_manifest, read_packed
+from ckpt.catalog.index import is_committed, own_objects, read_manifest, read_packed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.cli import output, records
 from ckpt.cli.options import (
+    STEP_FORMS,
     TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
     RootOption,
     TimeoutOption,
+    find_steps,
     naming_a_removed,
     removal_error,
     source_and_destination,
@@ -36,6 +38,7 @@ from ckpt.errors import (
     ObjectNotFound,
 )
 from ckpt.model.keys import StepRef
+from ckpt.model.selector import selector_of
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks
 from ckpt.storage.api import StorageBackend
@@ -53,8 +56,12 @@ def copy(
         ),
     ],
     step: Annotated[
-        int | None,
-        typer.Option("--step", metavar="N", min=0, help="Copy this step, with all attempts at it."),
+        str | None,
+        typer.Option(
+            "--step",
+            metavar="STEP",
+            help=f"Copy this step, with all attempts at it: {STEP_FORMS}.",
+        ),
     ] = None,
     all_steps: Annotated[
         bool, typer.Option("--all", help="Copy every committed step, newest first.")
@@ -87,7 +94,9 @@ def copy(
       ckpt copy runs/gpt /mnt/backup/gpt             the newest step
       ckpt copy runs/gpt s3://bucket/run42 --all
       ckpt copy s3://bucket/run42 /nvme/run42 --step 1200
+      ckpt copy runs/gpt best/gpt --step best:loss
     """
+    selector = selector_of(step)
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
     source, dest = source_and_destination(arguments, root, "DEST")
@@ -95,9 +104,9 @@ def copy(
     origin, destination = (open_watched(tier.url, tier.options, timeout) for tier in tiers)
     if server_of(tiers[0]) == server_of(tiers[1]):
         _check_apart(origin.url, destination.url)
-    refs = origin.ask(partial(find, origin, step))
+    refs = find_steps(origin, selector, config)
     destination.ask(partial(is_committed, destination, refs[0]))  # Checks that the store answers
-    if not all_steps and step is None:
+    if not all_steps and selector is None:
         refs = refs[:1]
     outcomes: list[_Outcome] = []
     with workers_for(origin, destination) as workers:

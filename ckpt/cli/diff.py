@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from ckpt.catalog.difference import Difference, compare
-from ckpt.catalog.index import find, read_manifest
+from ckpt.catalog.index import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output
 from ckpt.cli.diff_parts import (
@@ -22,12 +22,12 @@ from ckpt.cli.diff_parts import (
     percent,
 )
 from ckpt.cli.options import (
-    LATEST,
+    STEP_FORMS,
     TIMEOUT_SECONDS,
     JsonOption,
     RootOption,
     TimeoutOption,
-    is_step,
+    find_steps,
     naming_the_way_out,
     one_place,
     open_root,
@@ -36,6 +36,7 @@ from ckpt.cli.options import (
 from ckpt.cli.show import clip, exact_values
 from ckpt.errors import ConfigError
 from ckpt.model.manifest import Tensor
+from ckpt.model.selector import Selector, is_selector, selector_of
 
 if TYPE_CHECKING:
     from ckpt.exchange.movement import Movement
@@ -53,16 +54,15 @@ def diff(
         typer.Argument(
             metavar="[A] [B] [STEP] [STEP]",
             help="Folders or URLs, and one or two steps. A is the same as --root; B is A again if "
-            "it is left out.",
+            f"it is left out. A step is {STEP_FORMS}.",
             show_default=False,
         ),
     ] = None,
     step: Annotated[
-        list[int] | None,
+        list[str] | None,
         typer.Option(
             "--step",
-            metavar="N",
-            min=0,
+            metavar="STEP",
             help="The step of both checkpoints. Give the option twice to name the step of A, and "
             "then the step of B. Default: the newest step of each.",
         ),
@@ -86,21 +86,19 @@ def diff(
     \b
     Examples:
       ckpt diff runs/gpt 1100 1200
+      ckpt diff runs/gpt best:loss latest
       ckpt diff runs/gpt s3://bucket/run42 --step 1200
       ckpt diff runs/a runs/b --values
     """
     words = arguments or []
-    numbers = [
-        *(None if word == LATEST else int(word) for word in words if is_step(word)),
-        *(step or []),
-    ]
-    if len(numbers) > 2:
+    selectors = [selector_of(text) for text in [*filter(is_selector, words), *(step or [])]]
+    if len(selectors) > 2:
         raise ConfigError("one step is for both, two are of A and of B: leave the others out")
-    places = [*([root] if root else []), *(word for word in words if not is_step(word))]
+    places = [*([root] if root else []), *(word for word in words if not is_selector(word))]
     a, b = one_place(places[:1]), one_place(places[1:])
-    if b is None and len(numbers) < 2:
+    if b is None and len(selectors) < 2:
         raise ConfigError("compare with what? Give B, or two steps")
-    step_a, step_b = (numbers[0], numbers[-1]) if numbers else (None, None)
+    step_a, step_b = (selectors[0], selectors[-1]) if selectors else (None, None)
     with ExitStack() as stack:
         reader_a = stack.enter_context(_reader(a, step_a, timeout))
         reader_b = stack.enter_context(_reader(b or a, step_b, timeout))
@@ -125,9 +123,9 @@ def diff(
 
 
 @contextmanager
-def _reader(root: str | None, step: int | None, timeout: float) -> Generator[StepReader]:
+def _reader(root: str | None, step: Selector | None, timeout: float) -> Generator[StepReader]:
     backend = open_root(root, timeout=timeout)
-    ref = backend.ask(partial(find, backend, step))[0]
+    ref = find_steps(backend, step)[0]
     with naming_the_way_out(backend, ref), workers_for(backend) as workers:
         manifest = backend.ask(partial(read_manifest, backend, ref))
         yield StepReader(backend, ref, manifest, workers)

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from ckpt.catalog.index import find, read_manifest
+from ckpt.catalog.index import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.verify import Meter
 from ckpt.checks import as_bytes
 from ckpt.cli import output, records
 from ckpt.cli.options import (
+    STEP_FORMS,
     TIMEOUT_SECONDS,
     JsonOption,
     RootOption,
     TimeoutOption,
+    find_steps,
     naming_a_removed,
     naming_the_way_out,
     open_root,
@@ -26,6 +28,7 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.records import Field
 from ckpt.errors import ConfigError
+from ckpt.model.selector import selector_of
 
 if TYPE_CHECKING:
     from ckpt.exchange.export import ExportReport
@@ -59,7 +62,8 @@ def export(
         typer.Option("--format", help="Default: what OUT ends in says, .safetensors, .pt or .pth."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=0, help="Default: the newest.")
+        str | None,
+        typer.Option("--step", metavar="STEP", help=f"{STEP_FORMS}. Default: the newest."),
     ] = None,
     name: Annotated[
         list[str] | None,
@@ -104,7 +108,7 @@ def export(
     Examples:
       ckpt export runs/gpt gpt.safetensors --name 'model/*' --strip model/
       ckpt export runs/gpt hf/ --format safetensors --name 'model/*' --max-shard-size 2GB
-      ckpt export runs/gpt gpt.pt --step 1200
+      ckpt export runs/gpt gpt.pt --step best:loss
       ckpt export s3://bucket/run42 dcp/ --format dcp
     """
     from ckpt.exchange.export import ExportOptions
@@ -113,7 +117,7 @@ def export(
     place, out = source_and_destination(arguments, root, "OUT")
     backend = open_root(place, timeout=timeout)
     file_format = kind or _format_of(out)
-    ref = backend.ask(partial(find, backend, step))[0]
+    ref = find_steps(backend, selector_of(step))[0]
     with (
         workers_for(backend) as workers,
         output.progress(f"step {ref.step}") as bar,

@@ -13,7 +13,6 @@ from ckpt.catalog.index import is_committed, step_refs, why_missing
 from ckpt.catalog.inventory import Inventory
 from ckpt.cli import output
 from ckpt.cli.options import (
-    LATEST,
     TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
@@ -21,10 +20,10 @@ from ckpt.cli.options import (
     StepOption,
     TimeoutOption,
     open_root,
-    place_and_step,
+    place_and_number,
     workers_for,
 )
-from ckpt.errors import CkptError, CommitError, ConfigError, IntegrityError, NoCheckpoint
+from ckpt.errors import CkptError, CommitError, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.pipeline.workers import Workers
@@ -68,14 +67,15 @@ def finalize(
       ckpt finalize runs/gpt          all that ckpt ls calls "incomplete"
       ckpt finalize s3://bucket/run42 1300 --job-is-dead
     """
-    if LATEST in (arguments or ()):
-        raise ConfigError("STEP is a number here: without one, all that are unfinished are tried")
-    place, step = place_and_step(arguments, root, step)
+    default = "all that are unfinished are tried"
+    place, number = place_and_number(arguments, root, step, default)
     backend = open_root(place, config, timeout=timeout)
     all_refs = backend.ask(partial(step_refs, backend))
-    refs = [ref for ref in all_refs if step in (None, ref.step)]
+    refs = [ref for ref in all_refs if number in (None, ref.step)]
     if not refs:
-        raise NoCheckpoint(backend.url, backend.ask(partial(why_missing, backend, all_refs, step)))
+        raise NoCheckpoint(
+            backend.url, backend.ask(partial(why_missing, backend, all_refs, number))
+        )
     open_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
     with workers_for(backend) as workers:
         outcomes = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]

@@ -10,7 +10,7 @@ import typer
 
 from ckpt.catalog.inventory import StoredStep
 from ckpt.cli import output
-from ckpt.cli.metric_columns import MetricColumns, modes_of
+from ckpt.cli.metric_columns import MetricColumns
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -25,6 +25,7 @@ from ckpt.config import Mode, load_config
 from ckpt.errors import NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, abandoned_by, history_of
+from ckpt.observe.metric_modes import modes_of_run
 
 _CURRENT: Final = "*"
 _SIDE: Final = "| o"
@@ -85,7 +86,7 @@ def log(
         )
         return
     lines = _lines(list(steps.values()), rollbacks)
-    modes = modes_of(load_config(config).tiers, [tier.store.url for tier in tiers])
+    modes = modes_of_run(load_config(config).tiers, [tier.store.url for tier in tiers])
     _show(lines if newest is None else _head(lines, newest), modes)
 
 

@@ -14,7 +14,7 @@ import typer
 from ckpt.catalog.index import committed, why_missing
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.cli import output
-from ckpt.cli.metric_columns import BY_STEP, MetricColumns, modes_of, sort_by
+from ckpt.cli.metric_columns import BY_STEP, MetricColumns, sort_by
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -33,6 +33,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.metrics import METRICS
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import decode, parse
+from ckpt.observe.metric_modes import modes_of_run
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, urls_of
@@ -94,7 +95,7 @@ def ls(
     roots = places(arguments, root)
     answers = ask_each(open_each(roots, config, timeout=timeout), partial(_look, newest))
     urls = [url for url, answer in answers if not isinstance(answer, CkptError)]
-    view = _View(newest, sort, reverse, long, modes_of(_settings(roots, config), urls))
+    view = _View(newest, sort, reverse, long, modes_of_run(_settings(roots, config), urls))
     tiers = [
         _Tier(url, error=answer) if isinstance(answer, CkptError) else _Tier(url, answer)
         for url, answer in answers

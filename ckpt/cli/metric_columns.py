@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
-from ckpt.config import Mode, Tier
+from ckpt.config import Mode
 from ckpt.errors import ConfigError
 from ckpt.model.metrics import best_steps, mode_of
-from ckpt.observe.history import history_of
-from ckpt.observe.journal_reader import JournalReader
-from ckpt.storage.places import is_folder
 
 T = TypeVar("T")
 
@@ -25,19 +22,6 @@ _TITLES: Final = frozenset(
     ("step", "attempt", "committed at", "ranks", "tensors", "size", "state", "metadata")
 )
 """The titles of the other columns of the list."""
-
-
-def modes_of(tiers: Iterable[Tier], urls: Iterable[str]) -> dict[str, Mode]:
-    """Return which values of a metric are the best, by its name: as ``keep_best`` of ``tiers`` or
-    the journals beside ``urls`` say.
-    """
-    modes: dict[str, Mode] = {}
-    for url in filter(is_folder, urls):
-        modes |= history_of(JournalReader(url).read()).modes
-    for tier in tiers:
-        if tier.best is not None:
-            modes[tier.best.metric] = tier.best.mode
-    return modes
 
 
 @dataclass(frozen=True, slots=True)

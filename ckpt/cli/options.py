@@ -11,9 +11,10 @@ from typing import Annotated, Final, TypeVar
 
 import typer
 
-from ckpt.catalog.index import committed, is_committed
+from ckpt.catalog.branch_metrics import MeasuredRoot, MetricsReader, chosen_step
+from ckpt.catalog.index import committed, find, is_committed
 from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
-from ckpt.config import MEMORY, Tier, load_config
+from ckpt.config import MEMORY, Mode, Tier, load_config
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -23,11 +24,13 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.model.keys import StepRef
+from ckpt.model.selector import BestStep, Selector, is_selector, selector_of
+from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import is_damage
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import stores_in_memory
-from ckpt.storage.tiers import on_two_servers, resolve_tier, server_of, urls_of
+from ckpt.storage.tiers import on_two_servers, resolve_tier, server_of, tier_at, urls_of
 
 T = TypeVar("T")
 
@@ -58,9 +61,11 @@ ConfigFileOption = Annotated[
     typer.Option("--config", metavar="FILE", help="Read this file instead of ./ckpt.toml."),
 ]
 StepOption = Annotated[
-    int | None,
-    typer.Option("--step", metavar="N", min=0, help="The same as STEP.", show_default=False),
+    str | None,
+    typer.Option("--step", metavar="STEP", help="The same as STEP.", show_default=False),
 ]
+STEP_FORMS: Final = "a number, latest, latest~3 (3 checkpoints before it) or best:METRIC"
+"""What a step may be, for the help of options."""
 PlaceArgument = Annotated[
     str | None, typer.Argument(metavar="[ROOT]", help="The same as --root.", show_default=False)
 ]
@@ -72,8 +77,8 @@ PlaceAndStepArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[ROOT] [STEP]",
-        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name "
-        "is ./NAME.",
+        help=f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is "
+        "./NAME.",
         show_default=False,
     ),
 ]
@@ -81,8 +86,8 @@ PlacesAndStepArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[ROOT]... [STEP]",
-        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name "
-        "is ./NAME.",
+        help=f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is "
+        "./NAME.",
         show_default=False,
     ),
 ]
@@ -98,13 +103,10 @@ TimeoutOption = Annotated[
 ]
 TIMEOUT_SECONDS: Final = 10.0
 
-LATEST: Final = "latest"
-"""The value of STEP that stands for the newest step."""
-
 
 def places_and_step(
-    arguments: Sequence[str] | None, roots: Sequence[str] | None, step: int | None
-) -> tuple[list[str], int | None]:
+    arguments: Sequence[str] | None, roots: Sequence[str] | None, step: str | None
+) -> tuple[list[str], Selector | None]:
     """Separate the places from the step among ``arguments``, and combine them with the options.
 
     Args:
@@ -113,38 +115,59 @@ def places_and_step(
         step: The value of ``--step``.
 
     Returns:
-        The places, nearest first (empty if none is given), and the step (None for the newest).
+        The places, nearest first (empty if none is given), and the selector of the step (None for
+        the newest). ``step_number`` returns its number.
 
     Raises:
-        ConfigError: A place or a step is given twice.
+        ConfigError: A place or a step is given twice, or a step is none.
     """
     words = list(arguments or ())
-    steps = [word for word in words if is_step(word)]
+    steps = [word for word in words if is_selector(word)]
     if len(steps) > 1:
         raise ConfigError(
             f"{steps[0]} and {steps[1]} are two steps: leave one out (a folder is ./{steps[1]})"
         )
-    number = int(steps[0]) if steps and steps[0] != LATEST else None
-    if steps and step not in (None, number):
+    selector = selector_of(steps[0] if steps else step)
+    if steps and step is not None and selector_of(step) != selector:
         raise ConfigError(f"STEP {steps[0]} and --step {step} are two: leave one out")
-    return places(
-        [word for word in words if not is_step(word)], roots
-    ), step if number is None else number
+    return places([word for word in words if not is_selector(word)], roots), selector
 
 
 def place_and_step(
-    arguments: Sequence[str] | None, root: str | None, step: int | None
-) -> tuple[str | None, int | None]:
+    arguments: Sequence[str] | None, root: str | None, step: str | None
+) -> tuple[str | None, Selector | None]:
     """Do the same as ``places_and_step`` for a command that works on one place.
 
     Returns:
-        The place (None if no place is given), and the step (None for the newest).
+        The place (None if no place is given), and the selector of the step (None for the newest).
 
     Raises:
-        ConfigError: A place or a step is given twice.
+        ConfigError: A place or a step is given twice, or a step is none.
     """
-    urls, step = places_and_step(arguments, [root] if root else None, step)
-    return one_place(urls), step
+    urls, selector = places_and_step(arguments, [root] if root else None, step)
+    return one_place(urls), selector
+
+
+def place_and_number(
+    arguments: Sequence[str] | None, root: str | None, step: str | None, default: str
+) -> tuple[str | None, int | None]:
+    """Do the same as ``place_and_step`` for a command that takes only the number of a step.
+
+    Args:
+        arguments: The arguments ``[ROOT] [STEP]`` of a command.
+        root: The value of ``--root``.
+        step: The value of ``--step``.
+        default: What the command does without a step, for the error.
+
+    Raises:
+        ConfigError: A place or a step is given twice, or a step is no number.
+    """
+    place, selector = place_and_step(arguments, root, step)
+    if selector is None and step is None and not any(map(is_selector, arguments or ())):
+        return place, None
+    if not isinstance(selector, int):
+        raise ConfigError(f"STEP is a number here: without one, {default}")
+    return place, selector
 
 
 def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list[str]:
@@ -167,8 +190,7 @@ def one_place(arguments: Sequence[str] | None, root: str | None = None) -> str |
     urls = places(arguments, [root] if root else None)
     if len(urls) > 1:
         raise ConfigError(
-            f"{urls[0]} and {urls[1]} are two places: leave one out; a step is a number or "
-            f"{LATEST!r}"
+            f"{urls[0]} and {urls[1]} are two places: leave one out; a step is {STEP_FORMS}"
         )
     return urls[0] if urls else None
 
@@ -192,8 +214,8 @@ def source_and_destination(
     *source, destination = arguments
     if len(source) > 1:
         hint = (
-            "a step is given as --step N"
-            if any(map(is_step, arguments))
+            "a step is given as --step STEP"
+            if any(map(is_selector, arguments))
             else "leave the others out"
         )
         raise ConfigError(f"{', '.join(arguments)} are too many: give SOURCE and {name}; {hint}")
@@ -208,11 +230,55 @@ def source_and_destination(
     return place, destination
 
 
-def is_step(word: str) -> bool:
-    """Return True if the argument ``word`` is a step, which is a number or "latest". Any other
-    argument is a place.
+def step_number(
+    stores: Sequence[WatchedStore | CkptError],
+    selector: Selector | None,
+    config: str | None = None,
+) -> int | None:
+    """Do the same as ``number_of``. If ``selector`` is None, return None for the newest step."""
+    return None if selector is None else number_of(stores, selector, config)
+
+
+def number_of(
+    stores: Sequence[WatchedStore | CkptError], selector: Selector, config: str | None = None
+) -> int:
+    """Return the number of the step that ``selector`` names.
+
+    Args:
+        stores: The stores of a run, or the errors of those that cannot be opened. All of them are
+            asked, since any may have the best step.
+        selector: The selector of the step.
+        config: The value of ``--config``. The ``keep_best`` of its tiers, or the journals of the
+            run, say which values of a metric are the best.
+
+    Raises:
+        NoCheckpoint: There is no such checkpoint.
+        ConfigError: No step has the metric, or it is not known which of its values are the best.
+        CkptError: A store cannot be opened, or does not answer.
     """
-    return word == LATEST or (word.isascii() and word.isdecimal())
+    if isinstance(selector, int):
+        return selector
+    tiers = load_config(config).tiers
+    roots: list[MeasuredRoot] = []
+    for store in stores:
+        if isinstance(store, CkptError):
+            raise store
+        roots.append(store.ask(partial(MetricsReader(store).read, selector)))
+    modes: dict[str, Mode] = {}
+    if isinstance(selector, BestStep):
+        urls = [root.url for root in roots]
+        modes = modes_of_run([tier_at(url, tiers) for url in urls], urls)
+    return chosen_step(selector, roots, modes)
+
+
+def find_steps(
+    backend: WatchedStore, selector: Selector | None, config: str | None = None
+) -> list[StepRef]:
+    """Return the committed attempts at the step that ``selector`` names (None: at any step), in the
+    order of ``find``. The arguments and errors are those of ``step_number``.
+    """
+    number = step_number([backend], selector, config)
+    return backend.ask(partial(find, backend, number))
 
 
 def open_root(root: str | None, config: str | None = None, *, timeout: float) -> WatchedStore:

@@ -12,7 +12,6 @@ from ckpt.catalog.index import find
 from ckpt.catalog.pins import Pin, PinNote, all_pins, note_of, put_pin
 from ckpt.cli import output, records
 from ckpt.cli.options import (
-    LATEST,
     TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
@@ -20,12 +19,13 @@ from ckpt.cli.options import (
     RootOption,
     StepOption,
     TimeoutOption,
+    find_steps,
     open_root,
+    place_and_number,
     place_and_step,
     seconds,
 )
 from ckpt.cli.records import Field
-from ckpt.errors import ConfigError
 
 _FIELDS: Final[Sequence[Field[tuple[Pin, PinNote]]]] = (
     Field("", lambda pair: pair[0].ref, kind="step"),
@@ -60,11 +60,12 @@ def pin(
     Examples:
       ckpt pin runs/gpt 1200 --for 2h --reason "evaluation of the paper"
       ckpt pin runs/gpt latest --for 1d
+      ckpt pin runs/gpt best:accuracy:max --for 7d
     """
-    place, step = place_and_step(arguments, root, step)
+    place, selector = place_and_step(arguments, root, step)
     duration = seconds("--for", hold, unit=True)
     backend = open_root(place, config, timeout=timeout)
-    ref = backend.ask(partial(find, backend, step))[0]
+    ref = find_steps(backend, selector, config)[0]
     put = backend.ask(partial(put_pin, backend, ref, duration, reason))
     if json:
         output.show_json(
@@ -94,13 +95,13 @@ def unpin(
       ckpt unpin runs/gpt 1200
       ckpt unpin runs/gpt
     """
-    if LATEST in (arguments or ()):
-        raise ConfigError("STEP is a number here: without one, all pins end")
-    place, step = place_and_step(arguments, root, step)
+    place, number = place_and_number(arguments, root, step, "all pins end")
     backend = open_root(place, config, timeout=timeout)
-    pins = [pin for pin in backend.ask(partial(all_pins, backend)) if step in (None, pin.ref.step)]
+    pins = [
+        pin for pin in backend.ask(partial(all_pins, backend)) if number in (None, pin.ref.step)
+    ]
     if not pins:
-        backend.ask(partial(find, backend, step))  # Raises if there is no such step
+        backend.ask(partial(find, backend, number))  # Raises if there is no such step
     pins_with_notes = [(pin, note_of(backend, pin)) for pin in pins]
     for pin in pins:
         backend.delete(pin.key)

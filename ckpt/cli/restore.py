@@ -27,6 +27,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     naming_a_removed,
     places_and_step,
+    step_number,
     way_out,
     workers_for,
 )
@@ -94,9 +95,10 @@ def restore(
       ckpt restore --latest --root s3://bucket/run42 --to /nvme/run42
       ckpt restore --latest --root /nvme/run42 --root s3://bucket/run42
       ckpt restore 1200 --json | jq -r .place
+      ckpt restore s3://bucket/run42 best:loss
     """
-    roots, step = places_and_step(arguments, root, step)
-    if latest and step is not None:
+    roots, selector = places_and_step(arguments, root, step)
+    if latest and selector is not None:
         raise ConfigError("--latest and --step exclude each other: leave one out")
     if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
@@ -111,7 +113,8 @@ def restore(
     if len(sources) == 1 and destination is not None:
         sources = [*nearer_tiers(sources[0], destination, timeout), *sources]
     with _without_empty(destination):
-        local_step = _first_intact(sources, step, destination)
+        number = step_number(sources, selector, config)
+        local_step = _first_intact(sources, number, destination)
     seconds, nbytes = local_step.seconds, local_step.nbytes
     if json:
         output.show_json(

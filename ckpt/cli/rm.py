@@ -16,13 +16,13 @@ from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.pins import all_pins, remove_pin
 from ckpt.cli import output, records
 from ckpt.cli.options import (
-    LATEST,
+    STEP_FORMS,
     TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
     RootsOption,
     TimeoutOption,
-    is_step,
+    number_of,
     places,
 )
 from ckpt.cli.prune import of_bytes
@@ -31,6 +31,7 @@ from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run
 from ckpt.cli.store_timeout import silence_notes
 from ckpt.coordination.owner import delete_owner
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
+from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
 from ckpt.observe.journal import journal_files
 from ckpt.retention.removal import remove
 from ckpt.storage.places import is_folder
@@ -65,15 +66,15 @@ def rm(
         list[str] | None,
         typer.Argument(
             metavar="[ROOT]... [STEP]...",
-            help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a "
-            "name is ./NAME.",
+            help=f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is "
+            "./NAME.",
             show_default=False,
         ),
     ] = None,
     last_step: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--after", metavar="N", min=0, help="Remove all steps after step N, to go back to it."
+            "--after", metavar="STEP", help="Remove all steps after STEP, to go back to it."
         ),
     ] = None,
     whole_run: Annotated[
@@ -101,16 +102,26 @@ def rm(
     \b
     Examples:
       ckpt rm runs/gpt 1200 1300 --dry-run
+      ckpt rm runs/gpt latest latest~1                the two newest
       ckpt rm runs/gpt --after 1200                   go on from step 1200
       ckpt rm memory runs/gpt s3://bucket/gpt --run   start from nothing
     """
     words = arguments or []
-    urls = places([word for word in words if not is_step(word)], roots)
-    step_words = [word for word in words if is_step(word)]
+    urls = places([word for word in words if not is_selector(word)], roots)
+    step_words = [word for word in words if is_selector(word)]
     if (bool(step_words) + (last_step is not None) + whole_run) != 1:
-        raise ConfigError("name what goes: one or more of STEP, or --after N, or --run")
+        raise ConfigError("name what goes: one or more of STEP, or --after STEP, or --run")
+    if last_step is not None:
+        step_words = [last_step]
+    selectors = [parse_selector(word) for word in step_words]
     tiers = look_at_run(urls, config, timeout)
-    choice = _choice(step_words, last_step, whole_run, tiers)
+    numbers = _numbers(selectors, tiers, config)
+    choice = (
+        _Choice(numbers, None, whole_run)
+        if last_step is None
+        else _Choice(frozenset(), max(numbers), is_run=False)
+    )
+    _check_presence(tiers, choice)
     removals = _removals(tiers, choice)
     _check(tiers, choice, removals, force=force or dry_run)
     with ExitStack() as stack:
@@ -132,29 +143,39 @@ def rm(
         _show(removals, dry_run=dry_run)
 
 
-def _choice(
-    step_words: Sequence[str], last_step: int | None, whole_run: bool, tiers: Sequence[RunTier]
-) -> _Choice:
-    """Return the steps that the call names.
+def _numbers(
+    selectors: Sequence[Selector], tiers: Sequence[RunTier], config: str | None
+) -> frozenset[int]:
+    """Return the numbers of the steps that ``selectors`` name. If the run has no checkpoint, the
+    newest step is the newest begun one.
+    """
+    stores = [tier.store for tier in tiers]
+    present = {step.ref.step for tier in tiers for step in tier.steps}
+    is_begun = bool(present) and not _checkpoints(tiers)
+    return frozenset(
+        max(present)
+        if is_begun and selector == LatestStep()
+        else number_of(stores, selector, config)
+        for selector in selectors
+    )
+
+
+def _check_presence(tiers: Sequence[RunTier], choice: _Choice) -> None:
+    """Check that the steps that ``choice`` names are there.
 
     Raises:
         NoCheckpoint: No tier has anything of a step that is named, the step to go back to is no
             checkpoint, or the run has no step at all.
     """
     present = {step.ref.step for tier in tiers for step in tier.steps}
-    urls = ", ".join(tier.store.url for tier in tiers)
-    if not present and not whole_run:
+    urls, last_step = ", ".join(tier.store.url for tier in tiers), choice.last_step
+    if not present and not choice.is_run:
         store = tiers[-1].store
         raise NoCheckpoint(urls, store.ask(partial(why_missing, store, [], None)))
-    numbers = {int(word) for word in step_words if word != LATEST}
-    checkpoints = _checkpoints(tiers)
-    if LATEST in step_words:
-        numbers.add(max(checkpoints or present))
-    if missing := sorted(numbers - present):
+    if missing := sorted(choice.numbers - present):
         raise NoCheckpoint(urls, f"step {missing[0]} is not there")
-    if last_step is not None and last_step not in checkpoints:
+    if last_step is not None and last_step not in _checkpoints(tiers):
         raise NoCheckpoint(urls, f"step {last_step}, to go back to, is no checkpoint there")
-    return _Choice(frozenset(numbers), last_step, whole_run)
 
 
 def _checkpoints(tiers: Sequence[RunTier]) -> set[int]:

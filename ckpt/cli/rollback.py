@@ -11,7 +11,6 @@ import typer
 from ckpt.catalog.rollbacks import put_rollback
 from ckpt.cli import output
 from ckpt.cli.options import (
-    LATEST,
     TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
@@ -19,12 +18,14 @@ from ckpt.cli.options import (
     RootsOption,
     StepOption,
     TimeoutOption,
+    number_of,
     places_and_step,
 )
 from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of, rollbacks_of
 from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, heads_of, on_branch, roll_back
+from ckpt.model.selector import LATEST
 from ckpt.processes import user_at_host
 from ckpt.storage.registry import scheme_of
 
@@ -59,16 +60,17 @@ def rollback(
     \b
     Examples:
       ckpt rollback runs/gpt 1200 --reason "loss spike at 1250"
+      ckpt rollback runs/gpt best:loss
       ckpt rollback runs/gpt 1500                      take the abandoned branch up again
       ckpt rollback runs/gpt s3://bucket/gpt 1200      on both tiers
     """
-    urls, number = places_and_step(arguments, roots, step)
-    if number is None:
+    urls, selector = places_and_step(arguments, roots, step)
+    if selector is None:
         raise ConfigError(f"name the step to go back to; {LATEST!r} is where the run stands")
     tiers = look_at_run(urls, config, timeout)
     if not (force or dry_run):
         check_idle(tiers, consequence="may save later steps again")
-    ref = _target(tiers, number)
+    ref = _target(tiers, number_of([tier.store for tier in tiers], selector, config))
     refs = {step.ref for tier in tiers for step in tier.steps}
     new = roll_back(rollbacks_of(tiers), ref, heads_of(refs), reason=reason, author=user_at_host())
     record = new or rollback_of(tiers)

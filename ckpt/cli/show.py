@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from ckpt.catalog.index import find, own_objects, read_manifest
+from ckpt.catalog.index import own_objects, read_manifest
 from ckpt.catalog.late_metrics import late_metrics, with_late
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -22,6 +22,7 @@ from ckpt.cli.options import (
     RootOption,
     StepOption,
     TimeoutOption,
+    find_steps,
     naming_a_removed,
     naming_the_way_out,
     open_root,
@@ -57,11 +58,12 @@ def show(
     Examples:
       ckpt show runs/gpt                 the newest step; "latest" says the same
       ckpt show runs/gpt 1200 --files
+      ckpt show runs/gpt best:loss       the step with the lowest loss
       ckpt show 1200 --json | jq '.tensors[].name'
     """
-    place, number = place_and_step(arguments, root, step)
+    place, selector = place_and_step(arguments, root, step)
     backend = open_root(place, config, timeout=timeout)
-    ref = backend.ask(partial(find, backend, number))[0]
+    ref = find_steps(backend, selector, config)[0]
     with naming_the_way_out(backend, ref), naming_a_removed([backend], ref):
         manifest, objects = backend.ask(partial(_read, backend, ref))
     if json:

@@ -27,6 +27,7 @@ from ckpt.cli.options import (
     open_each,
     places_and_step,
     removal_error,
+    step_number,
     workers_for,
 )
 from ckpt.cli.records import Field
@@ -62,18 +63,20 @@ def verify(
     Examples:
       ckpt verify runs/gpt                     the newest step
       ckpt verify s3://bucket/run42 1200
+      ckpt verify runs/gpt best:loss
       ckpt verify --all-tiers --config ckpt.toml
       ckpt verify --all --json | jq '.steps[] | select(.intact | not)'
     """
-    roots, step = places_and_step(arguments, root, step)
-    if all_steps and step is not None:
+    roots, selector = places_and_step(arguments, root, step)
+    if all_steps and selector is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
     places = open_each(roots, config, timeout=timeout, all_tiers=all_tiers)
-    whole = all_steps or step is not None
+    number = step_number([place.store for place in places], selector, config)
+    whole = all_steps or selector is not None
     if len(places) == 1 and not all_tiers:
-        _verify_one(places[0], step, whole=whole, json=json)
+        _verify_one(places[0], number, whole=whole, json=json)
     else:
-        _verify_several(places, step, whole=whole, json=json)
+        _verify_several(places, number, whole=whole, json=json)
 
 
 def _verify_one(place: StoreOrError, step: int | None, *, whole: bool, json: bool) -> None:

@@ -120,7 +120,7 @@ class RestoreRounds:
         if failure is not None:
             raise failure
         if isinstance(node, dict) and "error" in node:
-            raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
+            raise StorageError("", f"rank {LEADER} cannot choose a step: {node['error']}")
         return None if node is None else msgspec.convert(node, kind, str_keys=True)
 
     def do(

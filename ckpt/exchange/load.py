@@ -25,7 +25,7 @@ def load(
     root: str | os.PathLike[str] | Tier,
     name: str | None = None,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Any:
@@ -47,7 +47,8 @@ def load(
         root: The folder or URL of the root, or a `Tier` if its backend needs options.
         name: The name of the part to read, such as ``"model"`` or ``"model/embed.weight"``; None
             for the whole state. Nothing else is read.
-        step: The number of the step; None for the newest checkpoint.
+        step: The number of the step, or a selector such as ``"best:loss"``, as for
+            ``CheckpointManager.restore``; None for the newest checkpoint.
         device: The device of the tensors.
         dtype: The dtype of all floating-point tensors, those of an optimizer included; None for
             the saved dtypes.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any, Final, Self
 
 import torch
 
+from ckpt.catalog.branch_metrics import step_on
 from ckpt.catalog.index import Listing, find, read_manifest
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
@@ -18,10 +20,11 @@ from ckpt.errors import ConfigError
 from ckpt.errors.frames import frameless
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
-from ckpt.model.keys import step_of
 from ckpt.model.manifest import Tensor
+from ckpt.model.selector import selector_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal_reader import JournalReader
+from ckpt.observe.metric_modes import modes_of_run
 from ckpt.observe.step_rows import step_rows
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.places import is_folder
@@ -48,13 +51,15 @@ class OpenCheckpoint:
         One thread at a time may use the checkpoint and its views.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | Tier, step: int | None) -> None:
+    def __init__(self, root: str | os.PathLike[str] | Tier, step: int | str | None) -> None:
         self._closed = True
-        number = None if step is None else step_of({}, step, last=None)
+        selector = selector_of(step)
         tier = root if isinstance(root, Tier) else Tier(os.fspath(root))
         self._backend = open_backend(tier.url, tier.options)
         self.root = self._backend.url
         try:
+            modes = partial(modes_of_run, [tier], [self.root])
+            number = step_on([self._backend], selector, modes)
             ref = find(self._backend, number)[0]
             manifest = read_manifest(self._backend, ref)
         except BaseException:
@@ -176,7 +181,9 @@ class TensorView:
 
 
 @frameless
-def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> OpenCheckpoint:
+def open_checkpoint(
+    root: str | os.PathLike[str] | Tier, step: int | str | None = None
+) -> OpenCheckpoint:
     """Open a committed checkpoint for reading names, tensors and slices of tensors.
 
     No model is needed, and only the wanted tensors are read.
@@ -188,13 +195,14 @@ def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None
 
     Args:
         root: The folder or URL of the root, or a `Tier` if its backend needs options.
-        step: The number of the step; None for the newest checkpoint.
+        step: The number of the step, or a selector such as ``"best:loss"`` or ``"latest~1"``, as
+            for ``CheckpointManager.restore``; None for the newest checkpoint.
 
     Raises:
         NoCheckpoint: The root has no checkpoint of ``step``, or no checkpoint at all.
         IntegrityError: The manifest is damaged, or is in a format that this ckpt cannot read.
         StorageError: The root cannot be read.
-        ConfigError: No backend serves the URL.
+        ConfigError: No backend serves the URL, or ``step`` is invalid.
     """
     return OpenCheckpoint(root, step)
 

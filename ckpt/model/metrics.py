@@ -13,7 +13,7 @@ from typing import Final, SupportsFloat
 
 import msgspec
 
-from ckpt.config import Mode
+from ckpt.config import Mode, Tier
 from ckpt.errors import CkptError, ConfigError
 from ckpt.model.values import decode, parse
 
@@ -66,6 +66,11 @@ def mode_of(metric: str, modes: Mapping[str, Mode]) -> Mode | None:
     values of a metric with "loss" in its name. Return None if it is not known.
     """
     return modes.get(metric) or ("min" if "loss" in metric.lower() else None)
+
+
+def modes_of(tiers: Iterable[Tier]) -> dict[str, Mode]:
+    """Return which values of a metric are the best, by its name, as ``keep_best`` of tiers says."""
+    return {tier.best.metric: tier.best.mode for tier in tiers if tier.best is not None}
 
 
 def _name(name: object) -> str:

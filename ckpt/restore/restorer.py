@@ -29,6 +29,7 @@ from ckpt.adapters.match.load import match
 from ckpt.adapters.match.matching import StateMatch
 from ckpt.adapters.match.selection import WHOLE_STATE, Selection
 from ckpt.adapters.match.sink import TensorSink
+from ckpt.catalog.branch_metrics import step_on
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
@@ -41,8 +42,10 @@ from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamag
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.patterns import no_match_error
 from ckpt.model.rollback import Rollback, heads_of
+from ckpt.model.selector import Selector
 from ckpt.nodes.survey import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
+from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -173,12 +176,15 @@ class Restorer:
         self.rollback: Rollback | None = None
         self.heads: list[StepRef] = []
 
-    def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
+    def restore(
+        self, state: MutableMapping[str, Any], step: Selector | None
+    ) -> RestoreReport | None:
         """Fill ``state`` from a checkpoint.
 
         Args:
             state: The state to fill.
-            step: The number of the step; None for the newest intact step.
+            step: The selector of the step, which the leader resolves; None for the newest intact
+                step.
 
         Returns:
             The report; None if ``step`` is None and there is no checkpoint.
@@ -188,14 +194,17 @@ class Restorer:
                 raised an error while it was loaded, or another rank has failed. If no step is
                 intact, the message says whether tensors may have been overwritten.
             FormatUnsupported: This ckpt cannot read the format of the step.
+            NoCheckpoint: There is no step that ``step`` names.
             StorageError: The tiers cannot be listed, or a tier denies access or does not answer.
+                Or the leader cannot resolve ``step``, and this is another rank.
             CommitTimeout: Other ranks have not answered in time.
             ConfigError: A pattern of the selection matches no name on any rank.
         """
         began = time.perf_counter()
         skips: list[tuple[int, str]] = []
         subject = f"{self._rounds.subject}/nodes"
-        with NodeSurvey(self._tiers, self._coordinator, subject=subject, step=step) as neighbours:
+        number = step if isinstance(step, int) else None
+        with NodeSurvey(self._tiers, self._coordinator, subject=subject, step=number) as neighbours:
             outcome = self._restore_first(state, step, skips, neighbours)
         if outcome is not None:
             state_match, report = outcome
@@ -219,7 +228,7 @@ class Restorer:
     def _restore_first(
         self,
         state: MutableMapping[str, Any],
-        step: int | None,
+        step: Selector | None,
         skips: list[tuple[int, str]],
         neighbours: NodeSurvey,
     ) -> tuple[StateMatch, RestoreReport] | None:
@@ -289,7 +298,7 @@ class Restorer:
 
     # -- the leader's choice -----------------------------------------------------------------------
 
-    def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
+    def _proposals(self, step: Selector | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
         """Yield the steps to try, newest first. Only the leader calls this.
 
         If steps were passed over after the last of these, a proposal without a folder follows. It
@@ -299,8 +308,10 @@ class Restorer:
         rejections: list[tuple[int, str]] = []
         finisher = Finisher(self._workers)
         finish = neighbours.on_shared_tiers(finisher.finish)
+        tiers, urls = zip(*((tier.tier, tier.url) for tier in self._tiers), strict=True)
+        number = step_on(stores, step, partial(modes_of_run, tiers, urls))
         for candidate in candidates(
-            stores, step, workers=self._listers, finish=finish, rollback=neighbours.rollback()
+            stores, number, workers=self._listers, finish=finish, rollback=neighbours.rollback()
         ):
             self.heads = heads_of([*candidate.heads, *neighbours.heads()])
             if fault := neighbours.fault(candidate, stores):
@@ -589,7 +600,7 @@ def _warn(ref: StepRef, repair: Repair) -> None:
     )
 
 
-def _why_none(step: int | None, skips: Sequence[tuple[int, str]], is_overwritten: bool) -> str:
+def _why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwritten: bool) -> str:
     """Return the text of the error which says that no step could be restored."""
     if not skips:
         return f"step {step} is not there"

@@ -301,10 +301,10 @@ def test_a_reader_that_leaves_in_the_midst_of_a_long_table_is_no_error(
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ("show runs last", "a step is a number or 'latest'"),
+        ("show runs last", "a step is a number, latest, latest~3"),
         ("copy runs", "give both, SOURCE first"),
         ("export runs", "give both, SOURCE first"),
-        ("copy runs 100 there", "a step is given as --step N"),
+        ("copy runs 100 there", "a step is given as --step STEP"),
         ("diff runs 100", "or two steps"),
         ("diff runs 100 200 300", "leave the others out"),
         ("restore runs other", "other does not exist"),

@@ -104,7 +104,7 @@ def test_an_optimizer_that_has_loaded_takes_a_new_group(root: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"name": 5}, {"name": ["model"]}, {"name": b"model"}, {"step": "3"}, {"step": -1},
+        {"name": 5}, {"name": ["model"]}, {"name": b"model"}, {"step": "best:"}, {"step": -1},
         {"step": True}, {"device": "cuda:99"}, {"device": "nothing"}, {"device": None},
         {"dtype": "bfloat16"}, {"dtype": torch.float4_e2m1fn_x2},
     ],

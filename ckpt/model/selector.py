@@ -1,0 +1,161 @@
+"""Selectors: names of a step by its place in the history of a run.
+
+``1200`` is the step of this number, ``latest`` the newest checkpoint, ``latest~3`` the one that is
+three checkpoints older, and ``best:loss`` the checkpoint with the best value of a metric. Only
+checkpoints of the current branch count. A selector has no minus, which begins an option of the
+command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, cast, get_args
+
+from ckpt.config import Mode
+from ckpt.errors import ConfigError
+from ckpt.errors.base import few
+from ckpt.model.keys import step_of
+from ckpt.model.metrics import best_steps, mode_of
+
+LATEST: Final = "latest"
+"""The selector of the newest checkpoint."""
+_OLDER: Final = f"{LATEST}~"
+_BEST: Final = "best:"
+_MODES: Final = get_args(Mode)
+_MOST_DIGITS: Final = 18
+
+
+@dataclass(frozen=True, slots=True)
+class LatestStep:
+    """The newest checkpoint, or the one that is ``age`` checkpoints older."""
+
+    age: int = 0
+
+    def __str__(self) -> str:
+        return f"{_OLDER}{self.age}" if self.age else LATEST
+
+
+@dataclass(frozen=True, slots=True)
+class BestStep:
+    """The checkpoint with the best value of ``metric``.
+
+    Attributes:
+        mode: Which values are the best. None: as ``keep_best`` says, or else the smallest values of
+            a metric with "loss" in its name.
+    """
+
+    metric: str
+    mode: Mode | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ConfigError: A field is wrong.
+        """
+        metric: object = self.metric
+        if not isinstance(metric, str) or not metric:
+            raise ConfigError(f'{metric!r} is not the name of a metric: give one, such as "loss"')
+        if self.mode not in (None, *_MODES):
+            raise ConfigError(f'mode={self.mode!r}: give "min" or "max"')
+
+    def __str__(self) -> str:
+        return f"{_BEST}{self.metric}" + (f":{self.mode}" if self.mode else "")
+
+
+Selector = int | LatestStep | BestStep
+
+
+def is_selector(text: str) -> bool:
+    """Return True if ``text`` is a selector or begins like one."""
+    return text == LATEST or _is_number(text) or text.startswith((_OLDER, _BEST))
+
+
+def parse_selector(text: str) -> Selector:
+    """Return the selector that ``text`` describes.
+
+    Raises:
+        ConfigError: It describes none.
+    """
+    older, metric = text.removeprefix(_OLDER), text.removeprefix(_BEST)
+    if text == LATEST:
+        return LatestStep()
+    if _is_number(text):
+        return int(text)
+    if older != text and _is_number(older):
+        return LatestStep(int(older))
+    if metric not in (text, ""):
+        name, _, mode = metric.rpartition(":")
+        return BestStep(name, cast("Mode", mode)) if name and mode in _MODES else BestStep(metric)
+    raise ConfigError(
+        f"step={text!r}: a step is a number of at most {_MOST_DIGITS} digits, {LATEST}, {_OLDER}1 "
+        f"or {_BEST}METRIC"
+    )
+
+
+def selector_of(step: object) -> Selector | None:
+    """Return the selector that a user gives as ``step``, a number or a text. None stands for the
+    newest step, as "latest" does.
+
+    Raises:
+        ConfigError: ``step`` is neither.
+    """
+    if step is None:
+        return None
+    if not isinstance(step, str):
+        return step_of({}, step, last=None)
+    selector = parse_selector(step)
+    return None if selector == LatestStep() else selector
+
+
+def resolve(
+    selector: LatestStep | BestStep,
+    steps: Mapping[int, Mapping[str, float]],
+    modes: Mapping[str, Mode],
+) -> int | None:
+    """Return the step that ``selector`` names; None if there is none.
+
+    Infinite values and NaN are never the best. If the values of steps are equal, the newer step is
+    better.
+
+    Args:
+        selector: The selector.
+        steps: The metrics of each checkpoint of the current branch, by the number of the step.
+        modes: Which values of a metric are the best, by its name, as ``keep_best`` says.
+
+    Raises:
+        ConfigError: Some steps have metrics, but none has that of the selector. Or it is not known
+            which values are the best.
+    """
+    if isinstance(selector, LatestStep):
+        return dict(enumerate(sorted(steps, reverse=True))).get(selector.age)
+    name = selector.metric
+    values = [(step, metrics[name]) for step, metrics in steps.items() if name in metrics]
+    if not values and (names := sorted({name for metrics in steps.values() for name in metrics})):
+        raise ConfigError(f"{selector}: no step has this metric; there is {few(names, 20)}")
+    mode = selector.mode or mode_of(name, modes)
+    if values and mode is None:
+        raise ConfigError(
+            f"{selector}: neither keep_best nor the name of the metric says which values are the "
+            f"best: {_BEST}{name}:max takes the largest, and {_BEST}{name}:min the smallest"
+        )
+    return next(iter(best_steps(values, mode)), None) if mode is not None else None
+
+
+def why_none(selector: LatestStep | BestStep, steps: Mapping[int, Mapping[str, float]]) -> str:
+    """Return why ``resolve`` finds no step among ``steps``, which is not empty."""
+    if isinstance(selector, LatestStep):
+        has = "there is 1 checkpoint" if len(steps) == 1 else f"there are {len(steps)} checkpoints"
+        oldest = LatestStep(len(steps) - 1)
+        return f"{selector} is not there: {has}, and the oldest is {oldest}, step {min(steps)}"
+    if any(selector.metric in metrics for metrics in steps.values()):
+        return f"{selector} is not there: no value of the metric is finite"
+    return (
+        f"{selector} is not there: no checkpoint has metrics, which save_async(metrics=...) and "
+        "add_metrics(...) give"
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
