@@ -19,7 +19,6 @@ from PIL import Image
 from torch import nn
 
 from ckpt import CheckpointManager, Tier
-from ckpt.observe import Journal
 
 HERE = Path(__file__).resolve().parent
 LAST = 150
@@ -36,8 +35,9 @@ def train(near: Path, far: Path) -> None:
     model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    tiers = [Tier("memory"), Tier(str(near), keep_last=12), Tier(str(far), every=20)]
-    with CheckpointManager(tiers, observers=[Journal(near)]) as manager:
+    disk = Tier(str(near), keep_last=12, keep_best=("loss", "min"))
+    tiers = [Tier("memory"), disk, Tier(str(far), every=20)]
+    with CheckpointManager(tiers) as manager:
         manager.restore(state)
         for step in range(state["step"] + 1, LAST + state["step"] + 1):
             x = torch.randn(32, 512)

@@ -125,3 +125,21 @@ def test_the_keyboard_reaches_a_step(browser: Any, run: Path) -> None:
         page.keyboard.press("Enter")
         page.wait_for_url("**/step/*")
         assert page.locator("h1").inner_text().startswith("Step ")
+
+
+def test_a_button_copies_a_command_and_removed_steps_stay_open(browser: Any, run: Path) -> None:
+    with served(run) as address:
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address)
+        page.goto(f"{address}/run/0")
+        page.wait_for_selector("#status[data-state=on]")
+        button = page.locator("#steps button", has_text="restore").first
+        command = button.get_attribute("data-copy")
+        button.click()
+        page.wait_for_selector("#steps >> text=copied")
+        assert page.evaluate("navigator.clipboard.readText()") == command
+        page.locator("#gone summary").click()
+        assert page.locator("#gone-steps tbody tr").count() == 1
+        write_checkpoint(open_backend(str(run)), 777, ARRAYS)
+        page.wait_for_selector("#steps >> text=777", timeout=60_000)
+        assert page.locator("#gone-steps tbody tr").is_visible()
