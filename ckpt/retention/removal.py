@@ -94,7 +94,10 @@ def remove(backend: StorageBackend, step: StoredStep, claim: Claim | None = None
             with suppress(OutOfSpace):
                 has_marker = claim_committed_for_removal(backend, step.ref)
     stays = {step.ref.claim_marker, *_remove_manifest(backend, step, claim)}
-    keys = {*(info.key for info in step.objects), *_added_since(backend, step.ref, has_marker)}
+    keys = {info.key for info in step.objects}
+    if has_marker:  # The listing below would have a manifest that another process has put since
+        keys.discard(step.ref.manifest)
+    keys.update(_added_since(backend, step.ref, has_marker))
     delete_files(backend, keys - stays)
     discard(backend, _unfinished_in(backend, step))
     if has_marker:
