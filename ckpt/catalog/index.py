@@ -140,10 +140,14 @@ def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def committed(backend: StorageBackend) -> list[StepRef]:
-    """Return the attempts with a manifest, newest step first."""
-    refs = step_refs(backend)
-    present = committed_among(backend, refs)
-    return [ref for ref in refs if ref in present]
+    """Return the attempts with a manifest, newest step first. Those of abandoned branches come
+    last.
+    """
+    listing = list_root(backend)
+    present, branch = committed_among(backend, listing.refs), set(listing.on_branch)
+    return sorted(
+        (ref for ref in listing.refs if ref in present), key=lambda ref: ref not in branch
+    )
 
 
 def committed_among(backend: StorageBackend, refs: Collection[StepRef]) -> set[StepRef]:

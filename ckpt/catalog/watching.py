@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckpt.catalog.index import ask, is_committed, step_refs
+from ckpt.catalog.index import ask, is_committed, list_root
 from ckpt.catalog.pins import put_pin, remove_pin, renew_pin
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, TransientStorageError
 from ckpt.model.keys import WATCHERS, StepRef, parse_folder
@@ -89,7 +89,8 @@ class Watcher:
 
         The records of handled steps that the tier does not have any more are removed.
         """
-        refs = step_refs(self._backend)
+        listing = list_root(self._backend)
+        refs = listing.refs
         keys = ask(self._backend, lambda: [info.key for info in self._backend.list(self._folder)])
         handled_refs = {
             ref for key in keys if (ref := parse_folder(key.removeprefix(self._folder)))
@@ -97,12 +98,13 @@ class Watcher:
         for ref in handled_refs.difference(refs):
             ask(self._backend, partial(self._backend.delete, self._key(ref)))
         new_refs: list[StepRef] = []
-        for ref in refs:  # Newest first
+        # Newest first. An abandoned step is not the newest.
+        for ref in listing.on_branch if self._newest else refs:
             if self._newest and (new_refs or ref in handled_refs | self._left_refs):
                 break
             if ref not in handled_refs | self._left_refs and is_committed(self._backend, ref):
                 new_refs.append(ref)
-        return [self._step(ref) for ref in reversed(new_refs)]
+        return [self.committed_step(ref) for ref in reversed(new_refs)]
 
     @contextmanager
     def lease(self, step: CommittedStep) -> Generator[None]:
@@ -154,7 +156,8 @@ class Watcher:
     def _key(self, ref: StepRef) -> str:
         return f"{self._folder}{ref.folder}"
 
-    def _step(self, ref: StepRef) -> CommittedStep:
+    def committed_step(self, ref: StepRef) -> CommittedStep:
+        """Return ``ref`` with the root and the path by which other programs find it."""
         root = self._backend.url
         return CommittedStep(ref=ref, root=root, path=f"{root.rstrip('/')}/{ref.folder}")
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import signal
-import subprocess
-import time
-from collections.abc import Generator
-from contextlib import closing, contextmanager, suppress
-from typing import Annotated, Final
+from contextlib import closing
+from typing import Annotated
 
 import typer
 
@@ -27,15 +20,9 @@ from ckpt.cli.options import (
     open_root,
     seconds,
 )
+from ckpt.cli.step_command import StepSignals, run_for_step
 from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.storage.places import is_missing
-
-_END_SECONDS: Final = 30.0
-"""The time that a stopped command, and the processes that it has started, get to end."""
-_LOOK_SECONDS: Final = 0.05
-"""The time between two checks whether the processes have ended."""
-_TERMINATED_CODE: Final = 128 + signal.SIGTERM
-_PLACE: Final = re.compile(r"\{(path|step|root)\}")
 
 
 def watch(
@@ -95,10 +82,10 @@ def watch(
     backend.ask(watcher.look)  # Raises if the store does not answer; later looks try again
     failed_steps: list[int] = []
     steps = each_step(watcher, None if single else poll_seconds)
-    signals = _Signals()
+    signals = StepSignals()
     with signals.as_exceptions(), closing(steps):
         for step in steps:
-            code = _run(command, step, signals) if command else 0
+            code = run_for_step(command, step, signals) if command else 0
             _say(step, code, json=json)
             if code:
                 failed_steps.append(step.step)
@@ -116,90 +103,3 @@ def _say(step: CommittedStep, code: int, *, json: bool) -> None:
         output.warn(f"step {step.step}: the command ended with exit code {code}")
     else:
         output.show_line(f"step {step.step} {step.path}")
-
-
-class _Signals:
-    """Turns SIGTERM and SIGINT into exceptions, which end the command and the pin of its step.
-
-    The signals are held back while a command starts, because an exception in the constructor of
-    ``Popen`` would leave the command running.
-
-    Thread safety: only the main thread may use it.
-    """
-
-    def __init__(self) -> None:
-        self._is_holding, self._pending = False, 0
-
-    @contextmanager
-    def as_exceptions(self) -> Generator[None]:
-        """Return a context manager. A SIGTERM in its block raises ``SystemExit`` there, and a
-        SIGINT raises ``KeyboardInterrupt``.
-        """
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous_handlers = [signal.signal(number, self._take) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, previous_handlers, strict=True):
-                signal.signal(number, handler)
-
-    def hold(self) -> None:
-        """Hold back signals from now until ``release``."""
-        self._is_holding = True
-
-    def release(self) -> None:
-        """Stop holding back signals. If a signal was held back, raise its exception."""
-        self._is_holding = False
-        if self._pending:
-            self._raise(self._pending)
-
-    def _take(self, number: int, _: object) -> None:
-        self._pending = number
-        if not self._is_holding:
-            self._raise(number)
-
-    def _raise(self, number: int) -> None:
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(_TERMINATED_CODE)
-
-
-def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
-    """Run the command for a step, and return its exit code.
-
-    If a signal raises an exception meanwhile, the command and the processes that it has started get
-    SIGTERM, and SIGKILL after 30 s. This function waits until they have ended, and then raises the
-    exception again.
-    """
-    values = {"path": step.path, "step": str(step.step), "root": step.root}
-    command = _PLACE.sub(lambda place: shlex.quote(values[place[1]]), command)
-    handed_on = os.environ  # noqa: TID251 - no setting is read here
-    environment = {**handed_on, **{f"CKPT_{key.upper()}": value for key, value in values.items()}}
-    signals.hold()
-    with subprocess.Popen(  # noqa: S602
-        command, shell=True, env=environment, process_group=0
-    ) as process:
-        try:
-            signals.release()
-            return process.wait()
-        except BaseException:
-            signals.hold()
-            # The processes may have just ended, or have changed their user.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGTERM)
-            _end_group(process)
-            raise
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a process and all other processes of its group have ended. Kill the group after
-    30 s.
-    """
-    deadline = time.monotonic() + _END_SECONDS
-    # These errors mean that the group has ended, or that its processes have changed their user.
-    with suppress(ProcessLookupError, PermissionError):
-        while time.monotonic() < deadline:
-            process.poll()  # Otherwise the process stays in its group as a zombie after its end
-            os.killpg(process.pid, 0)
-            time.sleep(_LOOK_SECONDS)
-        os.killpg(process.pid, signal.SIGKILL)

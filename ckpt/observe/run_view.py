@@ -226,7 +226,7 @@ class TierWatch:
             url=self.url,
             error=self.error or ("this folder does not exist" if is_absent else ""),
             steps=len(whole),
-            newest=max((step.ref.step for step in whole), default=-1),
+            newest=max((step.ref.step for step in whole if not step.is_abandoned), default=-1),
             used_bytes=sum(step.nbytes for step in self.steps),
             free=self._space.free() if self._space else math.nan,
             size=self._space.size() if self._space else math.nan,

@@ -148,12 +148,12 @@ def test_a_store_that_is_away_for_a_while_is_asked_again(
     watcher = Watcher(open_backend(str(tmp_path)), "eval")
     looks = iter([TransientStorageError("", "no answer"), None])
 
-    def look(*_: object) -> list[StepRef]:
+    def look(*_: object) -> RootContents:
         if error := next(looks):
             raise error
-        return step_refs(open_backend(str(tmp_path)))
+        return list_root(open_backend(str(tmp_path)))
 
-    monkeypatch.setattr(watching, "step_refs", look)
+    monkeypatch.setattr(watching, "list_root", look)
     with caplog.at_level("WARNING", "ckpt"):
         assert next(iter(each_step(watcher, 0.01))).step == 1
     assert "new steps could not be listed" in caplog.text

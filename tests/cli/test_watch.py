@@ -128,13 +128,13 @@ def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int, command:
 
 
 def test_a_command_that_ignores_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_END_SECONDS", 0.0)
+    monkeypatch.setattr(step_command, "_END_SECONDS", 0.0)
     command = ["sh", "-c", "trap '' TERM; echo began; sleep 1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0) as process:
         assert process.stdout
         assert process.stdout.readline() == b"began\n"
         process.terminate()
-        watch._end_group(process)
+        step_command._end_group(process)
         assert process.wait() == -signal.SIGKILL
 
 

@@ -12,10 +12,12 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.index import committed, find
 from ckpt.catalog.rollbacks import all_rollbacks, newest_rollback
+from ckpt.catalog.watching import Watcher
 from ckpt.coordination.owner import Owner, put_owner
 from ckpt.errors import NoCheckpoint, StorageError, TransientStorageError
 from ckpt.events import RolledBack
@@ -264,6 +266,17 @@ def test_a_damaged_branch_gives_no_abandoned_step(near):
     data.write_bytes(data.read_bytes()[:-8] + bytes([255] * 8))
     with CheckpointManager(near) as manager, pytest.raises(NoCheckpoint, match="none is intact"):
         manager.restore(state(0))
+
+
+def test_readers_of_the_newest_step_take_that_of_the_branch(near):
+    run(near, 5, 6, 7)
+    go_back(near, 5)
+    store = open_backend(str(near))
+    assert [ref.step for ref in committed(store)] == [5, 7, 6]
+    assert [step.step for step in Watcher(store, "publish", newest=True).look()] == [5]
+    assert [step.step for step in Watcher(store, "all").look()] == [5, 6, 7]
+    assert set(ckpt.load(str(near))) == {"x"}
+    assert ckpt.load(str(near), "x")[0] == 5
 
 
 # -- what is removed, and when --------------------------------------------------------------------

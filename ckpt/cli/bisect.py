@@ -1,0 +1,167 @@
+"""``ckpt bisect``: find the first step for which a command fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Final, Literal
+
+import typer
+
+from ckpt.catalog.index import committed_among, list_root
+from ckpt.catalog.watching import Watcher
+from ckpt.cli import output
+from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
+    ConfigFileOption,
+    JsonOption,
+    PlaceArgument,
+    RootOption,
+    TimeoutOption,
+    one_place,
+    open_root,
+)
+from ckpt.cli.step_command import StepSignals, run_for_step
+from ckpt.errors import ConfigError, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.storage.api import StorageBackend
+
+Outcome = Literal["good", "bad", "untestable"]
+_UNTESTABLE_CODE: Final = 125
+_MOST_BAD_CODE: Final = 127
+"""The exit codes mean the same as for ``git bisect run``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """The result of a search.
+
+    Attributes:
+        good: The last step that is known to be good.
+        bad: The first step that is known to be bad.
+        untestable: The steps between them, none of which could be tested.
+    """
+
+    good: int
+    bad: int
+    untestable: tuple[int, ...]
+
+
+def bisect(
+    argument: PlaceArgument = None,
+    good: Annotated[
+        int, typer.Option("--good", metavar="N", min=0, help="A step for which it succeeds.")
+    ] = ...,  # type: ignore[assignment]
+    bad: Annotated[
+        int, typer.Option("--bad", metavar="N", min=0, help="A later step for which it fails.")
+    ] = ...,  # type: ignore[assignment]
+    command: Annotated[
+        str,
+        typer.Option(
+            "--run",
+            metavar="COMMAND",
+            help="Run this in a shell for a step; {path}, {step} and {root} are replaced.",
+        ),
+    ] = ...,  # type: ignore[assignment]
+    root: RootOption = None,
+    config: ConfigFileOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
+    json: JsonOption = False,
+) -> None:
+    r"""Find the first step for which a command fails, with as few runs as possible.
+
+    The steps between a good one and a bad one are those of the current branch that this tier has.
+    The command succeeds (exit code 0) for a good step, and fails (1 to 127) for a bad one. 125
+    means that the step cannot be tested; another one is taken then. Any other end stops the search.
+    A step is pinned while the command runs. --good and --bad themselves are not tested.
+
+    \b
+    Examples:
+      ckpt bisect runs/gpt --good 1200 --bad 2000 --run 'python eval.py {path}'
+    """
+    if not command.strip():
+        raise ConfigError("--run is empty: give a command")
+    if good >= bad:
+        raise ConfigError(f"--good {good} must be earlier than --bad {bad}")
+    backend = open_root(one_place([argument] if argument else None, root), config, timeout=timeout)
+    refs = backend.ask(partial(_steps_between, backend, good, bad))
+    watcher, signals = Watcher(backend, "bisect"), StepSignals()
+    tests: list[tuple[int, Outcome]] = []
+
+    def test(ref: StepRef) -> Outcome:
+        step = watcher.committed_step(ref)
+        with watcher.lease(step):
+            outcome = _outcome(ref.step, run_for_step(command, step, signals))
+        tests.append((ref.step, outcome))
+        if not json:
+            output.show_line(f"step {ref.step}: {outcome}")
+        return outcome
+
+    with signals.as_exceptions():
+        result = search(refs, test)
+    if json:
+        output.show_json(
+            {
+                "root": backend.url,
+                "tests": [{"step": step, "outcome": outcome} for step, outcome in tests],
+                "last_good": result.good,
+                "first_bad": result.bad,
+                "untestable": list(result.untestable),
+            }
+        )
+        return
+    if result.untestable:
+        numbers = output.ranges(result.untestable)
+        output.show_line(
+            f"the first bad step is {result.bad} or one of {numbers}, which cannot be tested; the "
+            f"last good one is {result.good}"
+        )
+    else:
+        output.show_line(f"the first bad step is {result.bad}; the last good one is {result.good}")
+
+
+def search(refs: Sequence[StepRef], test: Callable[[StepRef], Outcome]) -> Bisection:
+    """Find the first bad step of ``refs``, in ascending order.
+
+    The first of them is known to be good, and the last to be bad. ``test`` is called about as often
+    as the logarithm of their number, unless steps cannot be tested.
+    """
+    good, bad = 0, len(refs) - 1
+    untestable: set[int] = set()
+    while rest := [index for index in range(good + 1, bad) if index not in untestable]:
+        middle = (good + bad) / 2
+        index = min(rest, key=lambda index: (abs(index - middle), index))
+        match test(refs[index]):
+            case "good":
+                good = index
+            case "bad":
+                bad = index
+            case "untestable":
+                untestable.add(index)
+    gap = range(good + 1, bad)
+    return Bisection(refs[good].step, refs[bad].step, tuple(refs[index].step for index in gap))
+
+
+def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef]:
+    """Return the checkpoints of the current branch from ``good`` to ``bad``, in ascending order.
+    Of several attempts at a step, the last one by name is taken.
+
+    Raises:
+        NoCheckpoint: ``good`` or ``bad`` is no checkpoint of the branch.
+    """
+    branch = [ref for ref in list_root(backend).on_branch if good <= ref.step <= bad]
+    present = committed_among(backend, branch)
+    by_step = {ref.step: ref for ref in sorted(present)}
+    for number in (good, bad):
+        if number not in by_step:
+            raise NoCheckpoint(backend.url, f"step {number} is no checkpoint there")
+    return [by_step[number] for number in sorted(by_step)]
+
+
+def _outcome(step: int, code: int) -> Outcome:
+    if code == _UNTESTABLE_CODE:
+        return "untestable"
+    if 0 <= code <= _MOST_BAD_CODE:
+        return "bad" if code else "good"
+    raise ConfigError(f"the command for step {step} was ended by a signal, and so tells nothing")
