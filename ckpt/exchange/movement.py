@@ -39,12 +39,12 @@ class Movement:
             return self.distance / self.norm
         return math.inf if self.distance else 0.0
 
-    def __add__(self, other: Movement) -> Movement:
+    def __add__(self, addend: Movement) -> Movement:
         """Return the movement of the elements of both."""
         return Movement(
-            max(self.largest, other.largest),
-            math.hypot(self.distance, other.distance),
-            math.hypot(self.norm, other.norm),
+            max(self.largest, addend.largest),
+            math.hypot(self.distance, addend.distance),
+            math.hypot(self.norm, addend.norm),
         )
 
 

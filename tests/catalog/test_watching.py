@@ -13,11 +13,10 @@ import torch
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog import index, pins, watching
-from ckpt.catalog.index import committed, step_refs
+from ckpt.catalog.index import RootContents, committed, list_root
 from ckpt.catalog.pins import all_pins
 from ckpt.catalog.watching import Watcher, each_step
 from ckpt.errors import AccessDenied, ConfigError, ThreadLimit, TransientStorageError
-from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule

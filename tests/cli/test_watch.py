@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli import watch
+from ckpt.cli import step_command
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
