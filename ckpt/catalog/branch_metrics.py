@@ -20,6 +20,7 @@ from ckpt.config import Mode
 from ckpt.errors import (
     AccessDenied,
     IntegrityError,
+    LinkRefused,
     NoCheckpoint,
     StorageError,
     TransientStorageError,
@@ -78,11 +79,13 @@ class MetricsReader:
             StorageError: The store denies access or does not answer.
         """
         listing, backend = list_root(self._backend), self._backend
-        refs = sorted(committed_among(backend, listing.refs))
+        refs = committed_among(backend, listing.refs)
         if isinstance(selector, LatestStep) or not refs:
             absence = "" if refs else why_missing(backend, listing.refs, None)
             checkpoints = dict.fromkeys(refs, Measurement())
             return MeasuredRoot(backend.url, checkpoints, listing.rollback, absence)
+        for ref in self._measurements.keys() - refs:
+            del self._measurements[ref]
         objects = objects_at_once(backend, refs)
         with Workers("metrics", min(_READERS, backend.capabilities.max_concurrency)) as workers:
             measurements = workers.run_all(
@@ -100,6 +103,8 @@ class MetricsReader:
             measurement = self._measurements[ref]
             infos = own_objects(self._backend, ref) if objects is None else objects
             additions = late_metrics(self._backend, ref, [info.key for info in infos])
+        except LinkRefused:
+            return Measurement()
         except (AccessDenied, TransientStorageError):
             raise
         except (IntegrityError, StorageError):  # Whoever reads the step reports the error

@@ -4,14 +4,16 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics, step_on
-from ckpt.catalog.index import find
+from ckpt.catalog.index import find, read_packed
 from ckpt.catalog.late_metrics import put_late
 from ckpt.catalog.rollbacks import put_rollback
 from ckpt.config import Mode
 from ckpt.errors import AccessDenied, NoCheckpoint
+from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import roll_back
 from ckpt.model.selector import BestStep, LatestStep, parse_selector
@@ -134,12 +136,21 @@ def test_the_steps_of_all_stores_are_one_run(store):
     assert chosen("latest~1", store, other) == 1
 
 
-def test_a_damaged_manifest_has_no_metrics(tmp_path: Path):
-    store = open_backend(str(tmp_path))
-    for step in (1, 2):
-        save(store, step, loss=1.0 / step)
-    (tmp_path / find(store, 2)[0].manifest).write_text("no manifest")
-    assert metrics_on(store) == {1: {"loss": 1.0}, 2: {}}
+@pytest.mark.parametrize("fault", ["damage", "link", "format"])
+def test_a_manifest_that_cannot_be_read_has_no_metrics(tmp_path: Path, fault):
+    root = tmp_path / "root"
+    store = open_backend(str(root))
+    refs = [save(store, step, loss=1.0 / step) for step in (1, 2)]
+    path = root / refs[1].manifest
+    if fault == "damage":
+        path.write_text("no manifest")
+    elif fault == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        written = msgspec.structs.replace(read_packed(store, refs[1])[0], format=9999)
+        path.write_bytes(pack(written))
+    assert metrics_on(store).get(2, {}) == {}
     assert chosen("best:loss", store) == 1
 
 

@@ -183,6 +183,28 @@ def test_all_ranks_restore_the_step_that_the_leader_finds(tmp_path: Path):
     assert results == dict.fromkeys(range(3), (2, 2, [1, 2], 2))
 
 
+def test_a_leader_on_a_new_node_finds_the_best_step_on_the_other_nodes(tmp_path: Path):
+    def manager_of(coordinator: Any) -> CheckpointManager:
+        tier = Tier(str(tmp_path / f"node{coordinator.rank}"), local=True, buddies=1)
+        return CheckpointManager(tier, coordinator=coordinator)
+
+    def save(coordinator: Any) -> None:
+        with manager_of(coordinator) as manager:
+            for step in (1, 2, 3):
+                value = {f"x{coordinator.rank}": torch.full((100,), float(step))}
+                manager.save(value, step, metrics={"loss": abs(step - 2)})
+
+    def restore(coordinator: Any) -> tuple[int, float]:
+        name = f"x{coordinator.rank}"
+        value = {name: torch.zeros(100)}
+        with manager_of(coordinator) as manager:
+            return restored(manager, value, step="best:loss").step, value[name][0].item()
+
+    assert World(2, patience=60).run(save) == {0: None, 1: None}
+    shutil.rmtree(tmp_path / "node0")
+    assert World(2, patience=60).run(restore) == {0: (2, 2.0), 1: (2, 2.0)}
+
+
 def test_all_ranks_learn_that_there_is_no_such_step(tmp_path: Path):
     def job(coordinator: Any) -> str:
         with CheckpointManager(str(tmp_path), coordinator=coordinator) as manager:
