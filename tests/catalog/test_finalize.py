@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ def state(step: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> tuple[Path, bytes]:
-    """Steps 1 and 2, of which 2 has lost its manifest with its job; and that manifest."""
+def left(tmp_path: Path) -> Iterator[tuple[Path, bytes]]:
+    """Steps 1 and 2, of which 2 has lost its manifest with its job; and that manifest.
+
+    The manager is not collected before the test ends, since its job would count as ended.
+    """
     root = tmp_path / "run"
     with CheckpointManager(root) as manager:
         manager.save(state(1), 1)
@@ -35,7 +39,8 @@ def left(tmp_path: Path) -> tuple[Path, bytes]:
     data = manifest.read_bytes()
     manifest.unlink()
     write(root, replace(owner, pid=2**22 + 1, started=1))
-    return root, data
+    yield root, data
+    del manager
 
 
 def write(root: Path, owner: Owner) -> None:
