@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -223,7 +224,8 @@ def one(job: Job, least: int, chance: random.Random, *, late: bool) -> tuple[int
         assert until(lambda: max(whole(job.cluster.shared), default=-1) >= safe), tails(job)
     elif chance.random() < AGENT_DIES:
         for pid in (unlucky := chance.choice(left)).processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # A worker of the agent may have just ended
+                os.kill(pid, signal.SIGKILL)
         assert until(partial(is_idle, unlucky))
     print(f"turn {job.turn}: from {restored}, {newest=}, {safe=}, {on_shared=}", flush=True)
     return safe, newest

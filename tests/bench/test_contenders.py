@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -43,7 +44,10 @@ def left_behind() -> tuple[list[str], list[str]]:
 
     The tracker of multiprocessing and torch's keeper of names live as long as it does.
     """
-    lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    lines: list[str] = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # One that has ended, or is a zombie
+            lines.append(" ".join(child.cmdline()))
     lines = [
         line for line in lines if "resource_tracker" not in line and "torch_shm_manager" not in line
     ]
