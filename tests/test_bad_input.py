@@ -200,7 +200,7 @@ def test_what_restore_and_a_handle_are_told_is_looked_at(tmp_path: Path) -> None
             manager.restore(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
         calls: list[tuple[str, Callable[[], object]]] = [
             ("only=3: give names", lambda: manager.restore({}, only=3)),  # type: ignore[arg-type]
-            ("step='latest': a step is", lambda: manager.restore({}, step="latest")),  # type: ignore[arg-type]
+            ("step='newest': a step is", lambda: manager.restore({}, step="newest")),
             ("step=-1: a step is", lambda: manager.restore({}, step=-1)),
             ("timeout='x': give seconds", lambda: saved.result("x")),  # type: ignore[arg-type]
         ]
