@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any, Final, NoReturn, Self, Unpack
 
 import torch
-from torch.optim import Optimizer
 
 from ckpt.adapters.match.renaming import Rename
 from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.torch_private import warn_of_untested
 from ckpt.adapters.torch_store import find_coordinator
-from ckpt.adapters.walk.collect import WalkResult, collect
+from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.last_walk import LastWalk
-from ckpt.adapters.walk.objects import StateView, walk_objects, without_plain
+from ckpt.adapters.walk.objects import StateView, without_plain
 from ckpt.adapters.walk.origin import Origin
-from ckpt.adapters.walk.prepare import PlanCache, growth_of
+from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.agent.registration import register
 from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics
 from ckpt.catalog.index import Listing
@@ -51,6 +50,7 @@ from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, NO_SLOT, HandOver, MissedSteps, Reports
 from ckpt.save.ledger import SaveLedger
+from ckpt.save.reserver import Reserver
 from ckpt.save.save_job import SaveRequests
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
@@ -135,6 +135,8 @@ class CheckpointManager:
         rank = self._coordinator.rank
         self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured_state)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
+        collect_lasting = partial(self._collect, lasting=True)
+        self._reserver = Reserver(self._saver, self._plans, collect_lasting, self._config)
         self._last_step: int | None = None
         self._newest_ref: StepRef | None = None  # The newest save that the saver has begun
         self._restores = 0
@@ -196,31 +198,7 @@ class CheckpointManager:
             CkptError: The state cannot be saved.
         """
         self._guard.check_open()
-        self._prepare(self._collect(state, lasting=True))
-
-    def _prepare(self, collection: WalkResult) -> None:
-        preparation = self._plans.prepare(collection)
-        growth = growth_of(collection, preparation.leaves)
-        nbytes = preparation.plan.size + growth
-        self._saver.slots.plan(nbytes)
-        overlap, check = self._config.overlap == "auto", self._config.check
-        warm = partial(
-            preparation.warm, parts=tuple(collection.parts), overlap=overlap, check=check
-        )
-        self._saver.reserve(nbytes, None if growth else warm, devices=preparation.devices)
-
-    def _prepare_quietly(self, state: Mapping[str, Any]) -> None:
-        """Prepare for saves after a restore, if the state has an optimizer.
-
-        Errors are only logged: the first save raises them, and a job that only evaluates never
-        saves.
-        """
-        if not any(isinstance(value, Optimizer) for _, value in walk_objects(state)):
-            return
-        try:
-            self._prepare(self._collect(state, lasting=True))
-        except Exception as error:  # noqa: BLE001 - also what a state_dict() of the user's raises
-            _log.warning("ckpt: no host memory was reserved for saves: %s", error)
+        self._reserver.reserve(state)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -488,7 +466,7 @@ class CheckpointManager:
                 self._continue_from(ref, sweeps=not selection.is_part)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
-        self._prepare_quietly(live)
+        self._reserver.reserve_quietly(live)
         return report
 
     def _begin_branch(self, ref: StepRef, restorer: Restorer, context: RestoreContext) -> None:

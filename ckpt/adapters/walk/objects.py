@@ -151,6 +151,11 @@ def check_all_bounded(state: Mapping[str, Any]) -> None:
         check_bounded(item, join("", key))
 
 
+def has_optimizer(state: object) -> bool:
+    """Return True if there is an optimizer in ``state``."""
+    return any(isinstance(value, Optimizer) for _, value in walk_objects(state))
+
+
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of each module and optimizer in the dicts, lists and tuples of
     a state, except those for which ``declares_state`` is True.

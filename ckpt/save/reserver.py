@@ -1,0 +1,64 @@
+"""Reserves host memory for the saves of a state before the first one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ckpt.adapters.walk.collect import WalkResult
+from ckpt.adapters.walk.objects import has_optimizer
+from ckpt.adapters.walk.prepare import PlanCache, growth_of
+from ckpt.config import SaveConfig
+from ckpt.save.saver import Saver
+
+_log = logging.getLogger("ckpt")
+
+
+class Reserver:
+    """Reserves slots for a state, and lays the plan of the state over them.
+
+    Args:
+        saver: The owner of the slots.
+        plans: Gets the plan, which the first save then uses.
+        collect: Finds the tensors of a state.
+        config: The settings of saves.
+
+    Thread safety: only the training thread uses it.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        plans: PlanCache,
+        collect: Callable[[Mapping[str, Any]], WalkResult],
+        config: SaveConfig,
+    ) -> None:
+        self._saver, self._plans, self._collect, self._config = saver, plans, collect, config
+
+    def reserve(self, state: Mapping[str, Any]) -> None:
+        """Begin to reserve the memory in the background. See ``CheckpointManager.prepare``."""
+        collection = self._collect(state)
+        preparation = self._plans.prepare(collection)
+        growth = growth_of(collection, preparation.leaves)
+        nbytes = preparation.plan.size + growth
+        self._saver.slots.plan(nbytes)
+        overlap, check = self._config.overlap == "auto", self._config.check
+        warm = partial(
+            preparation.warm, parts=tuple(collection.parts), overlap=overlap, check=check
+        )
+        self._saver.reserve(nbytes, None if growth else warm, devices=preparation.devices)
+
+    def reserve_quietly(self, state: Mapping[str, Any]) -> None:
+        """Reserve the memory after a restore, if the state has an optimizer.
+
+        Errors are only logged: the first save raises them, and a job that only evaluates never
+        saves.
+        """
+        if not has_optimizer(state):
+            return
+        try:
+            self.reserve(state)
+        except Exception as error:  # noqa: BLE001 - also what a state_dict() of the user's raises
+            _log.warning("ckpt: no host memory was reserved for saves: %s", error)
