@@ -6,12 +6,15 @@ No test here is about speed.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,8 @@ from bench import report, scenarios
 from bench.__main__ import main
 from bench.measure import Spread
 from bench.result import Result
+from bench.scenarios import ranks
+from tests.kit.worlds import world
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("torch.save", "ckpt.save_async")
@@ -44,13 +49,26 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def run(scenario: str) -> Path:
         folder = tmp_path_factory.mktemp("bench")
-        places = ["--dir", "disk", "--out", "out"]
-        done = bench(scenario, "--quick", "--contenders", *TWO, *places, cwd=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
+        words = [scenario, "--quick", "--contenders", *TWO, "--dir", "disk", "--out", "out"]
+        if scenario == "ranks":  # the memory of nodes is measured under torchrun
+            with chdir(folder), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ranks, "torchrun", forked)
+                assert main(words) == 0
+        else:
+            done = bench(*words, cwd=folder)
+            assert done.returncode == 0, done.stdout + done.stderr
         assert not list((folder / "disk").iterdir()), "the run cleans up behind itself"
         return folder / "out"
 
     return run
+
+
+def forked(count: int, module: str, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return what the ranks of a job say. They are forks, which need not import torch."""
+    path, answers = Path(plan["folder"], "plan.json"), Path(plan["folder"], "answers")
+    path.write_text(json.dumps(plan | {"answers": str(answers)}))
+    world(count, ROOT / f"{module.replace('.', '/')}.py", path)
+    yield from map(json.loads, answers.read_text().splitlines())
 
 
 def spread(result: Result, case: str, name: str, key: str) -> Spread:
