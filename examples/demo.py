@@ -147,7 +147,7 @@ def kill_while_streaming(
             victims = victims or [*descendants(process.pid), process.pid]
             if not all(found.values()):
                 break
-        time.sleep(0.0005)
+        time.sleep(0.0005 if victims else 0.01)
     else:
         raise RuntimeError(
             f"the run ended (exit code {process.returncode}) before it could be killed"

@@ -100,7 +100,7 @@ def live(
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
         try:
             while process.poll() is None and not until():
-                time.sleep(0.002)
+                time.sleep(0.02)
         finally:
             killed = process.poll() is None
             process.kill()

@@ -26,6 +26,7 @@ from ckpt.errors import CkptError
 
 if TYPE_CHECKING:
     from ckpt.agent.server import Agent
+    from ckpt.pipeline.workers import Workers
 
 _THREADS: Final = 2
 _NICE: Final = 19
@@ -143,10 +144,22 @@ def _carry_out(order: Order, report: OnReport) -> Ended:
             with Workers("scrub", 1) as workers, Scrub(order, workers, report) as scrub:
                 return scrub.run()
         case "finish" | "free":
-            from ckpt.agent.finish import Finish
+            with Workers("agent", _THREADS) as workers:
+                return _finish(order, workers, report)
 
-            with Workers("agent", _THREADS) as workers, Finish(order.job, workers, report) as job:
-                return job.clean() if order.task == "free" else job.run()
+
+def _finish(order: Order, workers: Workers, report: OnReport) -> Ended:
+    """Finish the steps of a job, free their memory, or do both, and return the last report. If the
+    memory cannot be freed now, the outcome is "done", and the next worker frees it.
+    """
+    from ckpt.agent.finish import Finish
+
+    with Finish(order.job, workers, report) as job:
+        outcome = job.clean() if order.task == "free" else job.run()
+    if order.frees and outcome.outcome == "done":
+        with Finish(order.job, workers, report) as job:  # It looks at the tiers anew
+            return Ended("freed") if job.clean().outcome == "done" else outcome
+    return outcome
 
 
 def main(words: list[str]) -> int:

@@ -19,7 +19,7 @@ Task = Literal["finish", "free", "scrub", "copy"]
 OnReport = Callable[[msgspec.Struct], None]
 REPORT_SECONDS: Final = 0.2
 """The shortest time between two reports of a worker about its progress."""
-Outcome = Literal["done", "superseded", "failed"]
+Outcome = Literal["done", "freed", "superseded", "failed"]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -31,12 +31,14 @@ class Order(msgspec.Struct, frozen=True):
             durable tiers have. "scrub": verify the steps of the job. "copy": copy files for the
             job's trainer, which lives.
         verified: For "scrub", the steps that need no verification now, as "URL FOLDER".
+        frees: For "finish", whether to free the memory too once the steps are finished.
         connection: For "copy", the descriptor of the connection to the trainer; otherwise -1.
     """
 
     job: Job
     task: Task
     verified: tuple[str, ...] = ()
+    frees: bool = False
     connection: int = -1
 
 
@@ -96,8 +98,9 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The last report of a worker.
 
     Attributes:
-        outcome: "done" if the order was carried out, "superseded" if another job has taken the
-            roots, and "failed" if another try is needed.
+        outcome: "done" if the order was carried out, but memory that it names in ``frees`` may
+            still have to be freed; "freed" if that is done too. "superseded" if another job has
+            taken the roots, and "failed" if another try is needed.
         error: Why the outcome is "failed".
     """
 

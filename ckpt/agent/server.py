@@ -182,7 +182,7 @@ class Agent:
             if worker_count < _MOST_WORKERS and not self._is_held_up(job):
                 self._rounds.cancel()
                 try:
-                    job.begin(self._after_try)
+                    job.begin(self._after_try, frees=self._memory_seconds <= 0)
                 except OSError as error:  # The system has no memory or no process id left
                     self._after_try(job, job.fail(f"no worker could be started: {error}"))
         self._begin_round()
@@ -350,7 +350,7 @@ class Agent:
         elif outcome.outcome == "failed":
             if self._ends or time.monotonic() - job.ended_at > _GIVE_UP_SECONDS:
                 self._drop(job, "given up")
-        elif job.has_memory and not job.is_settled:
+        elif outcome.outcome == "done" and job.has_memory and not job.is_settled:
             job.is_settled, job.next_at = True, time.monotonic() + self._memory_seconds
         else:
             self._drop(job, "done")

@@ -12,7 +12,7 @@ from selectors import EVENT_READ
 from typing import Final
 
 from ckpt.agent.messages import Job, JobStatus, roots_of, urls_of
-from ckpt.agent.reports import Copied, Copying, Ended, Order, Report
+from ckpt.agent.reports import Copied, Copying, Ended, Order, Report, Task
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors import AgentError
 from ckpt.errors.sanitize import redact
@@ -136,17 +136,19 @@ class WatchedJob:
 
     # -- the worker --------------------------------------------------------------------------------
 
-    def begin(self, on_end: Callable[[WatchedJob, Ended], None]) -> None:
+    def begin(self, on_end: Callable[[WatchedJob, Ended], None], *, frees: bool) -> None:
         """Start a worker that finishes the job, or that frees its memory if the job is settled.
 
         Args:
+            frees: Whether a worker that finishes the job frees its memory too.
             on_end: Called with this job and the worker's last report when the worker has ended.
 
         Raises:
             OSError: The system has no memory or no process id left.
         """
         self._outcome = self._copy_progress = None
-        order = Order(self.job, "free" if self.is_settled else "finish")
+        task: Task = "free" if self.is_settled else "finish"
+        order = Order(self.job, task, frees=frees and self.has_memory)
         self.worker = Worker(
             order,
             self._workplace,

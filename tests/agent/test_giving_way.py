@@ -17,15 +17,17 @@ import torch
 
 import ckpt.agent.job_tiers
 from ckpt import CheckpointManager, Tier
+from ckpt.agent.__main__ import _finish
 from ckpt.agent.finish import Finish
 from ckpt.agent.messages import Job, fields_of
-from ckpt.agent.reports import Copied, Ended
+from ckpt.agent.reports import Copied, Ended, Order
 from ckpt.catalog.index import committed
 from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import OutOfSpace
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import urls_of
 from tests.agent.conftest import memory_folder
 from tests.kit.stores import Wrapped
 from tests.kit.worlds import run_code
@@ -34,7 +36,7 @@ TRAINER = """
 import os, sys, msgspec, torch
 from ckpt import CheckpointManager
 from ckpt.coordination.owner import Owner
-manager = CheckpointManager(sys.argv[1])
+manager = CheckpointManager(sys.argv[1:])
 for step in (1, 2, 3):
     manager.save({"x": torch.full((1000,), step)}, step)
 print(msgspec.json.encode(Owner.of_this_process(manager._coordinator.attempt)).decode(), flush=True)
@@ -100,6 +102,39 @@ def watch(monkeypatch: pytest.MonkeyPatch, root: Path, on_put: Callable[[str], N
         return Watched(found, on_put) if url == str(root) else found
 
     monkeypatch.setattr(ckpt.agent.job_tiers, "open_backend", opened)
+
+
+def test_one_worker_finishes_a_job_and_frees_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is so if the memory need not stay. If it cannot be freed, the next worker does it."""
+    tiers = [Tier("memory"), Tier(str(tmp_path / "near"))]
+    memory = memory_folder(*tiers)
+    try:
+        said = run_code(TRAINER, *(tier.url for tier in tiers), status=-signal.SIGKILL)
+        job = Job(
+            owner=msgspec.json.decode(said, type=Owner),
+            processes=(),
+            tiers=tuple(map(fields_of, tiers, urls_of(tiers))),
+            ranks=0,
+            backlog=4,
+            environment={},
+        )
+        with Workers("test", 2) as workers:
+
+            def outcome(*, frees: bool) -> Ended:
+                return _finish(Order(job, "finish", frees=frees), workers, lambda _: None)
+
+            assert outcome(frees=False) == Ended("done")
+            assert memory.exists()
+            with monkeypatch.context() as patch:
+                patch.setattr(Finish, "clean", lambda _: Ended("failed", "no"))
+                assert outcome(frees=True) == Ended("done")
+            assert outcome(frees=True) == Ended("freed")
+            assert not memory.exists()
+        assert steps(tmp_path / "near") == [1, 2, 3]
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
 
 
 def test_all_of_it_is_taken_farther_newest_first_and_twice_does_nothing_more(
