@@ -43,6 +43,7 @@ class SavedStep:
         tiers: The progress on each tier, by the URL of the tier, nearest first.
         metrics: The metrics of the step, by name.
         job: The id of the job that has saved the step.
+        is_abandoned: Whether a later job has gone back to an earlier step.
     """
 
     step: int
@@ -52,6 +53,7 @@ class SavedStep:
     tiers: dict[str, Arrival] = field(default_factory=dict[str, Arrival])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     job: str = ""
+    is_abandoned: bool = False
 
 
 @dataclass(slots=True)
@@ -152,6 +154,9 @@ def history_of(records: Sequence[Record]) -> History:
                 history.failures.append(record)
             case "Repaired" | "StepDamaged":
                 troubles.append(record)
+            case "RolledBack":
+                for save in history.saves.values():
+                    save.is_abandoned |= save.step > record.step
             case "Restored":
                 history.restores.append(Restore(record, tuple(troubles)))
                 troubles = []

@@ -84,6 +84,8 @@ class StepView:
         cells: The state on each tier of the run, in the order of ``RunView.tiers``.
         save: The save in the journal; None if the journal does not have it, or if it counts for a
             younger attempt at the step.
+        is_abandoned: Whether the run has gone back to an earlier step, so that no start takes this
+            one.
     """
 
     step: int
@@ -94,6 +96,7 @@ class StepView:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     cells: tuple[Cell, ...] = ()
     save: SavedStep | None = None
+    is_abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,6 +414,7 @@ def _row(
         metrics={**(save.metrics if save else {}), **(listing.metrics if listing else {})},
         cells=tuple(cells),
         save=save,
+        is_abandoned=listing.is_abandoned if listing else save is not None and save.is_abandoned,
     )
 
 

@@ -120,7 +120,8 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         chart("From the call to the commit", arrivals, duration),
     )
     durable = next((row for row in run.steps if _is_there(row, durable_indices)), None)
-    newest = max(run.history.saves, default=None)
+    saves_of_branch = [save for save in saves if not save.is_abandoned]
+    newest = max(saves_of_branch, key=lambda save: (save.at, save.step), default=None)
     nearest = next((run.tiers[index].url for index in durable_indices), "")
     failures = [record for record in run.history.failures if record.error != "SaveSkipped"]
     return RunPage(
@@ -133,7 +134,7 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         past_count=len(past_rows),
         metrics=metrics,
         best=best,
-        risk=None if newest is None else max(0, newest - durable.step) if durable else newest,
+        risk=None if newest is None else max(0, newest.step - (durable.step if durable else 0)),
         page=page,
         pages=pages,
         stall_seconds=_median(stalls),
@@ -163,7 +164,11 @@ def _metrics(run: RunView, current_rows: Sequence[StepView]) -> tuple[list[str],
     rules: dict[str, Mode] = {name: mode for name in names if (mode := mode_of(name, modes))}
     best: dict[str, int] = {}
     for name, mode in rules.items():
-        values = [(row.step, row.metrics[name]) for row in current_rows if name in row.metrics]
+        values = [
+            (row.step, row.metrics[name])
+            for row in current_rows
+            if name in row.metrics and not row.is_abandoned
+        ]
         if steps := best_steps(values, mode):
             best[name] = steps[0]
     order = sorted(names, key=lambda name: (name not in modes, name not in rules, name))
@@ -184,14 +189,19 @@ def _by_metric(rows: Sequence[StepView], metric: str, run: RunView) -> list[Step
 def _curve(run: RunView, name: str, best: Mapping[str, int]) -> MetricChart | None:
     """Return the curve of a metric over all steps of the run."""
     points: dict[int, Point] = {}
+    branch: dict[int, Point] = {}
     for row in reversed(run.steps):  # Of several attempts at a step, one that exists counts
-        if name in row.metrics and not (row.step in points and not _exists(row)):
-            points[row.step] = Point(row.step, row.metrics[name], _exists(row))
+        if name not in row.metrics:
+            continue
+        line = branch if row.is_abandoned else points
+        if row.step not in line or _exists(row):
+            line[row.step] = Point(row.step, row.metrics[name], _exists(row))
     failures = [record.step for record in run.history.failures if record.error != "SaveSkipped"]
     return metric_chart(
         name,
         [points[step] for step in sorted(points)],
         best.get(name),
+        abandoned_points=[branch[step] for step in sorted(branch)],
         restores=[restore.record.step for restore in run.history.job_restores],
         failures=failures,
     )
@@ -218,7 +228,9 @@ def commands_of(row: StepView, tiers: Sequence[TierView]) -> dict[str, str]:
 
 
 def _is_there(row: StepView, tiers: Sequence[int]) -> bool:
-    return any(row.cells[index].state in ("committed", "verified") for index in tiers)
+    return not row.is_abandoned and any(
+        row.cells[index].state in ("committed", "verified") for index in tiers
+    )
 
 
 def _median(points: Sequence[tuple[int, float]]) -> float | None:

@@ -12,10 +12,11 @@ from typing import Final, Literal
 
 from ckpt.page.charts import HEIGHT, WIDTH
 
-Kind = Literal["kept", "removed", "best", "failed", "restore"]
+Kind = Literal["kept", "removed", "abandoned", "best", "failed", "restore"]
 KIND_MEANING: Final[dict[Kind, str]] = {
     "kept": "kept",
     "removed": "removed",
+    "abandoned": "abandoned, since the run went back",
     "best": "the best that is kept",
     "restore": "a restore",
     "failed": "a save that failed",
@@ -62,6 +63,7 @@ class MetricChart:
     Attributes:
         name: The name of the metric.
         path: The SVG path of the line.
+        branch_path: The SVG path of the line through the abandoned steps; empty if there are none.
         marks: The marks, in the order in which they are drawn.
         ticks: The labels of the y axis, from the top down.
         first_step, last_step: The steps at both ends of the x axis.
@@ -72,6 +74,7 @@ class MetricChart:
 
     name: str
     path: str
+    branch_path: str
     marks: tuple[Mark, ...]
     ticks: tuple[str, ...]
     first_step: int
@@ -99,6 +102,7 @@ def metric_chart(
     points: Sequence[Point],
     best_step: int | None,
     *,
+    abandoned_points: Sequence[Point] = (),
     restores: Sequence[int] = (),
     failures: Sequence[int] = (),
 ) -> MetricChart | None:
@@ -108,17 +112,20 @@ def metric_chart(
         name: The name of the metric.
         points: The values, in ascending order of the steps.
         best_step: The best step that is kept; None if it is not known.
+        abandoned_points: The values of the steps after which the run has gone back.
         restores: The steps that were restored.
         failures: The steps whose saves have failed.
     """
     finite = [point for point in points if math.isfinite(point.value)]
     if len(finite) < 2:
         return None
-    values = sorted(point.value for point in finite)
+    branch = [point for point in abandoned_points if math.isfinite(point.value)]
+    values = sorted(point.value for point in (*finite, *branch))
     low = values[0]
     usual = values[int(0.95 * (len(values) - 1))] - low
     top = min(values[-1], low + _USUAL * usual) if usual else values[-1]
-    start, end = finite[0].step, finite[-1].step
+    start = min(point.step for point in (*finite, *branch))
+    end = max(point.step for point in (*finite, *branch))
     scale = _Scale(start, end, low, top if top > low else low + (abs(low) or 1.0))
     stride = -(-len(finite) // _MOST_POINTS)
     line = [
@@ -126,6 +133,7 @@ def metric_chart(
         for index, point in enumerate(finite)
         if index % stride == 0 or point.is_kept or point is finite[-1]
     ]
+    root = [point for point in finite if branch and point.step < branch[0].step][-1:]
     best = next((point for point in finite if point.step == best_step), None)
     marks = [  # Marks at other steps would lie outside of the image
         *(
@@ -139,12 +147,14 @@ def metric_chart(
             if start <= step <= end
         ),
         *(_dot(scale, "removed", point) for point in finite if not point.is_kept),
+        *(_dot(scale, "abandoned", point) for point in branch),
         *(_dot(scale, "kept", point) for point in finite if point.is_kept),
     ]
     visible_marks = [mark for kind in KIND_MEANING for mark in _newest(marks, kind)]
     return MetricChart(
         name=name,
-        path="M" + "L".join(f"{scale.x(point.step)} {scale.y(point.value)}" for point in line),
+        path=_path(scale, line),
+        branch_path=_path(scale, [*root, *branch]) if branch else "",
         marks=(*visible_marks, *([_dot(scale, "best", best)] if best else [])),
         ticks=tuple(f"{value:.4g}" for value in (scale.top, (scale.top + low) / 2, low)),
         first_step=start,
@@ -170,6 +180,10 @@ class _Scale:
     def y(self, value: float) -> float:
         share = (min(value, self.top) - self.low) / (self.top - self.low)
         return round((1 - share) * HEIGHT, 1)
+
+
+def _path(scale: _Scale, points: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{scale.x(point.step)} {scale.y(point.value)}" for point in points)
 
 
 def _dot(scale: _Scale, kind: Kind, point: Point) -> Mark:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from ckpt import CheckpointManager
 from ckpt.events import SaveCommitted, SaveStaged
 from ckpt.observe import Journal
 from ckpt.observe.journal import note_verified
@@ -90,6 +92,28 @@ def test_the_loss_curve_has_marks_for_what_happened(make: Make, run: Path) -> No
     assert [text for kind, text in texts if kind == "restore"] == ["a restore at step 300"]
     assert len([text for kind, text in texts if kind == "kept"]) == 4
     assert "Best step by loss 100 loss 0.1" in text_of(page)
+
+
+def test_steps_after_which_the_run_went_back_are_a_line_of_their_own(
+    make: Make, tmp_path: Path
+) -> None:
+    root, state = tmp_path / "run", {"x": torch.ones(2)}
+    with CheckpointManager(str(root), on_suspicious="ignore") as manager:
+        for step in range(1, 7):
+            manager.save(state, step, metrics={"loss": 1 / step})
+        manager.restore(state, step=3)
+        manager.save(state, 4, metrics={"loss": 0.5})
+    page = make(root).get("/run/0")
+    assert page.count('class="line branch"') == 1
+    texts = re.findall(r'class="mark abandoned".*?<title>(.*?):', page)
+    assert texts == [f"step {step}, abandoned, since the run went back" for step in (4, 5, 6)]
+    reported = text_of(page)
+    assert "Newest durable step 4" in reported
+    assert "Best step by loss 3 loss 0.333333" in reported
+    assert "Steps not durable at the end 0" in reported
+    assert "abandoned" in rows(page)["6"]
+    shutil.rmtree(next(root.glob("step-*6.*")))
+    assert "step 6, abandoned" in make(root).get("/run/0")  # As the journal says
 
 
 def test_steps_are_sorted_by_a_metric_and_removed_ones_are_folded(make: Make, run: Path) -> None:
