@@ -486,9 +486,6 @@ class CheckpointManager:
     def _continue_from(self, ref: StepRef, *, sweeps: bool = True) -> None:
         """Note that the training continues from the state of ``ref``.
 
-        If an earlier job has saved steps after ``ref``, this manager may save them again, provided
-        that it has saved nothing yet. It never saves a step again that it has saved itself.
-
         Args:
             ref: The step.
             sweeps: Whether other steps of earlier jobs are removed from memory now, and not at the

@@ -11,7 +11,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from ckpt.errors import IntegrityError, LinkRefused, ObjectExists, ObjectNotFound, errors_of
+from ckpt.errors import (
+    IntegrityError,
+    LinkRefused,
+    ManifestCorrupt,
+    ObjectExists,
+    ObjectNotFound,
+    errors_of,
+)
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import ROLLBACKS, rollback_key, rollback_number
 from ckpt.model.rollback import Rollback
@@ -46,18 +53,22 @@ def newest_rollback(backend: StorageBackend) -> Rollback | None:
 
 
 def put_rollback(backend: StorageBackend, rollback: Rollback) -> None:
-    """Put ``rollback``, unless the tier has it. It is durable on return.
+    """Put ``rollback``, unless the tier has it. It is durable on return. It takes the place of a
+    damaged record with its number.
 
     Raises:
         ObjectExists: The tier has another rollback with this number.
         StorageError: The store has failed.
     """
-    put = partial(backend.put, rollback_key(rollback.number), [pack(rollback)], if_absent=True)
+    put = partial(backend.put, rollback_key(rollback.number), [pack(rollback)])
     with errors_of(backend.url):
         try:
-            _RETRY.call(put)
+            _RETRY.call(partial(put, if_absent=True))
         except ObjectExists:
-            if _read(backend, rollback.number) != rollback:
+            present = _read(backend, rollback.number)
+            if present is None:
+                _RETRY.call(put)
+            elif present != rollback:
                 raise
 
 
@@ -71,7 +82,13 @@ def _numbers(backend: StorageBackend) -> list[int]:
 def _read(backend: StorageBackend, number: int) -> Rollback | None:
     """Return a rollback; None if it is damaged or gone."""
     key = rollback_key(number)
-    decode = partial(unpack, kind=Rollback, key=key)
+
+    def decode(data: bytes) -> Rollback:
+        rollback = unpack(data, Rollback, key=key)
+        if rollback.number != number:
+            raise ManifestCorrupt(key, f"it is rollback {rollback.number}")
+        return rollback
+
     with errors_of(backend.url), suppress(ObjectNotFound):
         try:
             return _RETRY.call(partial(read_record, backend, key, decode, limit=_MOST_BYTES))

@@ -117,6 +117,14 @@ def heads_of(refs: Iterable[StepRef]) -> list[StepRef]:
     return sorted(newest.values())
 
 
+def is_newest(rollback: Rollback | None, ref: StepRef, heads: Collection[StepRef]) -> bool:
+    """Return True if ``ref`` is on the branch of ``rollback``, the last one, and no step there is
+    later. ``heads`` are the newest steps of all attempts.
+    """
+    is_present = bool(on_branch(rollback, [ref]))
+    return is_present and all(_newest(rollback, head) <= ref.step for head in heads)
+
+
 def roll_back(
     rollbacks: Iterable[Rollback],
     ref: StepRef,
@@ -139,7 +147,7 @@ def roll_back(
     """
     history = history_of(rollbacks)
     last = history[-1] if history else None
-    if on_branch(last, [ref]) and all(_newest(last, head) <= ref.step for head in heads):
+    if is_newest(last, ref, heads):
         return None
     base, end = _branch_of(history, ref)
     jobs: dict[str, Segments] = {}

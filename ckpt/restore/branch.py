@@ -20,10 +20,10 @@ from ckpt.catalog.rollbacks import all_rollbacks, put_rollback
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.coordination.owner import Owner, refusing_owner
-from ckpt.errors import CkptError, StorageError
+from ckpt.errors import AccessDenied, CkptError, LinkRefused, StorageError
 from ckpt.events import RolledBack
 from ckpt.model.keys import StepRef
-from ckpt.model.rollback import Rollback, roll_back
+from ckpt.model.rollback import Rollback, is_newest, roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.restore.restorer import RestoreContext
 from ckpt.storage.api import StorageBackend
@@ -53,7 +53,7 @@ class BranchPoint:
 
     Attributes:
         ref: The step that all ranks have restored.
-        heads: On the leader, the newest step of each attempt on any tier.
+        heads: On the leader, the newest step of each attempt on any tier or under way.
         rollback: The rollback that counts; None if there is none.
         trial: The first try of this job at a step on the new branch; 0 if it has saved nothing.
         is_certain: On the leader, whether ``ref`` was restored into the state of the job. If not,
@@ -77,10 +77,11 @@ def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -
 
     Returns:
         The rollback, which at least one tier of the leader has. None if the step is the newest one
-        already, or if the root belongs to another job that is alive.
+        already, if the root belongs to another job that is alive, or if this job may write to no
+        tier.
 
     Raises:
-        StorageError: No tier took the rollback.
+        StorageError: No tier took the rollback, and not only for lack of permission.
         CommitTimeout: The leader has not decided in time.
     """
     coordinator, step = context.coordinator, point.ref.step
@@ -89,18 +90,18 @@ def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -
     def decide() -> _Decision:
         try:
             rollback = _decide(durable, context, point) if point.is_certain else None
-            error = _put(durable, context.listers, rollback) if rollback is not None else ""
-            return _Decision(rollback, error)
+            error = _put(durable, context.listers, rollback) if rollback is not None else None
+            if _is_denied(error):  # The job can save nothing either
+                _log.warning("ckpt: %s", _text(step, error))
+                return _Decision()
+            return _Decision(rollback, str(error or ""))
         except CkptError as error:
             return _Decision(None, str(error))
 
     pause = Wait(_PATIENCE_SECONDS, "the rollback", step)
     decision = leader_decides(coordinator, subject, decide, pause, _Decision)
     if decision.error:
-        raise StorageError(
-            point.ref.folder,
-            f"step {step} is restored, but the later steps are not abandoned: {decision.error}",
-        )
+        raise StorageError(point.ref.folder, _text(step, decision.error))
     if (rollback := decision.rollback) is None:
         return None
     context.observers.notify(RolledBack(step=step, number=rollback.number))
@@ -117,9 +118,22 @@ def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -
     return rollback
 
 
+def _is_denied(error: StorageError | None) -> bool:
+    return isinstance(error, AccessDenied) and not isinstance(error, LinkRefused)
+
+
+def _text(step: int, error: object) -> str:
+    return (
+        f"step {step} is restored, but the later steps are not abandoned: {error}; if the run is "
+        "not to go on from this step, give rollback=False"
+    )
+
+
 def _decide(
     tiers: Sequence[OpenTier], context: RestoreContext, point: BranchPoint
 ) -> Rollback | None:
+    if is_newest(point.rollback, point.ref, point.heads):
+        return None  # No tier is asked
     rollbacks = _rollbacks(tiers, context.listers, point.rollback) if point.rollback else []
     own = context.coordinator.attempt
     trials = {own: point.trial} if point.trial else {}
@@ -145,15 +159,20 @@ def _rollbacks(tiers: Sequence[OpenTier], listers: Workers, last: Rollback) -> l
     return [last, *chain.from_iterable(lists)]
 
 
-def _put(tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback) -> str:
-    """Put the rollback on ``tiers``. Return why no tier has taken it; empty if one has."""
+def _put(tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback) -> StorageError | None:
+    """Put the rollback on ``tiers``. Return why no tier has taken it; None if one has, or if there
+    is no tier. An error other than a lack of permission comes first.
+    """
     answers = _answers(tiers, listers, lambda store: put_rollback(store, rollback))
     for url, error in answers.items():
         if error is not None:
             _log.warning(
                 "ckpt: the rollback to step %d is not on %s: %s", rollback.step, url, error
             )
-    return "" if None in answers.values() or not tiers else str(next(iter(answers.values())))
+    errors = [error for error in answers.values() if error is not None]
+    if len(errors) < len(answers):
+        return None
+    return min(errors, key=_is_denied, default=None)
 
 
 def _answers(

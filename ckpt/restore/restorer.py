@@ -151,7 +151,7 @@ class Restorer:
 
     Attributes:
         rollback: The rollback that counted when the step was chosen; None if there was none.
-        heads: On the leader, the newest step of each attempt on any tier.
+        heads: On the leader, the newest step of each attempt on any tier or under way.
 
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
@@ -305,6 +305,8 @@ class Restorer:
         carries the reasons to all ranks.
         """
         stores = neighbours.stores()
+        # A save under way may have nothing on any tier at the time of the listing.
+        refs_in_use = self._steps_in_use()
         rejections: list[tuple[int, str]] = []
         finisher = Finisher(self._workers)
         finish = neighbours.on_shared_tiers(finisher.finish)
@@ -313,7 +315,7 @@ class Restorer:
         for candidate in candidates(
             stores, number, workers=self._listers, finish=finish, rollback=neighbours.rollback()
         ):
-            self.heads = heads_of([*candidate.heads, *neighbours.heads()])
+            self.heads = heads_of([*candidate.heads, *neighbours.heads(), *refs_in_use])
             if fault := neighbours.fault(candidate, stores):
                 _log.warning(
                     "ckpt: step %d is not whole, and another step is tried: %s",

@@ -19,7 +19,7 @@ from ckpt.catalog.index import committed, find
 from ckpt.catalog.rollbacks import all_rollbacks, newest_rollback
 from ckpt.catalog.watching import Watcher
 from ckpt.coordination.owner import Owner, put_owner
-from ckpt.errors import NoCheckpoint, StorageError, TransientStorageError
+from ckpt.errors import AccessDenied, NoCheckpoint, StorageError, TransientStorageError
 from ckpt.events import RolledBack
 from ckpt.model.keys import rollback_key
 from ckpt.pipeline.workers import Workers
@@ -119,6 +119,23 @@ def run_on(tiers: Any, step: int, value: int) -> None:
         manager.save(state(value), step)
 
 
+def test_saves_under_way_are_abandoned(gated, far):
+    trained = state(0)
+    gated.open.set()
+    with CheckpointManager(str(far), slots=3) as manager:
+        for step in (5, 6, 7):
+            trained["x"].fill_(step)
+            save = manager.save_async(trained, step)
+            if step == 5:
+                save.result()
+                gated.open.clear()  # No tier has anything of the later steps yet
+        restored(manager, trained, step=5)
+        gated.open.set()
+        trained["x"].fill_(60)
+        manager.save(trained, 6)
+    assert newest(far) == (6, 60)
+
+
 @pytest.mark.parametrize("how", [{"only": "x"}, {"rollback": False}])
 def test_a_restore_of_a_part_or_for_an_evaluation_begins_nothing(near, how):
     run(near, 5, 6)
@@ -130,6 +147,13 @@ def test_the_restore_of_the_newest_step_begins_nothing(near):
     run(near, 5, 6)
     go_back(near, 6)
     assert newest_rollback(open_backend(str(near))) is None
+
+
+def test_the_restore_of_the_newest_step_of_a_branch_reads_no_history(near, monkeypatch):
+    run(near, 5, 6)
+    go_back(near, 5)
+    monkeypatch.setattr("ckpt.restore.branch.all_rollbacks", lambda _store: pytest.fail("read"))
+    go_back(near, 5)
 
 
 @pytest.mark.parametrize("has_saved", [False, True])
@@ -213,6 +237,15 @@ def test_if_no_tier_takes_it_the_restore_says_so(near, monkeypatch):
     assert newest(near) == (6, 6)
 
 
+def test_an_evaluation_that_may_only_read_restores_an_older_step(near, monkeypatch, caplog):
+    run(near, 5, 6)
+    with monkeypatch.context() as patch:
+        faulty(patch, near, [Rule(verb="put", fault=Raise(AccessDenied))])
+        go_back(near, 5)
+    assert "step 5 is restored, but the later steps are not abandoned" in caplog.text
+    assert newest(near) == (6, 6)
+
+
 def test_a_lost_reply_is_no_failure(near, monkeypatch):
     run(near, 5, 6)
     rule = Rule(verb="put", key="rollbacks", nth=1, fault=Raise(TransientStorageError))
@@ -249,6 +282,23 @@ def test_a_record_that_is_damaged_is_named_and_not_believed(near, caplog):
     assert "a rollback on" in caplog.text
     (near / "rollbacks" / "notes.txt").write_text("a file of another program")
     assert newest(near) == (6, 6)
+
+
+def test_a_damaged_record_gives_its_number_to_the_next_rollback(near):
+    run(near, 5, 6, 7)
+    go_back(near, 6)
+    (near / rollback_key(2)).write_bytes(b"{")
+    go_back(near, 5)
+    assert newest(near) == (5, 5)
+
+
+def test_a_record_under_the_name_of_another_is_not_believed(near, caplog):
+    run(near, 5, 6, 7)
+    go_back(near, 5)
+    go_back(near, 7)
+    (near / rollback_key(9)).write_bytes((near / rollback_key(1)).read_bytes())
+    assert newest(near) == (7, 7)
+    assert "it is rollback 1" in caplog.text
 
 
 def test_if_the_branch_has_no_step_any_more_all_steps_count(near):
