@@ -5,8 +5,6 @@ Neither can see that the other lives, so each takes the root from the other agai
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from ckpt import CheckpointManager
 from ckpt.errors import RootInUse
 from tests.faults.conftest import Count
 from tests.kit.stores import whole
-from tests.kit.worlds import run_code, run_forks
+from tests.kit.worlds import paused, run_code, run_forks
 
 JOB = r"""
 import os, sys, torch
@@ -56,8 +54,7 @@ import sys, torch
 from ckpt import CheckpointManager
 with CheckpointManager(sys.argv[1]) as first:
     first.save({"x": torch.ones(3)}, 1)
-    print("saved", flush=True)
-    input()
+    pause(*sys.argv[-2:])
     first.save({"x": torch.ones(3)}, 3)
 """
 
@@ -104,17 +101,12 @@ def test_two_jobs_that_do_not_see_each_other_for_long(tmp_path: Path, tally: Cou
 
 def test_two_jobs_that_see_each_other(tmp_path: Path, tally: Count) -> None:
     """On one machine the second job gets an error at its first save, and the first one goes on."""
-    first = subprocess.Popen(
-        [sys.executable, "-c", _FIRST, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert first.stdout is not None
-    assert first.stdout.readline() == "saved\n"
-    with CheckpointManager(tmp_path) as second, pytest.raises(RootInUse):
+    root = tmp_path / "run"
+    with (
+        paused(_FIRST, root, folder=tmp_path),
+        CheckpointManager(root) as second,
+        pytest.raises(RootInUse),
+    ):
         second.save({"x": torch.ones(3)}, 2)
-    first.communicate("\n")
-    assert first.returncode == 0
-    assert whole(tmp_path) == [1, 3]
+    assert whole(root) == [1, 3]
     tally("two-jobs", 3)

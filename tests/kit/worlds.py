@@ -7,6 +7,7 @@ All are forks of one process per pytest process, which has imported torch: see
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import select
@@ -14,13 +15,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.kit.waiting import until
 from tests.processes import kill_all
 from tests.servers import free_port
 
@@ -97,6 +100,31 @@ def run_code(
         ended = run_forks([script, *args], [{}], timeout=timeout, finalize=finalize)
     assert ended.statuses == (status,), f"{ended.statuses}\n{ended.said[0][-8000:]}"
     return ended.said[0]
+
+
+_PAUSE = """
+def pause(ready, gate):
+    import fcntl
+    open(ready, "w").close()
+    with open(gate) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+"""
+
+
+@contextmanager
+def paused(code: str, *args: object, folder: Path) -> Iterator[None]:
+    """Run a program that calls ``pause(*sys.argv[-2:])``, and yield when it does. It goes on after
+    the block, to its end. ``folder`` gets two files.
+    """
+    ready = folder / "ready"
+    with ThreadPoolExecutor(1) as pool:
+        with (folder / "gate").open("w") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            program = pool.submit(run_code, _PAUSE + code, *args, ready, gate.name)
+            assert until(lambda: ready.exists() or program.done())
+            assert ready.exists(), program.result()
+            yield
+        program.result()
 
 
 def run_forks(
