@@ -565,6 +565,7 @@ def test_mypy_checks_every_module() -> None:
 STEP_FILES = "ckpt/coordination/step_files.py"
 OTHER_DELETIONS = {
     "ckpt/catalog/pins.py": "pins",
+    "ckpt/catalog/rollbacks.py": "rollbacks",
     "ckpt/catalog/watching.py": "the records of watchers",
     "ckpt/cli/pin.py": "pins",
     "ckpt/coordination/claim_marker.py": "claim markers",

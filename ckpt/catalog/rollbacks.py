@@ -1,4 +1,4 @@
-"""Read and put the rollbacks of a tier.
+"""Read, put and remove the rollbacks of a tier.
 
 A rollback is a small object below ``rollbacks/``. Its name is its number, and it is put if absent,
 so two rollbacks never have the same number on one tier.
@@ -70,6 +70,36 @@ def put_rollback(backend: StorageBackend, rollback: Rollback) -> None:
                 _RETRY.call(put)
             elif present != rollback:
                 raise
+
+
+def copy_rollbacks(source: StorageBackend, target: StorageBackend) -> bool:
+    """Put the rollbacks of ``source`` on ``target``, which gets steps of its run. So no step that
+    is abandoned is the newest there.
+
+    Return False if ``target`` has rollbacks of another history. Nothing is put then.
+
+    Raises:
+        StorageError, FormatUnsupported: As for ``all_rollbacks``.
+    """
+    rollbacks = all_rollbacks(source)
+    if not rollbacks:
+        return True
+    present = {rollback.number: rollback for rollback in all_rollbacks(target)}
+    numbers = {rollback.number for rollback in rollbacks}
+    is_alike = all(present.get(rollback.number, rollback) == rollback for rollback in rollbacks)
+    if not is_alike or (present and numbers.isdisjoint(present)):
+        return False
+    for rollback in rollbacks:
+        if rollback.number not in present:
+            put_rollback(target, rollback)
+    return True
+
+
+def remove_rollbacks(backend: StorageBackend) -> None:
+    """Remove all rollbacks of a tier whose run is removed, newest first. Other files stay."""
+    for number in reversed(_numbers(backend)):
+        with errors_of(backend.url):
+            _RETRY.call(partial(backend.delete, rollback_key(number)))
 
 
 def _numbers(backend: StorageBackend) -> list[int]:

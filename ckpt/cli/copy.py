@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.index import is_committed, own_objects, read_manifest, read_packed
+from ckpt.catalog.rollbacks import copy_rollbacks
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.cli import output, records
@@ -84,7 +85,8 @@ def copy(
 
     Every byte is compared with its checksum on the way, and a step appears at DEST only when it is
     complete. Data that DEST already has is skipped. A copy that was cut short continues where it
-    stopped. SOURCE is never changed.
+    stopped. The rollbacks of the run are copied too, so that DEST has the same newest step. SOURCE
+    is never changed.
 
     Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were
     copied. 7: SOURCE has no such checkpoint, or all were removed meanwhile. 3: a store failed.
@@ -108,6 +110,11 @@ def copy(
     destination.ask(partial(is_committed, destination, refs[0]))  # Checks that the store answers
     if not all_steps and selector is None:
         refs = refs[:1]
+    if not destination.ask(partial(copy_rollbacks, origin, destination)):
+        output.warn(
+            f"{destination.url} has rollbacks of its own: the newest step there may be one that "
+            f"{origin.url} has abandoned"
+        )
     outcomes: list[_Outcome] = []
     with workers_for(origin, destination) as workers:
         for ref in refs:

@@ -14,6 +14,7 @@ import typer
 from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.pins import all_pins, remove_pin
+from ckpt.catalog.rollbacks import remove_rollbacks
 from ckpt.cli import output, records
 from ckpt.cli.options import (
     STEP_FORMS,
@@ -78,7 +79,8 @@ def rm(
         ),
     ] = None,
     whole_run: Annotated[
-        bool, typer.Option("--run", help="Remove all steps, the pins and the journal.")
+        bool,
+        typer.Option("--run", help="Remove all steps, the pins, the rollbacks and the journal."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be removed.")
@@ -246,10 +248,13 @@ def _carry_out(
 
 
 def _remove_rest(tiers: Sequence[RunTier]) -> None:
-    """Remove the pins, the owners of the roots, and the journals. Files that are not ours stay."""
+    """Remove the pins, the rollbacks, the owners of the roots, and the journals. Files that are not
+    ours stay.
+    """
     for tier in tiers:
         for pin in all_pins(tier.store):
             remove_pin(tier.store, pin)
+        tier.store.ask(partial(remove_rollbacks, tier.store))
         delete_owner(tier.store)
         for path in journal_files(tier.store.url) if is_folder(tier.store.url) else ():
             with suppress(FileNotFoundError):

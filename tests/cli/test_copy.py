@@ -214,3 +214,30 @@ def test_a_destination_without_permission_exits_with_3(cli: Cli, steps: dict[int
     assert ran.code == 3
     assert "file is not a folder" in ran.err
     assert ran.err.count("\n") == 1
+
+
+def newest(cli: Cli, root: str) -> int:
+    return cli("show", root, "latest", "--json").json["step"]
+
+
+def test_a_copy_has_the_newest_step_of_its_source(cli: Cli, steps: dict[int, Written]) -> None:
+    assert cli("copy", "runs", "there", "--all").code == 0
+    assert cli("rollback", "runs", 200).code == 0
+    assert cli("rollback", "runs", 100).code == 0
+    assert cli("copy", "runs", "there").code == 0
+    assert newest(cli, "there") == 100
+    assert cli("rollback", "there", 200).code == 0
+    assert cli("copy", "runs", "there").err == "", "the copy has gone back once more"
+    assert newest(cli, "there") == 200
+
+
+def test_a_copy_to_a_run_with_another_history_leaves_its_rollbacks(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
+    assert cli("copy", "runs", "there", "--all").code == 0
+    assert cli("rollback", "there", 200).code == 0
+    assert cli("rollback", "runs", 100).code == 0
+    ran = cli("copy", "runs", "there")
+    assert ran.code == 0
+    assert "has rollbacks of its own" in ran.err
+    assert newest(cli, "there") == 200

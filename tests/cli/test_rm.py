@@ -118,6 +118,8 @@ def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: P
             manager.save({"x": torch.ones(3)}, step)
         memory = next(tier.url for tier in manager._tiers if tier.in_memory)
     journal.close()
+    assert cli("rollback", 2).code == 0
+    assert Path("runs/rollbacks/000001.json").exists()
     assert cli("pin", "runs", 2).code == 0
     assert cli("rm", "--run").code == 5, "a step is pinned"
     assert cli("unpin", "runs", 2).code == 0
@@ -127,6 +129,7 @@ def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: P
         assert cli("ls", "runs").code == 7
         assert os.listdir("runs.journal") == []
         assert not Path("runs/writer.json").exists()
+        assert not Path("runs/rollbacks").exists()
         with CheckpointManager([Tier("memory"), Tier("runs", every=2)]) as manager:
             assert manager.restore({"x": torch.zeros(3)}) is None
     finally:
