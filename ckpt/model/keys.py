@@ -50,8 +50,7 @@ class StepRef:
     attempt: str
 
     def retry(self, trial: int) -> StepRef:
-        """Return the reference of the try of the same job at the same step that follows ``trial``
-        tries that failed.
+        """Return the reference of the try ``trial`` of the same job at the same step.
 
         The digits of the number are letters, so that the step stays the last number in the name of
         the folder.
@@ -66,7 +65,9 @@ class StepRef:
 
     @property
     def trial(self) -> int:
-        """The number of tries of the same job at the same step that failed before this one."""
+        """The number of the try. It is greater than that of each earlier try of the job at the
+        step, and of each step that the job saved before it went back.
+        """
         match = _TRIAL.search(self.attempt)
         return int(match[1].translate(_DIGITS)) if match else 0
 

@@ -16,7 +16,7 @@ from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import CkptError
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
-from ckpt.model.rollback import Rollback
+from ckpt.model.rollback import Rollback, on_branch
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""
@@ -174,8 +174,16 @@ class JobSteps:
         if self._earlier is not None:
             self._earlier.set_restored(ref)
 
+    def has_abandoned(self, ref: StepRef) -> bool:
+        """Return True if ``ref``, a step of this job, is not on the current branch. Its save may
+        have been under way when the job went back.
+        """
+        return not on_branch(self.rollback, [ref])
+
     def set_committed(self, tier: OpenTier, ref: StepRef) -> None:
-        """Note that ``ref`` is a checkpoint on ``tier`` now."""
+        """Note that ``ref`` is a checkpoint on ``tier`` now. An abandoned step does not count."""
+        if self.has_abandoned(ref):
+            return
         with self._change:
             newest = self._newest.get(tier.url)
             self._newest[tier.url] = ref if newest is None else max(newest, ref)
@@ -187,7 +195,9 @@ class JobSteps:
             return max((ref.step for ref in self._newest.values()), default=-1)
 
     def set_durable(self, ref: StepRef) -> None:
-        """Note that ``ref`` was committed on a durable tier."""
+        """Note that ``ref`` was committed on a durable tier. An abandoned step does not count."""
+        if self.has_abandoned(ref):
+            return
         with self._change:
             self.durable_step = max(self.durable_step, ref.step)
 

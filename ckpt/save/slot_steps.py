@@ -49,7 +49,11 @@ class SlotSteps:
             self._in_doubt.add(ref.step)
 
     def set_committed(self, ref: StepRef) -> None:
-        """Note that ``ref``, which a slot holds, is committed on a tier in memory."""
+        """Note that ``ref``, which a slot holds, is committed on a tier in memory. An abandoned
+        step does not count.
+        """
+        if self._job.has_abandoned(ref):
+            return
         with self._lock:
             self._committed = ref.step
             self._in_doubt = {step for step in self._in_doubt if step > ref.step}

@@ -10,6 +10,7 @@ import pytest
 from ckpt.config import Tier
 from ckpt.errors import AccessDenied
 from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.model.rollback import roll_back
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.registry import open_backend
@@ -67,6 +68,26 @@ def test_what_the_job_restored_bounds_what_counts_as_durable(tiers) -> None:
     assert steps.durable_step == 3
     steps.set_restored(ONE)
     assert (steps.restored, steps.durable_step) == (ONE, 1)
+
+
+def test_an_abandoned_step_that_is_committed_late_does_not_count(tiers) -> None:
+    """The step of the new branch is in memory alone, and must stay there."""
+    near, far = tiers
+    abandoned, branched = THREE, TWO.retry(1)
+    steps = JobSteps(tiers)
+    slots = SlotSteps(0, steps)
+    steps.rollback = roll_back([], ONE, [THREE], trials={ONE.job: 1})
+    steps.set_restored(ONE)
+    slots.set_restored(ONE)
+    slots.keep("slot", near, branched)
+    slots.set_committed(branched)
+    far.backend.put(abandoned.manifest, [b"{}"])
+    steps.set_durable(abandoned)
+    TierSteps(steps, far).set_committed(abandoned)
+    slots.set_committed(abandoned)
+    assert steps.durable_step == -1
+    assert slots.is_needed("slot")
+    assert not TierSteps(steps, near).is_elsewhere(branched)
 
 
 def test_a_step_is_elsewhere_while_another_tier_has_it_or_a_newer_one_of_this_job(tiers) -> None:
