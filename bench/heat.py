@@ -16,6 +16,8 @@ from bench.floors import Floors
 from bench.measure import MemorySampler, tree_bytes
 from bench.process import BenchError, Process
 from bench.runner import Bench, Shape, label
+from ckpt.observe.journal import journal_of
+from ckpt.storage.places import is_folder
 from ckpt.storage.registry import open_backend
 
 _More = ParamSpec("_More")
@@ -217,7 +219,7 @@ class Checker:
 
 
 def clear(root: str) -> None:
-    """Delete a root that is a contender's own, in host memory too."""
+    """Delete a root that is a contender's own, in host memory too, and the journal beside it."""
     backend = open_backend(root)
     try:
         for info in list(backend.list("")):
@@ -226,6 +228,8 @@ def clear(root: str) -> None:
         backend.close()
     with contextlib.suppress(OSError):  # no folder here, or not empty
         os.rmdir(root)
+    if is_folder(root):
+        shutil.rmtree(journal_of(root), ignore_errors=True)
 
 
 def _delete(entries: Sequence[str]) -> None:
