@@ -44,6 +44,7 @@ from ckpt.coordination.owner import NO_PROCESS, Owner, delete_owner, owner_of, r
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, errors_of
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import rank_list
+from ckpt.model.rollback import last_rollback
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, attempts_of
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention, history
@@ -314,12 +315,24 @@ class Finish:
         self._report(Copied(own[0].step, root.tier.url))
 
     def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
-        """Return the committed steps of the job on a tier, newest first."""
+        """Return the committed steps of the job on a tier, newest first, without abandoned ones."""
         steps = (inventory or root.inventory).look()
         return [
             stored_step
-            for stored_step in steps
+            for stored_step in self._on_branch(steps)
             if stored_step.state == "committed" and stored_step.ref.job == self._owner.attempt
+        ]
+
+    def _on_branch(self, steps: Iterable[StoredStep]) -> list[StoredStep]:
+        """Return those of ``steps`` that no rollback on a tier has abandoned. Tiers at which no
+        task has looked do not count. A tier in memory has no rollbacks.
+        """
+        rollback = last_rollback(root.inventory.rollback for root in self._durable)
+        return [
+            stored_step
+            for stored_step in steps
+            if not stored_step.is_abandoned
+            and (rollback is None or rollback.keeps(stored_step.ref))
         ]
 
     def _make_durable(self) -> None:
@@ -367,7 +380,7 @@ class Finish:
         steps = {
             stored_step.ref: stored_step
             for look in looks
-            for stored_step in look
+            for stored_step in self._on_branch(look)
             if stored_step.state == "committed"
         }
         own = [ref for ref in steps if ref.job == self._owner.attempt]
@@ -502,9 +515,9 @@ class Finish:
             delete_owner(root.tier.backend)
 
     def _free(self, root: _Root) -> None:
-        """Free the memory of each step of the job that can never become a checkpoint, or for which
-        a durable tier has the same or a later step. If no step is left on the tier, remove its
-        ``writer.json`` too.
+        """Free the memory of each step of the job that can never become a checkpoint, that is
+        abandoned, or for which a durable tier has the same or a later step. If no step is left on
+        the tier, remove its ``writer.json`` too.
         """
         durable = max(
             (stored_step.ref.step for target in self._durable for stored_step in self._own(target)),
@@ -514,7 +527,9 @@ class Finish:
         has_steps = False
         for stored_step in Inventory(root.tier.backend, part=bool(self._job.here)).look():
             own = stored_step.ref.job == self._owner.attempt
-            if own and (stored_step.ref.step <= durable or _is_remains(stored_step, parts)):
+            is_abandoned = durable >= 0 and not self._on_branch([stored_step])
+            is_spare = stored_step.ref.step <= durable or is_abandoned
+            if own and (is_spare or _is_remains(stored_step, parts)):
                 self._confirm(root)
                 has_steps |= not remove(root.tier.backend, stored_step, root.claim)
             else:

@@ -190,7 +190,8 @@ class Backfill:
                     "ckpt: steps of earlier jobs on %s are not known: %s", store.url, error
                 )
                 self._earlier.set_unlisted(nearer_writer.tier)
-        return history(steps, restored_ref)
+        branch = [step for step in steps if not self._steps.has_abandoned(step.ref)]
+        return history(branch, restored_ref)
 
     def _missing_on(self, writer: TierWriter, line: Sequence[StoredStep]) -> list[StoredStep]:
         """Return the steps of ``line`` that the tier of ``writer`` wants and lacks, and note them.

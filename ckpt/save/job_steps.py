@@ -175,8 +175,8 @@ class JobSteps:
             self._earlier.set_restored(ref)
 
     def has_abandoned(self, ref: StepRef) -> bool:
-        """Return True if ``ref``, a step of this job, is not on the current branch. Its save may
-        have been under way when the job went back.
+        """Return True if ``ref`` is not on the current branch. If it is a step of this job, its
+        save may have been under way when the job went back.
         """
         return not on_branch(self.rollback, [ref])
 

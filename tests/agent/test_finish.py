@@ -199,6 +199,28 @@ def test_a_step_that_an_earlier_job_could_not_copy_is_copied_and_stays_near_unti
     assert (whole(near), whole(far)) == ([120], [100])
 
 
+def test_a_far_tier_gets_the_steps_of_the_branch(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    far.mkdir()
+    state = {"x": torch.zeros(3, dtype=torch.int64)}
+    with CheckpointManager(near) as manager:
+        for step in (1, 2, 3):
+            state["x"].fill_(step)
+            manager.save(state, step)
+        restored(manager, state, step=1)
+        state["x"].fill_(20)
+        manager.save(state, 2)
+    backend = open_backend(str(near))
+    me = Owner(committed(backend)[0].job, "here", machine(), pid=1 << 30, started=1)
+    backend.put(OWNER, [msgspec.json.encode(me)])
+    tiers = ({"url": str(near)}, {"url": str(far), "keep_last": 1})
+    job = Job(me, (Process(me.pid, 1),), ranks=1, tiers=tiers, backlog=4, environment={})
+    with Workers("test", 2) as workers, Finish(job, workers, lambda _: None) as finishing:
+        assert finishing.run().error == ""
+    assert whole(far) == [2], "step 3 is abandoned"
+    assert committed(open_backend(str(far))) == committed(backend)[:1]
+
+
 def test_the_agent_reads_a_manifest_once_to_plan_and_once_to_remove(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

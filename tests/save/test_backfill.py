@@ -55,6 +55,15 @@ def test_the_newest_follow_and_restore_from_there(near, far, caplog):
             assert found["x"].unique().tolist() == [step]
 
 
+def test_abandoned_steps_do_not_follow(near, far):
+    left_by_a_job(near, 1, 2, 3)
+    with CheckpointManager(near) as manager:
+        manager.restore(state(0), 1)
+        manager.save(state(5), 5)
+    go_on(near, far, step=6)
+    assert whole(far) == [1, 5, 6]
+
+
 def test_only_what_the_far_tier_takes_and_would_keep(near, far, tmp_path):
     left_by_a_job(near, 100, 150, 200, 250, 300, 310)
     some = tmp_path / "some"
