@@ -44,7 +44,7 @@ from ckpt.coordination.owner import NO_PROCESS, Owner, delete_owner, owner_of, r
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, errors_of
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import rank_list
-from ckpt.model.rollback import last_rollback
+from ckpt.model.rollback import last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, attempts_of
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention, history
@@ -319,20 +319,8 @@ class Finish:
         steps = (inventory or root.inventory).look()
         return [
             stored_step
-            for stored_step in self._on_branch(steps)
+            for stored_step in _on_branch(steps, self._durable)
             if stored_step.state == "committed" and stored_step.ref.job == self._owner.attempt
-        ]
-
-    def _on_branch(self, steps: Iterable[StoredStep]) -> list[StoredStep]:
-        """Return those of ``steps`` that no rollback on a tier has abandoned. Tiers at which no
-        task has looked do not count. A tier in memory has no rollbacks.
-        """
-        rollback = last_rollback(root.inventory.rollback for root in self._durable)
-        return [
-            stored_step
-            for stored_step in steps
-            if not stored_step.is_abandoned
-            and (rollback is None or rollback.keeps(stored_step.ref))
         ]
 
     def _make_durable(self) -> None:
@@ -380,7 +368,7 @@ class Finish:
         steps = {
             stored_step.ref: stored_step
             for look in looks
-            for stored_step in self._on_branch(look)
+            for stored_step in _on_branch(look, self._durable)
             if stored_step.state == "committed"
         }
         own = [ref for ref in steps if ref.job == self._owner.attempt]
@@ -527,9 +515,12 @@ class Finish:
         has_steps = False
         for stored_step in Inventory(root.tier.backend, part=bool(self._job.here)).look():
             own = stored_step.ref.job == self._owner.attempt
-            is_abandoned = durable >= 0 and not self._on_branch([stored_step])
-            is_spare = stored_step.ref.step <= durable or is_abandoned
-            if own and (is_spare or _is_remains(stored_step, parts)):
+            is_abandoned = not _on_branch([stored_step], self._durable)
+            if own and (
+                stored_step.ref.step <= durable
+                or (is_abandoned and durable >= 0)
+                or _is_remains(stored_step, parts)
+            ):
                 self._confirm(root)
                 has_steps |= not remove(root.tier.backend, stored_step, root.claim)
             else:
@@ -537,6 +528,15 @@ class Finish:
         if not has_steps:
             self._confirm(root)
             delete_owner(root.tier.backend)
+
+
+def _on_branch(steps: Sequence[StoredStep], roots: Iterable[_Root]) -> list[StoredStep]:
+    """Return those of ``steps`` that no rollback has abandoned. Those on ``roots`` count too, as of
+    the last look at each, since a tier in memory has no rollbacks.
+    """
+    rollback = last_rollback(root.inventory.rollback for root in roots)
+    refs = set(on_branch(rollback, (step.ref for step in steps if not step.is_abandoned)))
+    return [step for step in steps if step.ref in refs]
 
 
 def _is_remains(stored_step: StoredStep, parts: NodeParts | None) -> bool:
