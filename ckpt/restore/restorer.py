@@ -114,6 +114,7 @@ class RestoreContext:
             restore has ended.
         observers: The observers that get the events of the restore.
         steps_in_use: Returns the steps that saves under way still read from nearer tiers.
+        choose: Called on the leader with each step before the ranks restore it.
         claim_of: Returns the claim of the running job on the root of a tier, by the URL of the
             tier; None if the job has not taken the root.
     """
@@ -123,6 +124,7 @@ class RestoreContext:
     listers: Workers
     observers: Observers
     steps_in_use: Callable[[], frozenset[StepRef]] = frozenset
+    choose: Callable[[StepRef], None] = lambda _: None
     claim_of: Callable[[str], Claim | None] = no_claim
 
 
@@ -168,6 +170,7 @@ class Restorer:
         )
         self._read_through, self._selection = options.read_through, options.selection
         self._steps_in_use, self._claim_of = context.steps_in_use, context.claim_of
+        self._choose = context.choose
         self._is_broadcast = _is_broadcast(options.broadcast, coordinator)
         self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
@@ -324,6 +327,7 @@ class Restorer:
                 )
                 rejections.append((candidate.ref.step, fault))
                 continue
+            self._choose(candidate.ref)
             yield _Proposal(
                 candidate.ref.folder,
                 candidate.nearest,

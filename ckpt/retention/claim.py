@@ -78,6 +78,8 @@ class Claim:
 
     Attributes:
         is_claimed: Whether ``writer.json`` may name this job.
+        chosen_ref: The step that a restore of this job has chosen, until the job commits another
+            step; None if there is none. Pruning leaves it alone, also if it was decided before.
 
     Thread safety:
         Any thread may call all methods.
@@ -97,6 +99,7 @@ class Claim:
         self._unseen_jobs: frozenset[str] = frozenset()
         self._last_owner = owner.attempt
         self.is_claimed = False
+        self.chosen_ref: StepRef | None = None
 
     @property
     def own(self) -> str:

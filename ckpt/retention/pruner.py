@@ -134,8 +134,8 @@ def carry_out(
 
     Returns:
         The steps that were removed or, in a dry run, would be removed. Steps without any bytes are
-        left out, and so are steps that stay because they are pinned or another process finishes
-        them.
+        left out, and so are steps that stay because they are pinned, a restore has chosen them, or
+        another process finishes them.
 
     Raises:
         RootInUse: Another job has taken the root over. The remaining steps were not removed.
@@ -147,6 +147,8 @@ def carry_out(
     for step in sorted(
         (verdict.step for verdict in verdicts if not verdict.reasons), key=lambda step: step.ref
     ):
+        if claim is not None and step.ref == claim.chosen_ref:
+            continue
         try:
             if dry_run or remove(backend, step, claim):
                 removed_steps.append(step)

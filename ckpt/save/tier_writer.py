@@ -189,6 +189,8 @@ class TierWriter:
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
         self._steps.set_committed(job.ref)
+        if not self._steps.steps.has_abandoned(job.ref):
+            self.root.chosen_ref = None
         if self.in_memory:
             self._slots.set_committed(job.ref)
         if self._quota is not None:

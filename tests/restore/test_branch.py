@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckpt.errors import AccessDenied, NoCheckpoint, StorageError, TransientStora
 from ckpt.events import RolledBack
 from ckpt.model.keys import rollback_key
 from ckpt.pipeline.workers import Workers
+from ckpt.retention import pruner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, Raise, Rule, SimulatedCrash
 from tests.coordination.world import World
@@ -341,6 +343,30 @@ def test_abandoned_steps_go_first_but_not_before_the_branch_has_a_step(near):
     assert newest(near) == (7, 70)
     assert whole(near) == [6, 7]
     assert len(committed(open_backend(str(near)))) == 2
+
+
+def test_a_pruning_under_way_leaves_the_restored_step(near, monkeypatch):
+    """It was decided before the restore that the step goes."""
+    decided, go = threading.Event(), threading.Event()
+    judge_now = pruner.judge_now
+
+    def late(*args, **how):
+        verdicts = judge_now(*args, **how)
+        if any(verdict.step.ref.step == 3 for verdict in verdicts):
+            decided.set()
+            assert go.wait(30)
+        return verdicts
+
+    monkeypatch.setattr(pruner, "judge_now", late)
+    with CheckpointManager(Tier(str(near), keep_last=2)) as manager:
+        trained = state(0)
+        for step in (1, 2, 3):
+            trained["x"].fill_(step)
+            manager.save(trained, step)
+        assert decided.wait(30)
+        restored(manager, trained, step=1)
+        go.set()
+    assert newest(near) == (1, 1)
 
 
 def test_a_full_tier_evicts_abandoned_steps_first(near):
