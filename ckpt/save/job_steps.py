@@ -16,7 +16,7 @@ from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import CkptError
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
-from ckpt.model.rollback import Rollback, on_branch
+from ckpt.model.rollback import Rollback
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""
@@ -178,7 +178,7 @@ class JobSteps:
         """Return True if ``ref`` is not on the current branch. If it is a step of this job, its
         save may have been under way when the job went back.
         """
-        return not on_branch(self.rollback, [ref])
+        return self.rollback is not None and not self.rollback.keeps(ref)
 
     def set_committed(self, tier: OpenTier, ref: StepRef) -> None:
         """Note that ``ref`` is a checkpoint on ``tier`` now. An abandoned step does not count."""
