@@ -79,7 +79,6 @@ def _staged(values: Mapping[str, Any]) -> int:
 _BYTES: Final[Mapping[CodeType, tuple[str, Callable[[Mapping[str, Any]], int]]]] = {
     checksum.__code__: ("KiB hashed", _hashed),
     copies._copy.__code__: ("KiB copied", _staged),
-    direct_io._copy.__code__: ("KiB copied", lambda values: int(values["out"].nbytes)),
 }
 """The functions through which bytes pass, and how many they are by the arguments."""
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ckpt.adapters.match.saved import EQUAL
 from ckpt.adapters.match.wrapper_prefix import REMOVED_PREFIX
 from ckpt.catalog.index import committed
-from ckpt.config import Tier
+from ckpt.config import SaveConfig, Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
 from ckpt.exchange import wrapper_names
 from ckpt.exchange.contents import State
@@ -146,7 +146,8 @@ def import_checkpoint(
             metadata[REMOVED_PREFIX] = shaper.without_prefix
         if shaper.equal:
             metadata[EQUAL] = shaper.equal
-        with CheckpointManager(keeps_all, metadata=metadata, slots=1, overlap="off") as manager:
+        settings = SaveConfig(slots=1, overlap="off", journal=False)
+        with CheckpointManager(keeps_all, config=settings, metadata=metadata) as manager:
             manager.save(live, step=step)
     return report
 

@@ -130,6 +130,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     start_time: int = 0
 
 
+_SUFFIX: Final = ".journal"
+"""The end of the name of the folder of a journal. The rest is the root of the run."""
+
+
 class Journal:
     """An observer that writes the events of a run to a folder beside its root.
 
@@ -146,6 +150,8 @@ class Journal:
             at its end. If all tiers of the run are remote, give any local path.
         rank: The rank of this process; None for the rank that the launcher names.
         modes: Which values of a metric are the best, by its name, as in ``Tier(keep_best=...)``.
+        needs_root: Whether the folder is made only beside a root that exists. If the disk of a run
+            is not mounted, nothing is written below its mount point.
 
     Raises:
         ConfigError: ``root`` is neither a path nor a ``file://`` URL.
@@ -160,8 +166,9 @@ class Journal:
         *,
         rank: int | None = None,
         modes: Mapping[str, Mode] | None = None,
+        needs_root: bool = False,
     ) -> None:
-        self._folder = journal_of(root)
+        self._folder, self._needs_root = journal_of(root), needs_root
         self._rank = rank_of_this_process() if rank is None else rank
         self._modes: dict[str, Mode] = dict(modes or {})
         self._job = secrets.token_hex(6)
@@ -286,9 +293,10 @@ class Journal:
                 os.replace(path, path + _OLD)
                 self._is_open = self._rank != 0  # The new file must name the job, too
         elif not os.path.isdir(self._folder):
-            if not creates:
+            root = self._folder.removesuffix(_SUFFIX)
+            if not creates or (self._needs_root and not os.path.isdir(root)):
                 return
-            os.makedirs(self._folder, exist_ok=True)
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._file = _open(path)
         self._beat()
 
@@ -334,7 +342,7 @@ def default_journal(tiers: Sequence[OpenTier], rank: int) -> Journal | None:
         return None
     rules = [tier.tier.best for tier in tiers]
     modes: dict[str, Mode] = {rule.metric: rule.mode for rule in rules if rule is not None}
-    return Journal(place.url, rank=rank, modes=modes)
+    return Journal(place.url, rank=rank, modes=modes, needs_root=True)
 
 
 def journals_of(
@@ -377,7 +385,7 @@ def journal_of(root: str | os.PathLike[str]) -> str:
             f"root={text_of(place)}: a journal is on this machine: give a folder, such as "
             "'runs/gpt'"
         )
-    return os.path.abspath(local_path(place)) + ".journal"
+    return os.path.abspath(local_path(place)) + _SUFFIX
 
 
 def journal_files(root: str | os.PathLike[str]) -> list[str]:
@@ -461,7 +469,7 @@ def _open(path: str) -> int:
     Raise ``OSError`` if the file is not a regular file. If it is a FIFO, do not wait for a reader.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-    file = os.open(path, flags, 0o644)
+    file = os.open(path, flags, 0o600)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "it is no regular file", path)

@@ -110,7 +110,7 @@ def test_a_name_of_a_tensor_is_no_path(tmp_path: Path, tally: Count) -> None:
         target = {name: torch.tensor(-1) for name in names}
         manager.restore(target)
     assert [int(value) for value in target.values()] == list(range(len(names)))
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*") if path.is_file()) == [
         "manifest.json",
         "rank-00000.json",
         "rank-00000.safetensors",

@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.mkdir(tmp_path / "place")
     monkeypatch.chdir(tmp_path / "place")
     monkeypatch.delenv("CKPT_ROOT", raising=False)
-    with CheckpointManager("runs", metadata={"team": "x"}) as manager:
+    with CheckpointManager("runs", metadata={"team": "x"}, journal=False) as manager:
         for step in (1, 2):
             manager.save(target(), step, metrics={"loss": 1 / step})
     Path("victim").write_text("mine")
