@@ -80,7 +80,7 @@ _STALE_SECONDS: Final = 24 * 3600.0
 _OLD: Final = ".old"
 _BEAT: Final = ".alive"
 _SUFFIXES: Final = (".jsonl", ".jsonl" + _OLD, _BEAT)
-_SAVES: Final = frozenset({"SaveStaged", "SaveFailed"})
+_SAVES: Final = frozenset({"SaveStaged", "SaveCommitted", "SaveFailed"})
 """The events that make the folder of a journal."""
 
 
