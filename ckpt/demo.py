@@ -1,7 +1,7 @@
 """A trial in one minute: ``python -m ckpt.demo``.
 
 A small training is killed by SIGKILL in the middle of a save, is started again, and is compared
-with a training that nobody has interrupted. It needs nothing but torch, on the CPU.
+with the same training without an interruption. It needs torch alone, and runs on the CPU.
 """
 
 from __future__ import annotations

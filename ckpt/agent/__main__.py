@@ -157,7 +157,7 @@ def _finish(order: Order, workers: Workers, report: OnReport) -> Ended:
     with Finish(order.job, workers, report) as job:
         outcome = job.clean() if order.task == "free" else job.run()
     if order.frees and outcome.outcome == "done":
-        with Finish(order.job, workers, report) as job:  # It looks at the tiers anew
+        with Finish(order.job, workers, report) as job:  # A new look at the tiers
             return Ended("freed") if job.clean().outcome == "done" else outcome
     return outcome
 

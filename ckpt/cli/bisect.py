@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from ckpt.catalog.index import committed_among, list_root
+from ckpt.catalog.index import find, list_root
 from ckpt.catalog.watching import Watcher
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -40,7 +40,7 @@ class Bisection:
     Attributes:
         good: The last step that is known to be good.
         bad: The first step that is known to be bad.
-        untestable: The steps between them, none of which could be tested.
+        untestable: The steps between these two. None of them could be tested.
     """
 
     good: int
@@ -145,14 +145,16 @@ def search(refs: Sequence[StepRef], test: Callable[[StepRef], Outcome]) -> Bisec
 
 def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef]:
     """Return the checkpoints of the current branch from ``good`` to ``bad``, in ascending order.
-    Of several attempts at a step, the last one by name is taken.
+    Of several attempts at a step, the one that a restore takes counts.
 
     Raises:
         NoCheckpoint: ``good`` or ``bad`` is no checkpoint of the branch.
     """
-    branch = [ref for ref in list_root(backend).on_branch if good <= ref.step <= bad]
-    present = committed_among(backend, branch)
-    by_step = {ref.step: ref for ref in sorted(present)}
+    branch = set(list_root(backend).on_branch)
+    by_step: dict[int, StepRef] = {}
+    for ref in find(backend, None):
+        if ref in branch and good <= ref.step <= bad:
+            by_step.setdefault(ref.step, ref)
     for number in (good, bad):
         if number not in by_step:
             raise NoCheckpoint(backend.url, f"step {number} is no checkpoint there")

@@ -138,10 +138,11 @@ def _groups_above(groups: dict[int, list[StoredStep]], number: int) -> list[_Lin
 
 
 def _text_of(rollback: Rollback) -> str:
-    text = f"rollback {rollback.number} to here, {output.moment(rollback.created_at)}"
-    if rollback.author:
-        text += f", {rollback.author}"
-    return f"{text}: {rollback.reason}" if rollback.reason else text
+    # The reason comes first, since a narrow terminal cuts the end.
+    reason = f": {rollback.reason}" if rollback.reason else ""
+    author = f", {rollback.author}" if rollback.author else ""
+    moment = output.moment(rollback.created_at)
+    return f"rollback {rollback.number} to here{reason} ({moment}{author})"
 
 
 def _head(lines: Sequence[_Line], count: int) -> list[_Line]:

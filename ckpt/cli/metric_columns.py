@@ -78,7 +78,7 @@ class MetricColumns:
         )
 
     def best_of(self, step: int) -> list[str]:
-        """Return the metrics of which ``step`` has the best value."""
+        """Return the metrics whose best value ``step`` has."""
         return sorted(name for name, best_step in self.best.items() if best_step == step)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,17 @@ def steps(backend: StorageBackend) -> dict[int, Written]:
         )
         for step in (100, 200, 300)
     }
+
+
+def run_on_two_tiers(folder: Path, near: Iterable[int], far: Iterable[int]) -> tuple[Path, Path]:
+    """Make a run on two tiers with these steps, which ``ckpt.toml`` in ``folder`` names."""
+    roots = folder / "near", folder / "far"
+    for root, steps in zip(roots, (near, far), strict=True):
+        for step in steps:
+            write_checkpoint(open_backend(str(root)), step=step, arrays=ARRAYS)
+    tables = (f'[[tiers]]\nurl = "{root}"\n' for root in roots)
+    (folder / "ckpt.toml").write_text("".join(tables), encoding="utf-8")
+    return roots
 
 
 def data_file(written: Written, rank: int = 0) -> Path:

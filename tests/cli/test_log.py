@@ -12,22 +12,14 @@ from ckpt.catalog.rollbacks import all_rollbacks
 from ckpt.coordination.owner import Owner, put_owner
 from ckpt.model.keys import rollback_key
 from ckpt.storage.registry import open_backend
-from tests.checkpoints import write_checkpoint
-from tests.cli.conftest import ARRAYS, Cli
+from tests.cli.conftest import Cli, run_on_two_tiers
 from tests.kit.states import restored
 
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> tuple[Path, Path]:
     """A run on two tiers, which ``ckpt.toml`` names. Both have steps 1 to 4."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    for folder in (near, far):
-        for step in (1, 2, 3, 4):
-            write_checkpoint(open_backend(str(folder)), step=step, arrays=ARRAYS)
-    (tmp_path / "ckpt.toml").write_text(
-        f'[[tiers]]\nurl = "{near}"\n[[tiers]]\nurl = "{far}"\n', encoding="utf-8"
-    )
-    return near, far
+    return run_on_two_tiers(tmp_path, (1, 2, 3, 4), (1, 2, 3, 4))
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from ckpt.observe.journal import Journal
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import urls_of
 from tests.checkpoints import write_checkpoint
-from tests.cli.conftest import ARRAYS, Cli
+from tests.cli.conftest import ARRAYS, Cli, run_on_two_tiers
 
 
 def numbers(cli: Cli, *roots: object) -> list[int]:
@@ -40,14 +40,7 @@ def tiers(tmp_path: Path) -> tuple[Path, Path]:
     """A run on two tiers, which ``ckpt.toml`` names. The near one has steps 1 to 4, the far one 1
     to 3.
     """
-    near, far = tmp_path / "near", tmp_path / "far"
-    for folder, steps in ((near, (1, 2, 3, 4)), (far, (1, 2, 3))):
-        for step in steps:
-            write_checkpoint(open_backend(str(folder)), step=step, arrays=ARRAYS)
-    (tmp_path / "ckpt.toml").write_text(
-        f'[[tiers]]\nurl = "{near}"\n[[tiers]]\nurl = "{far}"\n', encoding="utf-8"
-    )
-    return near, far
+    return run_on_two_tiers(tmp_path, (1, 2, 3, 4), (1, 2, 3))
 
 
 @pytest.fixture(autouse=True)
