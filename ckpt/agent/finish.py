@@ -46,7 +46,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.readable import rank_list
 from ckpt.model.rollback import last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim, attempts_of
+from ckpt.retention.claim import Claim, attempts_of, branch_attempts_of
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention, history
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import discard, remove
@@ -296,7 +296,7 @@ class Finish:
             RootInUse: Another job has taken the root.
         """
         backend = root.tier.backend
-        own = attempts_of(backend, self._owner.attempt)
+        own = branch_attempts_of(backend, self._owner.attempt)
         if not own or is_committed(backend, own[0]):
             return
         try:

@@ -56,7 +56,7 @@ from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import attempts_of
+from ckpt.retention.claim import branch_attempts_of
 from ckpt.storage.api import StorageBackend
 from ckpt.upkeep.step_copier import StepCopier
 
@@ -252,8 +252,10 @@ class NodeParts:
         return StepFolder(self._target, ref, self._workers)
 
     def _attempts(self) -> list[StepRef]:
-        """Return the steps of the job on the shared tier, committed or not, newest first."""
-        return attempts_of(self._target, self._job.owner.attempt)
+        """Return the steps of the job on the shared tier, committed or not, newest first. Abandoned
+        steps are left out.
+        """
+        return branch_attempts_of(self._target, self._job.owner.attempt)
 
     def _newest_number(self) -> int:
         newest = self.newest()
@@ -266,7 +268,7 @@ class NodeParts:
         parts: dict[StepRef, _Part] = {}
         for store in self._stores:
             for step in Inventory(store, part=True).look():
-                is_own = step.ref.job == self._job.owner.attempt
+                is_own = step.ref.job == self._job.owner.attempt and not step.is_abandoned
                 if is_own and (step.state == "committed" or step.is_part) and self._has_all(step):
                     part = parts.get(step.ref) or _Part(step, (), frozenset())
                     copies = part.copies | self._copies(step)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from ckpt.catalog.index import own_objects, step_refs
+from ckpt.catalog.index import list_root, own_objects
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
@@ -168,10 +168,15 @@ def _check_owner(backend: StorageBackend, ref: StepRef, *, job_is_dead: bool) ->
 
 def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
     """Raise ``CommitError`` if the leader has written to a later step, or in a later try at this
-    step.
+    step. If it has gone back to an earlier step since, what it wrote after that is later too.
     """
-    for attempt_ref in step_refs(backend):
+    listing = list_root(backend)
+    rollback, branch = listing.rollback, listing.on_branch
+    is_abandoned = ref not in branch
+    # What was abandoned says nothing about the saves of the current branch.
+    for attempt_ref in listing.refs if is_abandoned else branch:
         is_later = (attempt_ref.step, attempt_ref.trial) > (ref.step, ref.trial)
+        is_later |= is_abandoned and rollback is not None and rollback.precedes(attempt_ref)
         if attempt_ref.job == owner.attempt and is_later:
             names = {info.key.rpartition("/")[2] for info in own_objects(backend, attempt_ref)}
             if any(map(_of_leader, names)):

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.catalog.index import step_refs
+from ckpt.catalog.index import list_root, step_refs
 from ckpt.catalog.inventory import StoredStep
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import (
@@ -314,3 +314,8 @@ class TakeoverPost:
 def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
     """Return the attempts at steps on a store that one job has made, newest step first."""
     return [ref for ref in step_refs(backend) if ref.job == job]
+
+
+def branch_attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
+    """Return those of ``attempts_of`` that no rollback has abandoned."""
+    return [ref for ref in list_root(backend).on_branch if ref.job == job]

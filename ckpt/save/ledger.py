@@ -52,6 +52,8 @@ class SaveLedger:
         self._trials: dict[int, int] = {}
         self._first_trial = 0
         self._owners: dict[int, object] = {}
+        self._abandoned_ids: set[int] = set()
+        """The ``id`` of each save that was under way when its branch was abandoned."""
         self._skip_count = 0
         self._failed_steps: list[int] = []
         self._suspicions: list[SuspiciousState] = []
@@ -105,6 +107,9 @@ class SaveLedger:
         first_trial = self.next_branch_trial
         with self._lock:
             self._first_trial = first_trial
+            self._abandoned_ids |= {
+                id(save) for save in self._pending if save.step > step and not save.done()
+            }
             self._saved_steps = {number for number in self._saved_steps if number <= step}
 
     def begin(self, pending: SaveRecord, owner: object) -> None:
@@ -122,14 +127,16 @@ class SaveLedger:
             ]
             self._pending.append(pending)
             self._saved_steps.add(pending.step)
-            self._owners[pending.step] = owner
+            self._owners[id(pending)] = owner
 
     def cancel(self, step: int) -> None:
         """Remove the save of ``step``, which was called off before it began."""
         with self._lock:
             self._saved_steps.discard(step)
-            self._owners.pop(step, None)
-            self._pending = [save for save in self._pending if save.step != step]
+            for save in list(self._pending):
+                if save.step == step and id(save) not in self._abandoned_ids:
+                    self._owners.pop(id(save), None)
+                    self._pending.remove(save)
 
     def give_up(self, reason: str, timeout: float | None) -> None:
         """Give up all saves, because ``reason`` ends the process, and log what the tiers lack.
@@ -154,7 +161,8 @@ class SaveLedger:
         if error is not None:
             with self._lock:
                 # A step that a tier has given up is on nearer tiers.
-                if not isinstance(error, TierBehind):
+                is_abandoned = id(pending) in self._abandoned_ids
+                if not (isinstance(error, TierBehind) or is_abandoned):
                     self._saved_steps.discard(pending.step)
                 self._skip_count += isinstance(error, SaveSkipped)
                 if not is_skip:
@@ -165,7 +173,8 @@ class SaveLedger:
         # The user has chosen that saves may be skipped or fail, so no later call raises the error.
         pending.finish(error, is_reported=is_skip or self._warns)
         with self._lock:
-            owner = self._owners.pop(pending.step, None)
+            self._abandoned_ids.discard(id(pending))
+            owner = self._owners.pop(id(pending), None)
         del owner  # Outside of the lock, since this may be the last reference
 
     def suspect(self, error: SuspiciousState, *, logs: bool) -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ckpt import CheckpointManager
 from ckpt.coordination.owner import Owner, read_owner
+from ckpt.errors import NoCheckpoint
 from ckpt.events import CommitFinished, Event
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
@@ -25,7 +26,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def left(tmp_path: Path) -> Iterator[tuple[Path, bytes]]:
-    """Steps 1 and 2, of which 2 has lost its manifest with its job; and that manifest.
+    """Return a root with steps 1 and 2, and the manifest of step 2, which is not on the root.
 
     The manager is not collected before the test ends, since its job would count as ended.
     """
@@ -128,3 +129,26 @@ def test_a_part_that_was_damaged_is_found_when_it_is_read(left: tuple[Path, byte
     content[-1] ^= 1
     data.write_bytes(content)
     assert restored(left[0])[0] == 1
+
+
+def test_abandoned_steps_do_not_keep_a_step_of_the_branch_from_being_finished(
+    tmp_path: Path,
+) -> None:
+    root, trained = tmp_path / "run", state(0)
+    with CheckpointManager(root) as manager:
+        for step in (1, 2, 3):
+            trained["x"].fill_(step)
+            manager.save(trained, step)
+        manager.restore(trained, 1)
+        trained["x"].fill_(2)
+        manager.save(trained, 2)
+        owner = read_owner(open_backend(str(root), {}))
+        assert owner is not None
+    [manifest] = root.glob("step-*2.*tb/manifest.json")
+    manifest.unlink()
+    write(root, replace(owner, pid=2**22 + 1, started=1))
+    assert restored(root)[:2] == (2, ((2, str(root)),))
+    # The leader went on after the abandoned step 3, which may have been refused.
+    next(root.glob("step-*3.*/manifest.json")).unlink()
+    with pytest.raises(NoCheckpoint):
+        restored(root, 3)
