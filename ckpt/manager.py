@@ -397,7 +397,7 @@ class CheckpointManager:
         The training continues from the step that was restored last. A restore does not count if it
         fills a part of the state (``only``, ``exclude``), or other tensors than those that are
         saved. If ``step`` is older than others, a branch begins: no later restore takes the steps
-        after it for the newest, also if this job saves nothing. Their numbers may be saved again.
+        after it for the newest, even if this job saves nothing. Their numbers may be saved again.
 
         Args:
             state: The state in the form in which it was saved.
@@ -424,6 +424,10 @@ class CheckpointManager:
             broadcast: Whether one of the ranks that want the same bytes reads them and broadcasts
                 them over gloo, for a store that is slower than the network. Otherwise each of them
                 reads.
+            rollback: Whether the restore of an older ``step`` begins a branch. Give False to
+                evaluate an old step with the whole state when no job trains. A restore beside a job
+                that is alive, or that may be alive on another machine, begins none before this
+                manager saves.
 
         Returns:
             The report, or None if ``step`` is None and there is no checkpoint at all.
@@ -451,6 +455,7 @@ class CheckpointManager:
                 tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,
                 observers=self._observers, steps_in_use=self._saver.steps.awaited_refs,
                 claim_of=self._saver.claim_of, choose=self._saver.choose,
+                rollback=self._saver.steps.rollback,
             )  # fmt: skip
             restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1
@@ -501,11 +506,11 @@ class CheckpointManager:
         The call lists all tiers, and reads each manifest once, so it is too slow for every training
         step.
         """
-        return self._listing.steps()
+        return self._listing.steps(self._saver.steps.rollback)
 
     def latest_step(self) -> int | None:
         """Return the newest committed step on any tier, or None if there is none."""
-        return self._listing.latest()
+        return self._listing.latest(self._saver.steps.rollback)
 
     @frameless
     def best(self, metric: str, mode: Mode | None = None) -> int | None:

@@ -27,7 +27,7 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef
 from ckpt.model.metrics import metrics_of
-from ckpt.model.rollback import Rollback, last_rollback, on_branch
+from ckpt.model.rollback import Rollback, current_branch, last_rollback
 from ckpt.model.selector import BestStep, LatestStep, Selector, resolve, why_none
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo, StorageBackend
@@ -107,7 +107,7 @@ class MetricsReader:
             return Measurement()
         except (AccessDenied, TransientStorageError):
             raise
-        except (IntegrityError, StorageError):  # Whoever reads the step reports the error
+        except (IntegrityError, StorageError):  # The reader of the step raises the error
             return Measurement()
         return Measurement(measurement.created_at, {**additions, **measurement.metrics})
 
@@ -132,7 +132,7 @@ def branch_metrics(roots: Iterable[MeasuredRoot]) -> dict[int, Mapping[str, floa
                 nearer.created_at or measurement.created_at,
                 {**measurement.metrics, **nearer.metrics},
             )
-    refs = on_branch(last_rollback(rollbacks), measurements) or list(measurements)
+    refs = current_branch(last_rollback(rollbacks), measurements.keys())
     refs.sort(key=lambda ref: (measurements[ref].created_at, ref))
     return {ref.step: measurements[ref].metrics for ref in refs}
 

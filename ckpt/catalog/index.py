@@ -40,7 +40,7 @@ from ckpt.model.keys import (
     parse_folder,
 )
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
-from ckpt.model.rollback import Rollback, last_rollback, on_branch
+from ckpt.model.rollback import Rollback, current_branch, last_rollback, on_branch
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import (
@@ -207,32 +207,44 @@ class Listing:
 
     The methods raise ``AccessDenied`` and ``TransientStorageError`` if a store denies access or
     does not answer.
+
+    Args:
+        stores: The stores.
+        check_open: Raises if the owner of the stores has closed them.
     """
 
     def __init__(
-        self, stores: Sequence[StorageBackend], check_open: Callable[[], None] = lambda: None
+        self,
+        stores: Sequence[StorageBackend],
+        check_open: Callable[[], None] = lambda: None,
     ) -> None:
-        self._check_open = check_open  # Raises if the owner of the stores has closed them
+        self._check_open = check_open
         self._stores = [(store, set[StepRef]()) for store in stores]
 
     @frameless
-    def steps(self) -> list[int]:
-        """Return the numbers of the steps of the current branch, ascending."""
+    def steps(self, rollback: Rollback | None = None) -> list[int]:
+        """Return the numbers of the steps of the current branch, ascending.
+
+        ``rollback`` is one that may not be on the stores yet.
+        """
         self._check_open()
-        refs, rollback = set[StepRef](), None
+        refs = set[StepRef]()
         for store, intact in self._stores:
             listing = list_root(store)
             rollback = last_rollback([rollback, listing.rollback])
             present = committed_among(store, listing.refs)
             refs |= {ref for ref in present if _can_be_read(store, ref, intact)}
-        return sorted({ref.step for ref in on_branch(rollback, refs) or refs})
+        return sorted({ref.step for ref in current_branch(rollback, refs)})
 
     @frameless
-    def latest(self) -> int | None:
-        """Return the number of the newest step of the current branch, or None if there is none."""
+    def latest(self, rollback: Rollback | None = None) -> int | None:
+        """Return the number of the newest step of the current branch, or None if there is none.
+
+        ``rollback`` is one that may not be on the stores yet.
+        """
         self._check_open()
         listings = [list_root(store) for store, _ in self._stores]
-        rollback = last_rollback(listing.rollback for listing in listings)
+        rollback = last_rollback([rollback, *(item.rollback for item in listings)])
         # If the branch has no step any more, all steps count.
         for is_chosen in (lambda ref: bool(on_branch(rollback, [ref])), lambda _: True):
             newest = (

@@ -79,6 +79,13 @@ def on_branch(rollback: Rollback | None, refs: Iterable[StepRef]) -> list[StepRe
     return [ref for ref in refs if rollback is None or rollback.keeps(ref)]
 
 
+def current_branch(rollback: Rollback | None, refs: Collection[StepRef]) -> list[StepRef]:
+    """Return those of ``refs`` from which the newest is taken: those on the branch, or all of them
+    if the branch has none any more.
+    """
+    return on_branch(rollback, refs) or list(refs)
+
+
 def last_rollback(rollbacks: Iterable[Rollback | None]) -> Rollback | None:
     """Return the rollback that counts; None if there is none."""
     present = (rollback for rollback in rollbacks if rollback is not None)

@@ -1,7 +1,9 @@
 """Begin a branch: after the restore of an older step, the later steps are abandoned.
 
 The leader puts a rollback on every tier that answers, so that no later restore takes an abandoned
-step for the newest one, also if this job dies before its first save.
+step for the newest one, also if this job dies before its first save. If the owner of the root may
+be alive on another machine, this job may be an evaluation beside a training. Then the rollback is
+put only when this job takes the root, which it does with its first save.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ckpt.catalog.candidates import LISTING_SECONDS
 from ckpt.catalog.rollbacks import all_rollbacks, put_rollback
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.gather import Wait, leader_decides
-from ckpt.coordination.owner import Owner, refusing_owner
+from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AccessDenied, CkptError, LinkRefused, StorageError
 from ckpt.events import RolledBack
 from ckpt.model.keys import StepRef
@@ -40,10 +42,13 @@ class _Decision(msgspec.Struct, frozen=True):
 
     Attributes:
         rollback: The rollback; None if no branch begins.
+        rival: The owner of the root, which may be alive on another machine. Then no tier has the
+            rollback yet. Empty if there is no such owner.
         error: Why no tier has the rollback.
     """
 
     rollback: Rollback | None = None
+    rival: str = ""
     error: str = ""
 
 
@@ -76,9 +81,9 @@ def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -
         subject: The subject of the message, which no other call uses.
 
     Returns:
-        The rollback, which at least one tier of the leader has. None if the step is the newest one
-        already, if the root belongs to another job that is alive, or if this job may write to no
-        tier.
+        The rollback, which at least one tier of the leader has, or which each tier gets when this
+        job takes its root. None if the step is the newest one already, if the root belongs to
+        another job that is alive, or if this job may write to no tier.
 
     Raises:
         StorageError: No tier took the rollback, and not only for lack of permission.
@@ -89,14 +94,19 @@ def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -
 
     def decide() -> _Decision:
         try:
-            rollback = _decide(durable, context, point) if point.is_certain else None
-            error = _put(durable, context.listers, rollback) if rollback is not None else None
+            rollback = _roll_back(durable, context, point) if point.is_certain else None
+            rivals = _rivals(durable, context) if rollback is not None else []
+            if rollback is None or any(owner.alive for owner in rivals):
+                return _Decision()
+            if rivals:
+                return _Decision(rollback, rival=str(rivals[0]))
+            error = _put(durable, context.listers, rollback)
             if _is_denied(error):  # The job can save nothing either
                 _log.warning("ckpt: %s", _text(step, error))
                 return _Decision()
-            return _Decision(rollback, str(error or ""))
+            return _Decision(rollback, error=str(error or ""))
         except CkptError as error:
-            return _Decision(None, str(error))
+            return _Decision(error=str(error))
 
     pause = Wait(_PATIENCE_SECONDS, "the rollback", step)
     decision = leader_decides(coordinator, subject, decide, pause, _Decision)
@@ -106,13 +116,15 @@ def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -
         return None
     context.observers.notify(RolledBack(step=step, number=rollback.number))
     if (rank := coordinator.rank) == LEADER:
+        rival = decision.rival
         _log.warning(
-            "ckpt: the run goes on from step %d: later steps are abandoned, and retention removes "
-            "them first (rollback %d)",
+            "ckpt: the run goes on from step %d%s: later steps are abandoned, and retention "
+            "removes them first (rollback %d)",
             step,
+            f" with the first save of this job, since {rival} may be alive" if rival else "",
             rollback.number,
         )
-    else:
+    elif not decision.rival:
         own = [tier for tier in durable if tier.nodes and rank in tier.nodes.lowest_ranks]
         _put(own, context.listers, rollback)
     return rollback
@@ -129,27 +141,26 @@ def _text(step: int, error: object) -> str:
     )
 
 
-def _decide(
+def _roll_back(
     tiers: Sequence[OpenTier], context: RestoreContext, point: BranchPoint
 ) -> Rollback | None:
     if is_newest(point.rollback, point.ref, point.heads):
         return None  # No tier is asked
     rollbacks = _rollbacks(tiers, context.listers, point.rollback) if point.rollback else []
-    own = context.coordinator.attempt
-    trials = {own: point.trial} if point.trial else {}
-    new = roll_back(rollbacks, point.ref, point.heads, trials=trials)
-    if new is None:
-        return None
-    claimant = Owner.of_this_process(own)
-    owners = _answers(tiers, context.listers, lambda store: refusing_owner(store, claimant))
-    if live_owners := [owner for owner in owners.values() if isinstance(owner, Owner)]:
-        _log.info(
-            "ckpt: the steps after %d are not abandoned, since a job is alive: %s",
-            point.ref.step,
-            live_owners[0],
-        )
-        return None
-    return new
+    trials = {context.coordinator.attempt: point.trial} if point.trial else {}
+    return roll_back(rollbacks, point.ref, point.heads, trials=trials)
+
+
+def _rivals(tiers: Sequence[OpenTier], context: RestoreContext) -> list[Owner]:
+    """Return the owners of the roots that are other jobs and are not known to have ended."""
+    owners = _answers(tiers, context.listers, read_owner).values()
+    return [
+        owner
+        for owner in owners
+        if isinstance(owner, Owner)
+        and owner.attempt != context.coordinator.attempt
+        and not (owner.has_ended or owner.gives_way)
+    ]
 
 
 def _rollbacks(tiers: Sequence[OpenTier], listers: Workers, last: Rollback) -> list[Rollback]:

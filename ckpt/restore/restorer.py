@@ -41,7 +41,7 @@ from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.patterns import no_match_error
-from ckpt.model.rollback import Rollback, heads_of
+from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.model.selector import Selector
 from ckpt.nodes.survey import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
@@ -114,6 +114,8 @@ class RestoreContext:
             restore has ended.
         observers: The observers that get the events of the restore.
         steps_in_use: Returns the steps that saves under way still read from nearer tiers.
+        rollback: The rollback that this job has made or found before; None if there is none. It may
+            not be on the tiers yet.
         choose: Called on the leader with each step before the ranks restore it.
         claim_of: Returns the claim of the running job on the root of a tier, by the URL of the
             tier; None if the job has not taken the root.
@@ -124,6 +126,7 @@ class RestoreContext:
     listers: Workers
     observers: Observers
     steps_in_use: Callable[[], frozenset[StepRef]] = frozenset
+    rollback: Rollback | None = None
     choose: Callable[[StepRef], None] = lambda _: None
     claim_of: Callable[[str], Claim | None] = no_claim
 
@@ -170,7 +173,7 @@ class Restorer:
         )
         self._read_through, self._selection = options.read_through, options.selection
         self._steps_in_use, self._claim_of = context.steps_in_use, context.claim_of
-        self._choose = context.choose
+        self._choose, self._known_rollback = context.choose, context.rollback
         self._is_broadcast = _is_broadcast(options.broadcast, coordinator)
         self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
@@ -315,8 +318,9 @@ class Restorer:
         finish = neighbours.on_shared_tiers(finisher.finish)
         tiers, urls = zip(*((tier.tier, tier.url) for tier in self._tiers), strict=True)
         number = step_on(stores, step, partial(modes_of_run, tiers, urls))
+        rollback = last_rollback([neighbours.rollback(), self._known_rollback])
         for candidate in candidates(
-            stores, number, workers=self._listers, finish=finish, rollback=neighbours.rollback()
+            stores, number, workers=self._listers, finish=finish, rollback=rollback
         ):
             self.heads = heads_of([*candidate.heads, *neighbours.heads(), *refs_in_use])
             if fault := neighbours.fault(candidate, stores):

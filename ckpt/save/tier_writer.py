@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from ckpt.catalog.index import is_committed, step_refs
+from ckpt.catalog.rollbacks import put_rollback
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Abort, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
@@ -27,6 +28,7 @@ from ckpt.errors import (
     CkptError,
     CommitError,
     HistoryHidden,
+    ObjectExists,
     PeerFailed,
     StepExists,
     StorageError,
@@ -448,6 +450,7 @@ class TierWriter:
         """
         if self._foreign is None:
             listing = self._call(self.root.take)
+            self._put_rollback()
             takeover = self.root.takeover
             if self._node.world_size > 1 and takeover is not None:
                 self._takeover.post(takeover)  # Other ranks read it when they must make room
@@ -457,6 +460,22 @@ class TierWriter:
             self._foreign = [ref for ref in branch if ref.job != self.root.own]
             self._warn_of_later(self._foreign)
         return self._foreign
+
+    def _put_rollback(self) -> None:
+        """Put the rollback that counts on the tier, if the tier lacks it: it may not have answered
+        when the job went back, or its owner may have been alive.
+        """
+        rollback = self._steps.rollback
+        if rollback is None or self.in_memory:
+            return
+        try:
+            self._call(partial(put_rollback, self._backend, rollback))
+        except ObjectExists:
+            _log.warning(
+                "ckpt: %s has another rollback %d, which counts there: `ckpt log` shows it",
+                self.url,
+                rollback.number,
+            )
 
     def _warn_of_later(self, foreign: Sequence[StepRef]) -> None:
         restored_ref = self._steps.restored

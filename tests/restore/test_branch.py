@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,15 @@ from ckpt.catalog.candidates import candidates
 from ckpt.catalog.index import committed, find
 from ckpt.catalog.rollbacks import all_rollbacks, newest_rollback
 from ckpt.catalog.watching import Watcher
+from ckpt.config import SaveConfig
 from ckpt.coordination.owner import Owner, put_owner
 from ckpt.errors import AccessDenied, NoCheckpoint, StorageError, TransientStorageError
-from ckpt.events import RolledBack
+from ckpt.events import Observers, RolledBack
 from ckpt.model.keys import rollback_key
+from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Workers
 from ckpt.retention import pruner
+from ckpt.save.ledger import SaveLedger
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, Raise, Rule, SimulatedCrash
 from tests.coordination.world import World
@@ -172,20 +177,65 @@ def test_a_restore_into_other_tensors_than_those_of_the_job_begins_nothing(near,
         assert manager.latest_step() == 2 + has_saved
 
 
-def test_beside_a_living_job_nothing_begins(near):
-    run(near, 5, 6)
+@contextmanager
+def owned_by_another(root: Path, **changes: Any) -> Iterator[None]:
+    """Let another process of this machine own the root."""
     process = subprocess.Popen(["sleep", "60"])
     try:
         started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
         owner = Owner.of_this_process("otherz")
-        put_owner(
-            open_backend(str(near)), replace(owner, pid=process.pid, started=started, program="")
-        )
-        go_back(near, 5)
-        assert newest(near) == (6, 6)
+        own = replace(owner, pid=process.pid, started=started, program="", **changes)
+        put_owner(open_backend(str(root)), own)
+        yield
     finally:
         process.kill()
         process.wait()
+
+
+def test_beside_a_living_job_nothing_begins(near):
+    run(near, 5, 6)
+    with owned_by_another(near):
+        go_back(near, 5)
+        assert newest(near) == (6, 6)
+
+
+def test_beside_a_job_on_another_machine_nothing_begins_before_the_first_save(near, far):
+    """An evaluation of an old step must not move a training that it cannot see."""
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6, 7)
+    for root in (near, far):
+        with owned_by_another(root, machine="another"):
+            pass
+    go_back(tiers, 5)
+    assert newest(tiers) == (7, 7)
+    with CheckpointManager(tiers) as manager:
+        restored(manager, state(0), step=5)
+        assert manager.steps() == [5], "this manager knows the branch"
+        assert manager.latest_step() == 5
+        assert restored(manager, state(0)).step == 5
+        manager.save(state(60), 6)
+    assert newest(tiers) == newest(near) == newest(far) == (6, 60)
+
+
+def test_a_tier_that_was_away_gets_the_rollback_with_the_first_save(near, far, monkeypatch):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6, 7)
+    with monkeypatch.context() as patch:
+        faulty(patch, far, [Rule(verb="put", key="rollbacks", fault=Raise(StorageError))])
+        go_back(tiers, 5)
+    assert newest(far) == (7, 7)
+    run_on(tiers, 6, 60)
+    assert newest(far) == (6, 60)
+
+
+def test_a_save_of_the_abandoned_branch_that_fails_late_frees_no_number():
+    ledger = SaveLedger(Observers(()), SaveConfig(on_error="warn"))
+    old, new = (SaveRecord(6, 0, None, began=0.0) for _ in range(2))
+    ledger.begin(old, owner=ledger)
+    ledger.begin_branch(5)
+    ledger.begin(new, owner=ledger)
+    ledger.end(old, StorageError("", "the old one"))
+    assert ledger.has(6), "the new save of step 6 is under way"
 
 
 def test_observers_learn_of_it(near):
