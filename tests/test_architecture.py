@@ -179,6 +179,7 @@ LATE_IMPORTS = {
     "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
     "backends/ckpt_backends/gcs.py": {"fsspec"},
     "ckpt/agent/__main__.py": {"ckpt"},  # NumPy: only its workers need it
+    "ckpt/cli/adopt.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/diff.py": {"ckpt"},  # torch: only --values needs it
     "ckpt/cli/export.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/import_.py": {"ckpt"},

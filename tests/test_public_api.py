@@ -25,7 +25,6 @@ PUBLIC = {
     "Tls",
     "__version__",
     "declare_part",
-    "follow",
     "join",
     "join_horovod",
     "join_mpi",

@@ -59,7 +59,6 @@ ACROSS_FILES = {
     "public_api",
     "rename",
     "review",
-    "serving_page",
     "signal_handlers",
     "soak",
     "started_processes",

@@ -32,6 +32,7 @@ from ckpt.coordination.claim_marker import is_removal_marker
 from ckpt.coordination.tombstone import is_of_manifest
 from ckpt.errors import (
     AccessDenied,
+    FileDamaged,
     FormatUnsupported,
     IntegrityError,
     LinkRefused,
@@ -43,13 +44,14 @@ from ckpt.errors import (
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.keys import StepRef, fragment_name, is_fragment
-from ckpt.model.manifest import Encoding
+from ckpt.model.manifest import Encoding, Location
 from ckpt.model.metrics import metrics_of
 from ckpt.model.rollback import Rollback
 from ckpt.model.values import parse
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
+from ckpt.storage.locations import LocatedStore, as_change
 
 _READERS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
@@ -93,6 +95,8 @@ class StoredStep:
         pins: The pins on the step that have not ended.
         is_abandoned: Whether a rollback on this tier has abandoned the step.
         follows_rollback: Whether the step was saved after the last rollback on this tier.
+        is_adopted: Whether data files of the step are files of another program, outside of its
+            folder.
     """
 
     ref: StepRef
@@ -113,6 +117,7 @@ class StoredStep:
     pins: tuple[Pin, ...] = ()
     is_abandoned: bool = False
     follows_rollback: bool = False
+    is_adopted: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -342,9 +347,12 @@ class Inventory:
             IntegrityError: Files that the manifest names are missing or cut, or its metadata is
                 damaged.
         """
+        locations = {location.rank: location.path for location in outline.locations}
         files = self._files_here(objects, outline)
-        if faults := self._faults(ref, objects, outline, files):
+        own_files = [file for file in files if file.rank not in locations]
+        if faults := self._faults(ref, objects, outline, own_files):
             raise ManifestCorrupt(ref.manifest, _summary(faults))
+        self._check_adopted(ref, [file for file in files if file.rank in locations], locations)
         if self._part and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
         parse(outline.metadata, "metadata")
@@ -358,8 +366,26 @@ class Inventory:
             codecs=tuple(sorted({encoding.codec for encoding in outline.encoded})),
             metadata=outline.metadata.copy(),  # A view would keep the whole manifest in memory
             staged_bytes=sum(file.size for file in files),
+            is_adopted=bool(locations),
         )
         return self._with_late_metrics(step, objects)
+
+    def _check_adopted(
+        self, ref: StepRef, files: Sequence[_NamedFile], locations: Mapping[int, str]
+    ) -> None:
+        """Raise ``ManifestCorrupt`` if one of ``files``, which are files of other programs, is gone
+        or was cut. Their places are in ``locations``, by rank.
+        """
+        store = LocatedStore(self._backend.url)
+        for file in files:
+            location = locations[file.rank]
+            try:
+                size = self._retry.call(partial(store.head, location)).size
+            except (ObjectNotFound, LinkRefused) as error:
+                raise ManifestCorrupt(ref.manifest, str(as_change(error, location))) from None
+            if size < file.size:
+                damage = FileDamaged(location, size, file.size)
+                raise ManifestCorrupt(ref.manifest, str(as_change(damage, location)))
 
     def _refresh(self, step: StoredStep) -> StoredStep | None:
         """Return a remembered step, with the metrics and the copies of files of other nodes that
@@ -548,3 +574,4 @@ class _Outline(msgspec.Struct):
     encoded: tuple[Encoding, ...] = ()
     fragments: tuple[_NamedFile, ...] = ()
     carried: msgspec.Raw = msgspec.Raw()
+    locations: tuple[Location, ...] = ()

@@ -110,7 +110,7 @@ class StepReader:
         try:
             read_plan(
                 plan,
-                MemorySink(leaves, [request.out for request in requests]),
+                _MemorySink(leaves, [request.out for request in requests]),
                 reader=self._reader,
                 files=self._files,
                 workers=self._workers,
@@ -161,13 +161,9 @@ class StepReader:
             yield Piece(tensor, offset, request.out)
 
 
-class MemorySink:
+class _MemorySink:
     """A `Sink` that fills plain memory. Any thread may call the methods, since chunks do not
     overlap.
-
-    Args:
-        leaves: The tensors, each with one box.
-        outs: The memory of the boxes.
     """
 
     def __init__(self, leaves: Sequence[Leaf], outs: Sequence[memoryview]) -> None:
@@ -183,7 +179,7 @@ class MemorySink:
         """
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
-        region = self.region(read)
+        region = self._region(read, 0)
         return region.reshape(-1).view(np.uint8).data if region.flags.c_contiguous else None
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
@@ -192,10 +188,9 @@ class MemorySink:
             read.box.shape
         )
         for index, target in enumerate(read.targets):
-            self.region(read, index)[...] = _slice(chunk, target.part.relative_to(read.box))
+            self._region(read, index)[...] = _slice(chunk, target.part.relative_to(read.box))
 
-    def region(self, read: ChunkRead, index: int = 0) -> np.ndarray[Any, Any]:
-        """Return a view of the memory that a target of the chunk fills."""
+    def _region(self, read: ChunkRead, index: int) -> np.ndarray[Any, Any]:
         target = read.targets[index]
         return _slice(self._arrays[target.leaf], target.part.relative_to(self._boxes[target.leaf]))
 

@@ -31,6 +31,7 @@ from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
 from ckpt.storage.api import StorageBackend
+from ckpt.storage.locations import store_with
 
 T = TypeVar("T")
 
@@ -392,11 +393,13 @@ class TieredReader:
         if isinstance(file, StoredFile):
             if (stored_file := self._files(position).get(file.rank)) is None:
                 return ObjectNotFound(file.key)
-            key, expected_size = stored_file.key, stored_file.size
+            key, expected_size, location = stored_file.key, stored_file.size, stored_file.location
         else:
-            key, expected_size = self.ref.key(file.name), file.size
+            key, expected_size, location = self.ref.key(file.name), file.size, ""
+        source = self.sources[position]
         try:
-            size = self._retry.call(partial(self.sources[position].head, key)).size
+            store = store_with(source, location) if location else source
+            size = self._retry.call(partial(store.head, key)).size
         except TransientStorageError as error:
             self.note_failure(position, key, error, 0)
             return error

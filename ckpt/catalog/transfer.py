@@ -31,7 +31,8 @@ from msgspec.structs import replace
 
 from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import own_objects, read_manifest, read_packed
-from ckpt.catalog.tiered_reader import OnRepair, TieredReader
+from ckpt.catalog.self_contained import SelfContainedStep
+from ckpt.catalog.tiered_reader import OnRepair, SourceManifest, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
 from ckpt.coordination.claim_marker import release_finish, require_finish
@@ -224,7 +225,8 @@ def fetch_step(
     codec: str | None = None,
     confirm: Callable[[], object] = lambda: None,
 ) -> FetchReport:
-    """Copy a committed step from the first of ``sources`` to the store of ``folder``.
+    """Copy a committed step from the first of ``sources`` to the store of ``folder``. The copy of
+    an adopted step needs no file of another program.
 
     On an error, files that are finished stay for the next try, and the step does not become a
     checkpoint at the destination (unless it was one before). A damaged manifest at the destination
@@ -258,25 +260,25 @@ def fetch_step(
     start = time.perf_counter()
     origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
     with _about_the_source():
-        found = origin.whole(lambda found: origin.fill(found, None))
-    manifest, packed = found.manifest, found.data
+        step, source = _without_locations(origin)
+    manifest, packed = source.manifest, source.data
     old = _encoded_otherwise(folder, manifest, packed)
     listed = old is None and _make_way(folder, packed)
     if old is not None and not verify_files(folder, old.stored_files().values())[0]:
         return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
-    recoding = None if codec is None or listed else _recoding(origin, manifest, codec)
+    recoding = None if codec is None or listed else _recoding(step, manifest, codec)
     kept = _kept(manifest, folder, recoding)
     missing = [file for rank, file in manifest.stored_files().items() if rank not in kept]
     here = dataclasses.replace(folder, backend=sources[0])
-    for fault in size_faults(here, missing) if len(sources) == 1 else ():
+    for fault in size_faults(here, missing) if len(sources) == 1 and step is origin else ():
         raise fault.error()
     meter = _meter(manifest, missing, on_progress, recoded=recoding is not None)
-    copies = copy_files(origin.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
+    copies = copy_files(step.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
     if old is not None:
         # The old manifest is removed only after all data files were written.
         folder.retry.call(partial(delete_files, folder.backend, [folder.ref.manifest]))
     if recoding is None:
-        copy_fragments(origin, manifest, manifest.fragments, folder)
+        copy_fragments(step, manifest, manifest.fragments, folder)
     else:
         files = {copy.stored.rank: copy.stored for copy in copies} | kept
         manifest = _put_fragments(folder, recoding, files)
@@ -286,6 +288,17 @@ def fetch_step(
         _clear_unnamed(folder, manifest)
     copied = sum(copy.stored.size for copy in copies)
     return FetchReport(folder.ref, manifest.stored_bytes, copied, time.perf_counter() - start)
+
+
+def _without_locations(
+    origin: TieredReader,
+) -> tuple[TieredReader | SelfContainedStep, SourceManifest]:
+    """Return what reads the step of ``origin`` for a copy, and the manifest of the copy."""
+    source = origin.whole(lambda source: origin.fill(source, None))
+    if not source.manifest.locations:
+        return origin, source
+    step = SelfContainedStep(origin, source)
+    return step, step.source
 
 
 def copy_files(
@@ -361,7 +374,7 @@ def write_file(
 
 
 def copy_fragments(
-    origin: TieredReader,
+    origin: TieredReader | SelfContainedStep,
     manifest: Manifest,
     fragments: Sequence[FragmentRef],
     folder: StepFolder,
@@ -486,7 +499,9 @@ def has_codec(manifest: Manifest, codec: str) -> bool:
     return all((file.codec or NO_CODEC) == name for file in manifest.stored_files().values())
 
 
-def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
+def _recoding(
+    origin: TieredReader | SelfContainedStep, manifest: Manifest, codec: str
+) -> Recoding | None:
     """Return the `Recoding` for a destination with ``codec``; None if the source already has the
     encoding of such a destination.
     """
@@ -548,7 +563,7 @@ def _put_fragments(
 
 
 def _copy_fragment(
-    origin: TieredReader,
+    origin: TieredReader | SelfContainedStep,
     folder: StepFolder,
     manifest: Manifest,
     named: FragmentRef,

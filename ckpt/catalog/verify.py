@@ -25,6 +25,7 @@ from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
     FileDamaged,
+    ForeignFileMismatch,
     FormatUnsupported,
     IntegrityError,
     LinkRefused,
@@ -44,6 +45,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
 from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend, read_record
+from ckpt.storage.locations import as_change, store_with
 
 T = TypeVar("T")
 
@@ -302,12 +304,14 @@ def _fragment(
 
 def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None]:
     try:
-        size = folder.retry.call(partial(folder.backend.head, file.key)).size
+        store = store_with(folder.backend, file.location)
+        size = folder.retry.call(partial(store.head, file.key)).size
     except StorageError as error:
-        return 0, fault_of(error)
+        return 0, fault_of(as_change(error, file.location) if file.location else error)
     if size == file.size:
         return size, None
-    detail = FileDamaged(file.key, size, file.size).detail
+    damage = FileDamaged(file.key, size, file.size)
+    detail = str(as_change(damage, file.key)) if file.location else damage.detail
     return size, Fault(key=file.key, what=detail, offset=min(size, file.size))
 
 
@@ -332,6 +336,13 @@ def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
                 what="its bytes were changed",
                 offset=error.offset,
                 nbytes=error.nbytes,
+            )
+        case ForeignFileMismatch():
+            return Fault(
+                key=error.key,
+                what=str(error),
+                offset=error.offset,
+                nbytes=chunk.stored_nbytes if chunk else None,
             )
         case ManifestCorrupt() | FileDamaged():
             return Fault(key=error.key, what=error.detail)

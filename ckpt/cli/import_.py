@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -20,6 +20,9 @@ from ckpt.cli.store_timeout import open_watched
 from ckpt.errors import ConfigError
 from ckpt.errors.base import few
 from ckpt.storage.tiers import resolve_tier
+
+if TYPE_CHECKING:
+    from ckpt.exchange.shaper import ImportReport
 
 Format = Literal["torch", "dcp", "safetensors"]
 """The formats that can be imported."""
@@ -94,7 +97,7 @@ def import_(
         path=source,
         kind=kind,
         plain=plain or (),
-        parameter_names=_lines(param_names),
+        parameter_names=lines_of(param_names),
     )
     report = import_checkpoint(
         foreign, tier, step, look=partial(store.ask, partial(committed, store))
@@ -112,6 +115,11 @@ def import_(
         )
         return
     output.show_line(f"step {step} in {tier.url}, from {report.kind}", style="green")
+    show_notes(report, source)
+
+
+def show_notes(report: ImportReport, source: str) -> None:
+    """Print what the entries of a state are, the notes, and what the step does not have."""
     output.show_table(("name", "what"), list(report.names.items()))
     for note in report.notes:
         output.warn(note)
@@ -119,7 +127,7 @@ def import_(
         output.warn(f"not taken from {source}: {few(report.leftovers, _MOST_ASIDE, quote=False)}")
 
 
-def _lines(path: str | None) -> list[str] | None:
+def lines_of(path: str | None) -> list[str] | None:
     """Return the lines of a file that are not blank; None if ``path`` is None."""
     if path is None:
         return None

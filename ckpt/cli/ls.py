@@ -558,9 +558,12 @@ def _size_and_state(step: StoredStep) -> tuple[str, str]:
 def _size(step: StoredStep) -> str:
     """Return as text the size of a committed step on the tier.
 
-    For an encoded step the text also has the codecs and the size before encoding.
+    For an encoded step the text also has the codecs and the size before encoding, and for an
+    adopted step the size of the data files, which are elsewhere.
     """
     text = output.size(step.nbytes)
+    if step.is_adopted:
+        return f"{text} (adopted: {output.size(step.staged_bytes)} elsewhere)"
     if not step.codecs:
         return text
     return f"{text} ({', '.join(step.codecs)} of {output.size(step.staged_bytes)})"
@@ -576,6 +579,7 @@ def _bytes_and_pins(step: StoredStep) -> dict[str, object]:
         "bytes": step.staged_bytes if is_committed else step.nbytes,
         "stored_bytes": step.stored_bytes if is_committed else step.nbytes,
         "codecs": list(step.codecs),
+        "adopted": step.is_adopted,
         "pinned_until": output.moment_utc(_pinned_until(step)) if step.pins else None,
     }
 

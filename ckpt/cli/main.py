@@ -50,6 +50,7 @@ Examples:
   ckpt finalize runs/gpt                          finish a save whose job died
   ckpt export runs/gpt gpt.safetensors            for other programs
   ckpt import checkpoint.pt runs/gpt --step 0     from other programs
+  ckpt adopt dcp/step-1200 runs/gpt               from other programs, without a copy
   ckpt agent status                               what does this node's agent do?
 
 \b
@@ -154,6 +155,7 @@ COMMANDS: Final = {
     "finalize": ("finalize:finalize", "Finish a save whose first rank died before the last write."),
     "export": ("export:export", "Write a checkpoint in a format that other programs read."),
     "import": ("import_:import_", "Make a checkpoint from files of other programs."),
+    "adopt": ("adopt:adopt", "Make a step of files of other programs, where they are."),
     "agent": ("agent:agent", "Run, ask or stop the agent of this user on this node."),
 }
 """For each command of ckpt, its function as "MODULE:FUNCTION" in ``ckpt.cli``, and its summary in

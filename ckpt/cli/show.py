@@ -153,7 +153,7 @@ def _show_files(manifest: Manifest) -> None:
         if rank in data:
             rows.append(
                 (
-                    data[rank].file.name,
+                    data[rank].location or data[rank].file.name,
                     str(rank),
                     output.size(data[rank].size),
                     str(len(data[rank].chunks)),
@@ -218,6 +218,7 @@ def _files(manifest: Manifest) -> list[dict[str, object]]:
             "bytes": stored_file.file.size,
             "chunks": len(stored_file.chunks),
             "codec": stored_file.codec,
+            "location": stored_file.location or None,
             "stored_bytes": stored_file.size,
         }
         for stored_file in manifest.stored_files().values()

@@ -19,6 +19,7 @@ direct subclass of ``CkptError``. All classes below this subclass have the same 
     ├── IntegrityError             exit 4   the stored bytes are not those that were written
     │   ├── ChecksumMismatch
     │   ├── FileDamaged
+    │   ├── ForeignFileMismatch             a file that a step was adopted from is another one now
     │   ├── ManifestCorrupt
     │   └── FormatUnsupported               this version of ckpt cannot read data that may be intact
     │       ├── FormatTooNew                a later version of ckpt wrote the data
@@ -103,6 +104,7 @@ from ckpt.errors.storage import (
     ChecksumMismatch,
     CodecMissing,
     FileDamaged,
+    ForeignFileMismatch,
     FormatTooNew,
     FormatTooOld,
     FormatUnsupported,
@@ -132,6 +134,7 @@ __all__ = [
     "EntryMissing",
     "EntryUnexpected",
     "FileDamaged",
+    "ForeignFileMismatch",
     "FormatTooNew",
     "FormatTooOld",
     "FormatUnsupported",

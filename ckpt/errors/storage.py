@@ -129,6 +129,22 @@ class FileDamaged(IntegrityError):
         super().__init__(f"{key!r}: {self.detail}")
 
 
+class ForeignFileMismatch(IntegrityError):
+    """A file of another program is not the file any more that a step was adopted from.
+
+    ``key`` is the location of the file. ``offset`` is the byte from which on it differs, if that
+    is known.
+    """
+
+    def __init__(self, key: str, detail: str, offset: int | None = None) -> None:
+        self.key, self.detail, self.offset = key, detail, offset
+        super().__init__(
+            f"{key!r} was changed after the step was adopted from it: {detail}. Put the file back "
+            "as it was; or remove the step with ckpt rm, which leaves the file alone, and adopt "
+            "the folder again"
+        )
+
+
 class ManifestCorrupt(IntegrityError):
     """A manifest or fragment is damaged, or has content that ckpt never writes."""
 

@@ -6,32 +6,26 @@ inside of a larger file.
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import re
-import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any, Final
 
 import torch
 
-from ckpt.errors import IntegrityError, OutOfSpace, StorageError, UnsupportedValue
+from ckpt.errors import IntegrityError, UnsupportedValue
 from ckpt.errors.base import few
 from ckpt.exchange.contents import Contents, State, check_name
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import open_file
-from ckpt.exchange.torch_reader import has_bytes, load
-from ckpt.exchange.torch_writer import Scratch
+from ckpt.exchange.joined_tensors import Joiner, load_entry
 from ckpt.model.box import Box, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.validate import MAX_DIMENSIONS
-from ckpt.staging.image import copyable
 
 TABLE: Final = ".metadata"
 _RANK_TABLE: Final = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -39,7 +33,25 @@ _MOST_DEPTH: Final = 100
 _MOST_ITEMS: Final = 1 << 20
 
 _Kind = tuple[str, tuple[int, ...]]
-_Piece = tuple[str, tuple[int, ...], Callable[[], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """An entry of a data file.
+
+    Attributes:
+        name: The name of its value.
+        offsets: Its position in the tensor if it is a part of a tensor; else empty.
+        path: The path of the file.
+        start: The position of the entry in the file in bytes.
+        nbytes: Its size in bytes.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    path: str
+    start: int
+    nbytes: int
 
 
 def has_table(names: Collection[str]) -> bool:
@@ -64,7 +76,7 @@ class _Table:
 
     Attributes:
         kinds: The dtype and the shape of each tensor, by name; None for another value.
-        pieces: The entries (see `_pieces`).
+        pieces: The entries.
         paths: The path of each name.
         nbytes: The bytes of all pieces, by name.
         files: The names of the files with pieces.
@@ -79,25 +91,25 @@ class _Table:
     notes: list[str] = field(default_factory=list[str])
 
 
-def read_folder(source: str, scratch: str | None) -> Contents:
+def read_folder(source: str, joiner: Joiner) -> Contents:
     """Return the state in a folder of DCP.
 
     Args:
         source: The path of the folder.
-        scratch: The folder for the scratch file; None for the system's temporary folder.
+        joiner: Makes the tensors.
 
     Raises:
         IntegrityError: The folder is damaged, or a part of it is missing.
         UnsupportedValue: A value is one that only pickle could load, or that ckpt cannot hold.
         ConfigError: A file cannot be read.
-        StorageError: The scratch file cannot be created, such as for lack of room.
+        StorageError: As ``joiner`` raises it.
     """
     names = _tables(os.listdir(source)) or [TABLE]
     table = _Table()
     for name in names:
         _add(table, source, name)
-    tensors = _make_tensors(scratch, [(name, *kind) for name, kind in table.kinds.items() if kind])
-    flat, notes = _fill(source, table, tensors)
+    tensors = joiner.make({name: kind for name, kind in table.kinds.items() if kind})
+    flat, notes = _fill(source, table, tensors, joiner)
     if missing := table.kinds.keys() - tensors.keys() - flat.keys():
         raise IntegrityError(f"{source}: {sorted(missing)[0]!r} is missing")
     with _check_table(os.path.join(source, names[0])):
@@ -124,16 +136,16 @@ def _add(table: _Table, source: str, name: str) -> None:
         }
         for key, info in inert.state["storage_data"].items():
             table.nbytes[str(key.state["fqn"])] += int(info.state["length"])
-    places = {(key, offsets) for key, offsets, _ in table.pieces}
+    places = {(piece.name, piece.offsets) for piece in table.pieces}
     table.kinds |= kinds
-    table.pieces += [piece for piece in pieces if piece[:2] not in places]
+    table.pieces += [piece for piece in pieces if (piece.name, piece.offsets) not in places]
     if shared_keys := [key for key, kind in kinds.items() if kind is None and (key, ()) in places]:
         note = f"each rank has written {few(shared_keys)}: the first rank's is taken"
         table.notes += [note] if note not in table.notes else []
 
 
 def _fill(
-    source: str, table: _Table, tensors: dict[str, torch.Tensor]
+    source: str, table: _Table, tensors: dict[str, torch.Tensor], joiner: Joiner
 ) -> tuple[dict[str, Any], list[str]]:
     """Read all entries of a folder into ``tensors``, and return the other values and
     notes for the user.
@@ -144,32 +156,32 @@ def _fill(
     flat: dict[str, Any] = {}
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     notes = list(table.notes)
-    for name, offsets, load_piece in table.pieces:
+    for piece in table.pieces:
+        name = piece.name
         if name not in tensors:
-            flat[name] = load_piece()
+            flat[name] = load_entry(piece.path, piece.start, piece.nbytes, name)
             continue
-        piece = load_piece()
-        if not boxes[name] and _has_other_dtype(tensors[name], piece, table.nbytes[name]):
+        part = joiner.load(piece.path, piece.start, piece.nbytes, name)
+        if not boxes[name] and _has_other_dtype(tensors[name], part, table.nbytes[name]):
             notes.append(
-                f"{name!r} is of {piece.dtype}, as its entries are: the table of contents says "
+                f"{name!r} is of {part.dtype}, as its entries are: the table of contents says "
                 f"{tensors[name].dtype}"
             )
-            tensors[name] = torch.empty(tensors[name].shape, dtype=piece.dtype)
-        boxes[name].append(_place(name, tensors[name], offsets, piece))
+            dtype = str(part.dtype).removeprefix("torch.")
+            tensors |= joiner.make({name: (dtype, tuple(tensors[name].shape))})
+        boxes[name].append(_put(joiner, name, tensors[name], piece, part))
     for name, tensor in tensors.items():
         if fault := tiling_fault(tuple(tensor.shape), boxes[name]):
             raise IntegrityError(f"{source}: the parts of {name!r} are wrong: {fault}")
     return flat, notes
 
 
-def _has_other_dtype(whole: torch.Tensor, piece: Any, nbytes: int) -> bool:
-    """Return True if ``piece`` has another dtype than ``whole``, and can be a part of it."""
+def _has_other_dtype(whole: torch.Tensor, part: torch.Tensor, nbytes: int) -> bool:
+    """Return True if ``part`` has another dtype than ``whole``, and can be a part of it."""
     return (
-        isinstance(piece, torch.Tensor)
-        and has_bytes(piece)
-        and piece.dtype != whole.dtype
-        and str(piece.dtype).removeprefix("torch.") in DTYPES
-        and whole.numel() * piece.itemsize <= nbytes
+        part.dtype != whole.dtype
+        and str(part.dtype).removeprefix("torch.") in DTYPES
+        and whole.numel() * part.itemsize <= nbytes
     )
 
 
@@ -194,34 +206,6 @@ def _check_table(table_path: str) -> Generator[None]:
         raise IntegrityError(
             f"{table_path} is not a table of torch.distributed.checkpoint: {error!r}"
         ) from None
-
-
-def _make_tensors(
-    scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]
-) -> dict[str, torch.Tensor]:
-    """Return new tensors by name. The memory of the tensors is a scratch file, and their values are
-    not set.
-
-    Args:
-        scratch: The folder for the scratch file; None for the system's temporary folder.
-        kinds: The name, the dtype and the shape of each tensor.
-
-    Raises:
-        OutOfSpace: The folder has no room for the tensors.
-        StorageError: The scratch file cannot be created.
-    """
-    try:
-        return Scratch(scratch, kinds).tensors
-    except (OSError, OverflowError) as error:
-        folder = scratch or tempfile.gettempdir()
-        if isinstance(error, OSError) and error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EFBIG,
-        ):
-            raise StorageError(folder, error.strerror or str(error)) from None
-        nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in kinds)
-        raise OutOfSpace(folder, f"for {nbytes} bytes of tensors") from None
 
 
 def _kind(name: str, item: Inert) -> _Kind | None:
@@ -292,12 +276,7 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[_Kind]) -> None:
 
 
 def _pieces(source: str, table: Inert) -> Iterator[_Piece]:
-    """Yield for each entry of the table of contents the name of its value, its offsets, and a
-    function that loads the entry.
-
-    The offsets are the position in the tensor if the entry is a part of a tensor. Otherwise they
-    are empty.
-    """
+    """Yield the entries of the table of contents."""
     for index, info in table.state["storage_data"].items():
         name, offset = str(index.state["fqn"]), index.state.get("offset")
         place = info.state
@@ -305,43 +284,29 @@ def _pieces(source: str, table: Inert) -> Iterator[_Piece]:
             raise UnsupportedValue(
                 name, "transformed tensor", "save it without compression or other extensions"
             )
-        path = os.path.join(source, check_name(source, place["relative_path"]))
-        start, length = int(place["offset"]), int(place["length"])
-        offsets = _numbers(offset) if offset is not None else ()
-        yield name, offsets, partial(_read, path, start, length, name)
+        yield _Piece(
+            name,
+            _numbers(offset) if offset is not None else (),
+            os.path.join(source, check_name(source, place["relative_path"])),
+            int(place["offset"]),
+            int(place["length"]),
+        )
 
 
-def _read(path: str, start: int, length: int, name: str) -> Any:
-    with open_file(path, name) as file:
-        whole = os.fstat(file.fileno()).st_size
-        file.seek(max(0, min(start, whole)))
-        data = file.read(min(length, whole)) if start >= 0 and length >= 0 else b""
-    if len(data) != length or start < 0:
-        raise IntegrityError(f"{path} is cut: it ends before {name!r} does")
-    return load(io.BytesIO(data), f"{name} in {path}")
-
-
-def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any) -> Box:
-    """Copy ``piece`` to the position ``offsets`` in the tensor ``whole``, and return the box that
-    it fills. ``name`` is the name of the tensor in errors.
+def _put(joiner: Joiner, name: str, whole: torch.Tensor, piece: _Piece, part: torch.Tensor) -> Box:
+    """Make ``part`` the values of the tensor ``whole`` at the position of ``piece``, and return the
+    box that it fills. ``name`` is the name of the tensor in errors.
 
     Raises:
-        IntegrityError: The piece is not an ordinary tensor with the dtype and the number of
-            dimensions of ``whole``, or does not fit into ``whole`` at this position.
+        IntegrityError: The part does not have the dtype and the number of dimensions of ``whole``,
+            or does not fit into ``whole`` at this position.
     """
-    if (
-        not isinstance(piece, torch.Tensor)
-        or not has_bytes(piece)
-        or piece.dtype != whole.dtype
-        or piece.ndim != whole.ndim
-    ):
+    if part.dtype != whole.dtype or part.ndim != whole.ndim:
         raise IntegrityError(f"a part of {name!r} is not what the table of contents says")
-    box = Box(offsets or (0,) * whole.ndim, tuple(piece.shape))
+    box = Box(piece.offsets or (0,) * whole.ndim, tuple(part.shape))
     if not box.is_inside(whole.shape):
         raise IntegrityError(f"a part of {name!r} is outside of it")
-    dtype = str(whole.dtype).removeprefix("torch.")
-    region: Any = (*box.slices(), ...)
-    copyable(whole, dtype)[region].copy_(copyable(piece.detach(), dtype))
+    joiner.put(whole, box, part)
     return box
 
 

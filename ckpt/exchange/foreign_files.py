@@ -17,6 +17,7 @@ from ckpt.exchange.dcp_reader import TABLE, has_table
 from ckpt.exchange.file_kind import is_torch, what_is
 from ckpt.exchange.folder_kind import state_folders, unreadable
 from ckpt.exchange.input_limits import regular
+from ckpt.exchange.joined_tensors import Joiner
 from ckpt.exchange.safetensors_folder import SUFFIX, choose_files
 from ckpt.exchange.torch_reader import load
 from ckpt.model.keys import MANIFEST, parse_folder
@@ -144,17 +145,17 @@ def _names_in(folder: str) -> list[str]:
 
 
 def read_source(
-    source: str, kind: Kind, scratch: str | None, load: Callable[[str], Any] = load
+    source: str, kind: Kind, joiner: Joiner, load: Callable[[str], Any] = load
 ) -> Contents:
     """Return the state in ``source``, and the names of the files that it is from.
 
-    Tensors are mapped from the source file if possible. The tensors in a folder of
-    ``torch.distributed.checkpoint`` are assembled in a scratch file, and mapped from it.
+    Tensors are mapped from the source file if possible. Those in a folder of
+    ``torch.distributed.checkpoint`` are joined of their parts.
 
     Args:
         source: The file or folder.
         kind: The kind of ``source``.
-        scratch: The folder for the scratch file; None for the system's temporary folder.
+        joiner: Makes tensors of parts.
         load: Returns the content of a file of ``torch.save``.
 
     Raises:
@@ -163,13 +164,13 @@ def read_source(
         IntegrityError: The source is damaged, or a part of it is missing.
         ConfigError: The source cannot be read, is a file of another kind, or is a folder whose
             state is in subfolders.
-        StorageError: The scratch file cannot be created, such as for lack of room.
+        StorageError: As ``joiner`` raises it.
     """
     match kind:
         case "torch":
             return _torch(source, load)
         case "dcp":
-            return dcp_reader.read_folder(source, scratch)
+            return dcp_reader.read_folder(source, joiner)
         case "safetensors":
             return safetensors_folder.read_safetensors(source)
 

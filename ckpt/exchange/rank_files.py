@@ -27,8 +27,8 @@ from ckpt.adapters.tensors.layout import boxes_of, local
 from ckpt.adapters.torch_private import ranks_of_mesh, writer_of_mesh
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
 from ckpt.errors.base import few
+from ckpt.exchange.joined_tensors import Joiner
 from ckpt.exchange.library_folders import LibraryFolder
-from ckpt.exchange.torch_writer import Scratch
 from ckpt.model.box import Box, tiling_fault
 from ckpt.model.cuts import local_regions
 from ckpt.model.values import join
@@ -87,15 +87,14 @@ class _Kind:
         return [self.names[number] for number in sorted(self.names)]
 
 
-def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFolder | None:
+def read_rank_files(source: str, load: Load, joiner: Joiner) -> LibraryFolder | None:
     """Return the joined state of the files in the folder ``source``, or None if these are not the
     files of the ranks of one job.
 
     Args:
         source: The folder.
         load: Returns the content of a file of ``torch.save``.
-        scratch: The folder for the scratch file with the whole tensors; None for the system's
-            temporary folder.
+        joiner: Makes the whole tensors.
 
     Raises:
         ConfigError: It is not clear whether the files are those of ranks, or of several saves.
@@ -126,12 +125,12 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
             folder.notes.append(f"{kind.stem!r} is not taken: {doubt}")
             continue
         _check_ranks(source, kind, parts)
-        joiner = _Joiner(parts, scratch)
-        folder.state[kind.stem] = joiner.value
+        union = _Union(parts, joiner)
+        folder.state[kind.stem] = union.value
         folder.files += kind.files
-        if joiner.different:
+        if union.different:
             folder.notes.append(
-                f"{few(joiner.different, 3)} of {kind.stem!r} differ between the ranks: each is a "
+                f"{few(union.different, 3)} of {kind.stem!r} differ between the ranks: each is a "
                 "list of the tensors of all ranks now"
             )
     return folder
@@ -215,7 +214,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (is_plain and not value.ndim)
 
 
-class _Joiner:
+class _Union:
     """Joins the contents of the files of all ranks.
 
     Attributes:
@@ -224,14 +223,16 @@ class _Joiner:
         different: The paths of tensors that are such lists.
     """
 
-    def __init__(self, parts: Mapping[int, Any], scratch: str | None) -> None:
+    def __init__(self, parts: Mapping[int, Any], joiner: Joiner) -> None:
+        self._joiner = joiner
         self._ranks = sorted(parts)
         values = [parts[rank] for rank in self._ranks]
-        kinds = [
-            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in _sharded(values[0])
-        ]
-        self._tensors = Scratch(scratch, kinds).tensors
+        self._tensors = joiner.make(
+            {
+                name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+                for name, tensor in _sharded(values[0])
+            }
+        )
         self.different: list[str] = []
         self.value = self._join("", values)
 
@@ -275,9 +276,9 @@ class _Joiner:
             for box, region in zip(boxes, local_regions(boxes), strict=True):
                 if box not in box_set:  # Other ranks may have replicas of it
                     box_set[box] = None
-                    target: Any = (*box.slices(), ...)
                     source: Any = (*region.slices(), ...)
-                    copyable(whole, dtype)[target].copy_(copyable(local_part, dtype)[source])
+                    part_of_box = copyable(local_part, dtype)[source].view(whole.dtype)
+                    self._joiner.put(whole, box, part_of_box)
         if fault := tiling_fault(tuple(whole.shape), list(box_set)):
             raise IntegrityError(f"the parts of {path!r} are wrong: {fault}")
         return whole

@@ -10,6 +10,7 @@ from ckpt.exchange.contents import Contents, State, left_aside
 from ckpt.exchange.deepspeed_files import notes_about, read_universal
 from ckpt.exchange.folder_kind import is_universal, note_about, unreadable, unreadable_file
 from ckpt.exchange.foreign_files import Kind, check_nothing_lost, detect, paths_in, read_source
+from ckpt.exchange.joined_tensors import Joiner
 from ckpt.exchange.library_folders import (
     is_lightning,
     library_of,
@@ -39,13 +40,13 @@ def kind_of(source: str) -> str:
     return detect(source)
 
 
-def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Contents:
+def read_contents(source: str, kind: Kind | None, joiner: Joiner) -> Contents:
     """Return the state of the source, with the names that its objects have in a state.
 
     Args:
         source: The path of the file or folder.
         kind: The kind of the source; None to recognize it.
-        scratch: The folder for a scratch file; None for the system's temporary folder.
+        joiner: Makes tensors of parts.
 
     Raises:
         ConfigError: The source cannot be read, is a part of a whole, or is a folder whose state the
@@ -53,8 +54,8 @@ def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Conten
         CkptError: As ``read_source`` raises it.
     """
     load_once = cache(load)  # Files are looked at to recognize a folder, and then taken
-    contents = (_of_library(source, scratch, load_once) if kind is None else None) or _of_format(
-        source, kind or detect(source), scratch, load_once
+    contents = (_of_library(source, joiner, load_once) if kind is None else None) or _of_format(
+        source, kind or detect(source), joiner, load_once
     )
     if os.path.isdir(source):
         contents.leftovers = left_aside(os.listdir(source), contents.files)
@@ -63,19 +64,19 @@ def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Conten
     return contents
 
 
-def _of_library(source: str, scratch: str | None, load_once: Load) -> Contents | None:
+def _of_library(source: str, joiner: Joiner, load_once: Load) -> Contents | None:
     """Return the state of a folder that a library has written, or None if none is recognized."""
     notes: list[str] = []
 
     def read(path: str) -> State:
-        contents = read_source(path, detect(path), scratch)
+        contents = read_source(path, detect(path), joiner)
         notes.extend(contents.notes)
         return contents.state
 
     folder = (
         (read_universal(source) if is_universal(paths_in(source)) else None)
         or read_folder(source, read)
-        or read_rank_files(source, load_once, scratch)
+        or read_rank_files(source, load_once, joiner)
         if os.path.isdir(source)
         else None
     )
@@ -84,12 +85,12 @@ def _of_library(source: str, scratch: str | None, load_once: Load) -> Contents |
     return Contents(folder.state, folder.files, [*folder.notes, *notes], library=folder.library)
 
 
-def _of_format(source: str, kind: Kind, scratch: str | None, load_once: Load) -> Contents:
+def _of_format(source: str, kind: Kind, joiner: Joiner, load_once: Load) -> Contents:
     is_file = os.path.isfile(source)
     if is_file and (text := unreadable_file(source)):
         raise ConfigError(text)
     try:
-        contents = read_source(source, kind, scratch, load_once)
+        contents = read_source(source, kind, joiner, load_once)
     except UnsupportedValue:
         if not is_file or (lightning_content := read_lightning(source)) is None:
             raise

@@ -91,6 +91,8 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
     for rank, part in fragments.items():
         if (replace(part.file, chunks=()) if part.file else None) != files_by_rank.get(rank):
             raise ManifestCorrupt(key, f"the fragment of rank {rank} names another file")
+        if not set(part.locations) <= set(manifest.locations):
+            raise ManifestCorrupt(key, f"the fragment of rank {rank} names another location")
     for file in manifest.files:
         own = fragments.get(file.rank)
         files.append(file if own is None or own.file is None else own.file)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -75,6 +75,17 @@ class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def size(self) -> int:
         """Return the bytes of the file on its tier."""
         return sum(self.lengths)
+
+
+class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The place of the data file of ``rank`` if it is a file of another program, outside of the
+    folder of the step.
+
+    ``path`` is absolute, or relative to the root of the checkpoints if this is a folder.
+    """
+
+    rank: int
+    path: str
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -154,6 +165,7 @@ class Packed(
             is not encoded.
         in_manifest: Whether the manifest must carry a copy of this fragment, because the file of
             the fragment may be lost with its node.
+        locations: One entry if the data file is a file of another program; else empty.
     """
 
     format: int
@@ -176,6 +188,7 @@ class Packed(
     lengths: bytes = b""
     in_manifest: bool = False
     views: dict[str, View] = {}
+    locations: tuple[Location, ...] = ()
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +216,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     encoded: tuple[Encoding, ...] = ()
     in_manifest: bool = False
     views: dict[str, View] = {}
+    locations: tuple[Location, ...] = ()
 
 
 class Manifest(
@@ -222,6 +236,7 @@ class Manifest(
         views: The tensors that shared the memory of others, each with its place in a buffer.
         tree: The plain values and the containers of the state (see ``model.values``).
         encoded: The encodings of the files that are encoded on this tier.
+        locations: The places of the data files that are files of other programs.
         layouts: The layouts of the tensors. A layout states which rank holds which box, as runs
             (see ``model.runs``). Tensors that are cut alike share one layout.
         layout_of: The index of the layout of each tensor.
@@ -250,6 +265,7 @@ class Manifest(
     encoded: tuple[Encoding, ...] = ()
     carried: tuple[Packed, ...] = ()
     views: dict[str, View] = {}
+    locations: tuple[Location, ...] = ()
     per_rank: Mapping[str, msgspec.Raw] = {}
     is_filled: bool = False
 
@@ -272,9 +288,12 @@ class Manifest(
         """Return each data file as the tier of this manifest stores it, by rank."""
         ref = StepRef(self.step, self.attempt)
         encodings = {encoding.rank: encoding for encoding in self.encoded}
-        return {
+        files = {
             file.rank: StoredFile.of(ref, file, encodings.get(file.rank)) for file in self.files
         }
+        for location in self.locations:
+            files[location.rank] = replace(files[location.rank], location=location.path)
+        return files
 
     def tensor_map(self) -> Mapping[str, Tensor]:
         """Return the tensors by name. Tied names are included."""
@@ -295,12 +314,15 @@ class StoredFile:
         file: The file before any encoding.
         encoding: The encoding of the file on the tier; None if it is not encoded.
         size: The bytes of the file on the tier.
+        location: The path of the file if it is a file of another program (see ``Location``); else
+            empty. It is also the key of the file, for a store of locations.
     """
 
     ref: StepRef
     file: File
     encoding: Encoding | None
     size: int
+    location: str = ""
 
     @classmethod
     def of(cls, ref: StepRef, file: File, encoding: Encoding | None) -> StoredFile:
@@ -319,7 +341,7 @@ class StoredFile:
 
     @property
     def key(self) -> str:
-        return self.ref.key(self.file.name)
+        return self.location or self.ref.key(self.file.name)
 
     @property
     def codec(self) -> str | None:

@@ -38,7 +38,7 @@ from ckpt.model.views import views_fault
 
 _COMMON_FIELDS: Final = (
     "format", "step", "attempt", "rank", "world_size", "created_at", "chunk_bytes",
-    "tied", "tree", "per_rank", "metadata", "in_manifest", "views",
+    "tied", "tree", "per_rank", "metadata", "in_manifest", "views", "locations",
 )  # fmt: skip
 _MAX_FRAME_BYTES: Final = 1 << 30
 """The most bytes of an unpacked frame. A rank with a million tensors needs about a fifth of this

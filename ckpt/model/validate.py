@@ -10,14 +10,14 @@ tensors. Other modules make the remaining checks. ``model.encoding`` checks the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from ckpt.codec.registry import is_known
 from ckpt.errors import CodecMissing, ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import data_name, fragment_name
-from ckpt.model.manifest import Encoding, File, Manifest, Packed, Tensor
+from ckpt.model.manifest import Encoding, File, Location, Manifest, Packed, Tensor
 from ckpt.model.runs import fault_of
 from ckpt.model.values import parse
 from ckpt.model.views import views_fault
@@ -25,6 +25,7 @@ from ckpt.model.views import views_fault
 MAX_CHUNK_BYTES = 64 << 20
 MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 60
+_MAX_PATH = 4096
 
 
 def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
@@ -52,6 +53,8 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
         )
         require(fits, key, f"the encoded size of rank {encoding.rank}")
         _check_codec(encoding, key)
+    if manifest.locations:
+        _check_locations(manifest.locations, files.keys() - encodings.keys(), key)
     parts = manifest.is_filled or manifest.per_rank or any(file.chunks for file in manifest.files)
     require(not parts, key, "parts of fragments")
     _check_layouts(manifest, key)
@@ -117,6 +120,24 @@ def check_heading(record: Packed, key: str) -> None:
     require(set(encodings) <= {file.rank for file in files}, key, "an encoding of no file")
     for encoding in record.encoded:
         _check_codec(encoding, key)
+    if record.locations:
+        _check_locations(record.locations, {file.rank for file in files} - encodings.keys(), key)
+
+
+def _check_locations(locations: Sequence[Location], ranks: Set[int], key: str) -> None:
+    """Raise ``ManifestCorrupt`` if a location is not that of a file of its own that is not encoded,
+    or is no path.
+
+    Args:
+        locations: The locations.
+        ranks: The ranks whose files are not encoded.
+        key: The key of the manifest or fragment, for errors.
+    """
+    own = {location.rank for location in locations}
+    require(len(own) == len(locations) and own <= ranks, key, "a location of no file")
+    for location in locations:
+        is_path = 0 < len(location.path) <= _MAX_PATH and "\0" not in location.path
+        require(is_path, key, f"the location {location.path[:80]!r} is no path")
 
 
 def _check_codec(encoding: Encoding, key: str) -> None:

@@ -36,7 +36,8 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.fallback import Reach, as_damage, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.storage.api import ScatterReads, StorageBackend, aligned_memory
+from ckpt.storage.api import ReadableStore, ScatterReads, aligned_memory
+from ckpt.storage.locations import LocatedStore, as_change
 
 RUN_BYTES: Final = 16 << 20
 """The most bytes of one request, unless a single chunk is larger."""
@@ -144,8 +145,9 @@ class ChunkReader:
     Thread safety: any thread may call ``read``.
     """
 
-    def __init__(self, backend: StorageBackend, retry: RetryPolicy) -> None:
+    def __init__(self, backend: ReadableStore, retry: RetryPolicy) -> None:
         self._backend, self._retry = backend, retry
+        self._foreign: ChunkReader | None = None
         self._alignment = backend.capabilities.alignment
         self._buffers, self._decode_buffers = _Buffers(), _Buffers()
 
@@ -166,6 +168,8 @@ class ChunkReader:
             sink: The targets of the chunks.
             on_proven: Called with each chunk that has passed the verification.
         """
+        if file.location and not isinstance(self._backend, LocatedStore):
+            return self._read_foreign(run, file, sink, on_proven)
         try:
             return self._read(run, file, sink, on_proven)
         except Exception as error:
@@ -181,6 +185,13 @@ class ChunkReader:
                 ]
             cause = self._cause_of(error, file)
             return [(read, cause) for read in run.reads]
+
+    def _read_foreign(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Misses:
+        """Do what ``read`` does for a file of another program."""
+        if self._foreign is None:
+            self._foreign = ChunkReader(LocatedStore(self._backend.url), self._retry)
+        misses = self._foreign.read(run, file, sink, on_proven)
+        return [(read, as_change(error, file.location)) for read, error in misses]
 
     def _cause_of(self, error: Exception, file: StoredFile) -> Exception:
         """Return `FileDamaged` in the place of an error of a read beyond the end of ``file``, and

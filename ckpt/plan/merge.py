@@ -100,6 +100,7 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
         layouts=layouts.layouts,
         layout_of=layouts.layout_of,
         encoded=tuple(encoding for rank in ranks for encoding in rank.part.encoded),
+        locations=tuple(location for rank in ranks for location in rank.part.locations),
         views=_merge_views(ranks, layouts.tensors),
         carried=_fragment_copies(ranks),
     )

@@ -151,7 +151,11 @@ class ReadThrough:
         self._owner = Owner.of_this_process(context.coordinator.attempt)
         self._deadline = time.monotonic() + context.patience
         self._files = stored_step.manifest.stored_files()
-        self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
+        # The files of an adopted step are not copied: they are read where they are.
+        has_copies = not stored_step.manifest.locations
+        self._caches = [
+            place for place, tier in enumerate(tiers[:-1]) if has_copies and _is_folder(tier)
+        ]
         self._missing: list[StoredFile] = []
         self.source_by_rank: dict[int, int] = {}
         """For each data file that this or another rank has put into a cache in this restore, by the

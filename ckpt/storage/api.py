@@ -154,6 +154,20 @@ class Upload(Protocol):
         ...
 
 
+class ReadableStore(Protocol):
+    """The part of a `StorageBackend` that reads objects whose keys are known."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def url(self) -> str: ...
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None: ...
+
+    def head(self, key: str) -> ObjectInfo: ...
+
+
 @runtime_checkable
 class StorageBackend(Protocol):
     """A store of objects under one root. An object is only written, replaced or deleted as a whole.

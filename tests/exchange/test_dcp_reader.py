@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from ckpt.errors import IntegrityError
 from ckpt.exchange.dcp_reader import read_folder
 from ckpt.exchange.foreign_files import detect
+from ckpt.exchange.joined_tensors import Copier
 from tests.kit.worlds import world
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -28,7 +29,7 @@ def test_the_tables_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     world(2, Path(__file__).with_name("dcp_ranks.py"), folder)
     assert detect(str(folder)) == "dcp"
-    contents = read_folder(str(folder), None)
+    contents = read_folder(str(folder), Copier(None))
     assert torch.equal(contents.state["model"]["w"], torch.arange(20.0).reshape(5, 4))
     assert torch.equal(contents.state["model"]["b"], torch.ones(3))
     assert contents.state["rank"] == 0
@@ -36,7 +37,7 @@ def test_the_tables_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     assert sorted(contents.files) == sorted(path.name for path in folder.iterdir())
     (folder / "__1.metadata").unlink()
     with pytest.raises(IntegrityError, match="elements are in no box"):
-        read_folder(str(folder), None)
+        read_folder(str(folder), Copier(None))
 
 
 def test_a_table_with_the_dtype_of_a_cached_plan_gives_way_to_the_entries(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_a_table_with_the_dtype_of_a_cached_plan_gives_way_to_the_entries(tmp_pa
             dcp.save({"w": w}, storage_writer=writer, planner=planner)
     finally:
         dist.destroy_process_group()
-    contents = read_folder(str(tmp_path / "new"), None)
+    contents = read_folder(str(tmp_path / "new"), Copier(None))
     assert torch.equal(contents.state["w"], whole)
     assert "of torch.float32, as its entries are" in contents.notes[0]
 
@@ -65,7 +66,7 @@ def test_a_table_with_the_dtype_of_a_cached_plan_gives_way_to_the_entries(tmp_pa
 def test_an_empty_dict_in_a_list_keeps_its_place(tmp_path: Path, items: list[Any]) -> None:
     """torch's own converter loses it: see findings/dcp-empty-dict-in-list.sh."""
     dcp.save({"m": {"l": items}}, checkpoint_id=tmp_path / "c", no_dist=True)
-    contents = read_folder(str(tmp_path / "c"), None)
+    contents = read_folder(str(tmp_path / "c"), Copier(None))
     read = contents.state["m"]["l"]
     assert [sorted(item) for item in read] == [
         sorted(key for key, value in item.items() if value != {}) for item in items

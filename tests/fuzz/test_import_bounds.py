@@ -23,13 +23,14 @@ from ckpt.errors import CkptError, IntegrityError, UnsupportedValue
 from ckpt.exchange.foreign_files import Kind, detect, read_source
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import check_state
+from ckpt.exchange.joined_tensors import Copier
 
 pytestmark = pytest.mark.timeout(120)
 STATE = {"w": torch.arange(6.0), "n": [torch.ones(2), {"a": (1, 2)}]}
 
 
 def read(source: Path, kind: Kind | None = None) -> dict[str, object]:
-    return read_source(str(source), kind or detect(str(source)), None).state
+    return read_source(str(source), kind or detect(str(source)), Copier(None)).state
 
 
 def refused(source: Path, kind: Kind | None = None) -> str:

@@ -28,8 +28,9 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import CkptError
 from ckpt.exchange.export import ExportOptions, Format, export
-from ckpt.exchange.imports import ForeignCheckpoint, ImportReport, import_checkpoint
+from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
 from ckpt.exchange.opened import open_checkpoint
+from ckpt.exchange.shaper import ImportReport
 from tests.exchange.folders.compare import compare, is_same
 from tests.exchange.folders.net import TRUTH
 

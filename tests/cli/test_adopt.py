@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import shlex
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ckpt import CheckpointManager, Tier
+from ckpt import load as load_state
+from ckpt.catalog.index import committed
+from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.verify import StepFolder
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from ckpt_backends.posix import PosixBackend
+from tests.cli.conftest import Cli
+from tests.exchange.adopted import check, content, save_dcp
+from tests.exchange.states import same, trained
+from tests.kit.pages import block, blocks
+from tests.kit.worlds import ROOT
+
+PAGE = "docs/from-other-checkpoints.md"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def test_every_command_reads_an_adopted_step(cli: Cli) -> None:
+    save_dcp(Path("dcp/step-12"), big=torch.arange(1 << 18))
+    before = content(Path("dcp/step-12"))
+    ran = cli("adopt", "dcp/step-12", "runs", "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["step"], ran.json["format"], ran.json["files"]) == (12, "dcp", 1)
+    assert ran.json["written_bytes"] < ran.json["bytes"] / 50
+    assert cli("import", "dcp/step-12", "copied", "--step", 12).code == 0
+    assert "(adopted: " in cli("ls").out
+    [listed] = cli("ls", "--json").json["steps"]
+    assert (listed["adopted"], listed["bytes"]) == (True, ran.json["bytes"])
+    shown = cli("show", 12, "--json").json
+    assert shown["files"][0]["location"] == "../dcp/step-12/__0_0.distcp"
+    assert "../dcp/step-12/__0_0.distcp" in cli("show", 12, "--files").out
+    assert cli("verify", 12).code == 0
+    assert cli("diff", "runs", "copied", "--step", 12).code == 0
+    assert cli("export", "runs", "out.pt").code == 0
+    assert torch.equal(torch.load("out.pt")["big"], torch.arange(1 << 18))
+    assert content(Path("dcp/step-12")) == before
+
+
+def test_a_changed_file_is_a_fault_of_verify(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    assert cli("adopt", "dcp", "--step", 1).code == 0
+    data = Path("dcp/__0_0.distcp")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + b"x")  # A byte of no tensor
+    ran = cli("verify", 1)
+    assert ran.code == 4
+    assert "was changed after the step was adopted" in ran.out + ran.err
+    data.write_bytes(whole + b"x")
+    assert cli("verify", 1).code == 4
+    data.unlink()
+    assert "is gone" in cli("ls").out
+    assert cli("verify", 1).code == 4
+    data.write_bytes(whole)
+    assert cli("verify", 1).code == 0
+
+
+# -- removal ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_no_command_and_no_retention_touches_a_foreign_file(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inside: bool
+) -> None:
+    folder = Path("dcp/a" if inside else tmp_path.parent / f"{tmp_path.name}-dcp")
+    save_dcp(folder)
+    before = content(folder)
+    touched: list[str] = []
+    for verb in ("delete", "put", "upload", "discard"):
+        method = getattr(PosixBackend, verb)
+
+        def noted(self: PosixBackend, key: object, *rest: object, of=method, **named: object):  # type: ignore[no-untyped-def]
+            touched.append(f"{self.url}/{key}")
+            return of(self, key, *rest, **named)
+
+        monkeypatch.setattr(PosixBackend, verb, noted)
+    for step in (1, 2, 3, 4):
+        assert cli("adopt", folder, "--step", step).code == 0
+    assert cli("rm", "runs", 1).code == 0
+    assert cli("prune", "runs", "--keep-last", 2).code == 0
+    assert [path.name[:14] for path in sorted(Path("runs").glob("step-*"))] == [
+        "step-000000003", "step-000000004",
+    ]  # fmt: skip
+    with CheckpointManager(Tier("runs", keep_last=1)) as manager:
+        state = {"x": torch.ones(3)}
+        manager.save(state, step=5)
+        manager.save(state, step=6)
+    assert [path.name[:14] for path in Path("runs").glob("step-*")] == ["step-000000006"]
+    assert content(folder) == before
+    assert touched
+    assert not [key for key in touched if "dcp" in key]
+
+
+def test_a_damaged_adopted_step_is_removed_without_its_files(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    before = content(Path("dcp"))
+    assert cli("adopt", "dcp", "--step", 1).code == 0
+    [manifest] = Path("runs").glob("step-*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+    assert cli("rm", "runs", "--run").code == 0
+    assert not list(Path("runs").glob("step-*"))
+    assert content(Path("dcp")) == before
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_a_copy_needs_no_foreign_file(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    assert cli("adopt", "dcp", "--step", 1).code == 0
+    ran = cli("copy", "runs", "copy", "--step", 1)
+    assert ran.code == 0, ran.err
+    again = cli("copy", "runs", "copy", "--step", 1)
+    assert again.code == 0, again.err
+    records = {path.name: path.read_bytes() for path in Path("copy").glob("step-*/*")}
+    assert cli("copy", "runs", "other", "--step", 1).code == 0
+    assert records == {path.name: path.read_bytes() for path in Path("other").glob("step-*/*")}
+    assert cli("diff", "runs", "copy", "--step", 1).code == 0
+    shutil.rmtree("dcp")
+    assert cli("verify", "--root", "copy", 1).code == 0
+    check(Path("copy"))
+    [data] = Path("copy").glob("step-*/rank-00000.safetensors")
+    with safe_open(data, "pt") as file:  # type: ignore[no-untyped-call]
+        weight = file.get_tensor("model/norm.weight")
+    assert torch.equal(weight, load_state("copy", "model/norm.weight"))
+    assert [step["adopted"] for step in cli("ls", "--root", "copy", "--json").json["steps"]] == [
+        False
+    ]
+
+
+def test_a_copy_of_a_changed_file_is_refused(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    assert cli("adopt", "dcp", "--step", 1).code == 0
+    data = Path("dcp/__0_0.distcp")
+    data.write_bytes(data.read_bytes()[:-4000])
+    ran = cli("copy", "runs", "copy", "--step", 1)
+    assert ran.code == 4
+    assert "was changed after the step was adopted" in ran.out + ran.err
+    assert not list(Path("copy").glob("step-*/manifest.json"))
+
+
+def test_a_restore_into_a_folder_and_a_copy_with_a_codec_are_self_contained(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    assert cli("adopt", "dcp", "--step", 1).code == 0
+    ran = cli("restore", "--root", "runs", "--step", 1, "--to", "near")
+    assert ran.code == 0, ran.err
+    with closing(open_backend("runs")) as source, closing(open_backend("far")) as target:
+        [ref] = committed(source)
+        with Workers("test", 2) as workers:
+            for _ in range(2):  # The second copy finds all files
+                fetch_step([source], StepFolder(target, ref, workers), codec="zstd")
+    assert list(Path("far").glob("step-*/*.encoded"))
+    shutil.rmtree("dcp")
+    for root in ("near", "far"):
+        assert cli("verify", "--root", root, 1).code == 0
+        check(Path(root))
+
+
+def test_tiers_of_a_job_read_an_adopted_step_where_it_is(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    assert cli("adopt", "dcp", "far", "--step", 1).code == 0
+    tiers = [Tier("near"), Tier("far")]
+    net, optimizer = trained(seed=1, steps=1)
+    with CheckpointManager(tiers) as manager:
+        state = {"model": net, "optimizer": optimizer}
+        assert manager.restore(state) is not None
+        assert not list(Path("near").glob("step-*"))
+        manager.save(state, step=2)
+    true_net, _ = trained()
+    assert same(dict(net.state_dict()), dict(true_net.state_dict()))
+    assert cli("verify", "--root", "far", 1).code == 0
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_begins_a_job_copies_the_step_and_removes_it(cli: Cli) -> None:
+    folder = Path("dcp/step-1200")
+    save_dcp(folder)
+    net, optimizer = trained(seed=1, steps=1)
+    commands = [text for page, _, text in blocks("") if page == ROOT / PAGE]
+    adopt, copy, remove = commands
+    for line in adopt.splitlines():
+        ran = cli(*shlex.split(line)[1:])
+        assert ran.code == 0, ran.err
+    names = {"model": net, "optimizer": optimizer, "CheckpointManager": CheckpointManager}
+    exec(block(PAGE, "manager.restore(state)"), names)
+    true_net, true_optimizer = trained()
+    assert same(dict(net.state_dict()), dict(true_net.state_dict()))
+    assert same(optimizer.state_dict()["state"], true_optimizer.state_dict()["state"])
+    names["manager"].save({"model": net}, step=1201)  # type: ignore[attr-defined]
+    names["manager"].close()  # type: ignore[attr-defined]
+    for text in (copy, remove):
+        ran = cli(*shlex.split(text)[1:])
+        assert ran.code == 0, ran.err
+    assert cli("verify", "--root", "backup", 1200).code == 0
+    assert len(list(folder.iterdir())) == 2
