@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpt.catalog.watching import watch
     from ckpt.config import SaveConfig, Tier, Tls
     from ckpt.errors import CkptError
+    from ckpt.exchange.follow import follow
     from ckpt.exchange.load import load
 
     # Other modules, such as gzip, have an ``open`` too.
@@ -46,6 +47,7 @@ _HOMES = {
     "Tier": "ckpt.config",
     "Tls": "ckpt.config",
     "declare_part": "ckpt.adapters.tensors.declared",
+    "follow": "ckpt.exchange.follow",
     "join": "ckpt.adapters.joined",
     "join_horovod": "ckpt.adapters.joined",
     "join_mpi": "ckpt.adapters.joined",
@@ -70,6 +72,7 @@ __all__ = [
     "Tls",
     "__version__",
     "declare_part",
+    "follow",
     "join",
     "join_horovod",
     "join_mpi",

@@ -319,6 +319,11 @@ def _check_rate(name: str, value: object) -> None:
         number(name, value, "MB/s above 0, or leave it out", above_zero=True)
 
 
+def _check_part(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"{name}={text_of(value)}: give the name of a part, such as 'model'")
+
+
 def _check_tls(name: str, value: object) -> None:
     if not isinstance(value, Tls | None):
         raise ConfigError(
@@ -385,6 +390,9 @@ class SaveConfig:
             has nothing else to do; 0 for not at all.
         journal: Whether the manager writes a journal of the run beside its nearest folder. It has
             no effect if all tiers are object stores or memory, or if ``observers`` has a `Journal`.
+        deltas: The name of the part of the state, such as "model", whose differences to the
+            step before are put beside each step, for ``ckpt.follow``; None for no part. The bytes
+            of the part that this rank writes stay in host memory.
         tls: The files for the encryption of the connections between nodes that have local tiers, in
             saves and in restores. If None, these connections are not encrypted.
     """
@@ -414,6 +422,7 @@ class SaveConfig:
         default=10.0, metadata=_rule(number, of="MB/s, such as 10, or 0 to verify nothing")
     )
     journal: bool = field(default=True, metadata=_rule(true_or_false))
+    deltas: str | None = field(default=None, metadata=_rule(_check_part))
     tls: Tls | None = field(default=None, metadata=_rule(_check_tls))
 
     def __post_init__(self) -> None:
@@ -462,6 +471,7 @@ class Settings(TypedDict, total=False):
     agent: AgentMode
     scrub_mb_per_s: float
     journal: bool
+    deltas: str | None
     tls: Tls | None
 
 

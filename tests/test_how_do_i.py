@@ -74,6 +74,12 @@ def test_the_weights_alone() -> None:
     assert equal(answer('ckpt.load("runs/gpt", "model")')["model"], 3)
 
 
+def test_the_weights_are_followed() -> None:
+    names = answer("ckpt.follow")
+    assert equal(names["model"], 3)
+    assert names["version"].step == 300
+
+
 def test_the_losses_of_removed_steps_are_in_the_history() -> None:
     assert CliRunner().invoke(app, ["rm", "runs/gpt", "300"]).exit_code == 0
     rows = answer("opened.history()")["rows"]
@@ -186,7 +192,7 @@ def test_each_step_is_handled_once() -> None:
 
 
 def test_each_answer_in_code_is_run_here() -> None:
-    assert len(_PYTHON) == 11
+    assert len(_PYTHON) == 12
     assert {line.split()[1] for line in _COMMANDS} == {
         "watch",
         "export",

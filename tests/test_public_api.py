@@ -25,6 +25,7 @@ PUBLIC = {
     "Tls",
     "__version__",
     "declare_part",
+    "follow",
     "join",
     "join_horovod",
     "join_mpi",

@@ -59,6 +59,7 @@ ACROSS_FILES = {
     "public_api",
     "rename",
     "review",
+    "serving_page",
     "signal_handlers",
     "soak",
     "started_processes",

@@ -110,7 +110,7 @@ class StepReader:
         try:
             read_plan(
                 plan,
-                _MemorySink(leaves, [request.out for request in requests]),
+                MemorySink(leaves, [request.out for request in requests]),
                 reader=self._reader,
                 files=self._files,
                 workers=self._workers,
@@ -161,9 +161,13 @@ class StepReader:
             yield Piece(tensor, offset, request.out)
 
 
-class _MemorySink:
+class MemorySink:
     """A `Sink` that fills plain memory. Any thread may call the methods, since chunks do not
     overlap.
+
+    Args:
+        leaves: The tensors, each with one box.
+        outs: The memory of the boxes.
     """
 
     def __init__(self, leaves: Sequence[Leaf], outs: Sequence[memoryview]) -> None:
@@ -179,7 +183,7 @@ class _MemorySink:
         """
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
-        region = self._region(read, 0)
+        region = self.region(read)
         return region.reshape(-1).view(np.uint8).data if region.flags.c_contiguous else None
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
@@ -188,9 +192,10 @@ class _MemorySink:
             read.box.shape
         )
         for index, target in enumerate(read.targets):
-            self._region(read, index)[...] = _slice(chunk, target.part.relative_to(read.box))
+            self.region(read, index)[...] = _slice(chunk, target.part.relative_to(read.box))
 
-    def _region(self, read: ChunkRead, index: int) -> np.ndarray[Any, Any]:
+    def region(self, read: ChunkRead, index: int = 0) -> np.ndarray[Any, Any]:
+        """Return a view of the memory that a target of the chunk fills."""
         target = read.targets[index]
         return _slice(self._arrays[target.leaf], target.part.relative_to(self._boxes[target.leaf]))
 

@@ -165,16 +165,16 @@ def _release(backend: StorageBackend, key: str, contents: tuple[bytes, ...]) -> 
 
 
 def clear_away(
-    backend: StorageBackend, ref: StepRef, fragment: str, data: str, *, rank: int | None = None
+    backend: StorageBackend, ref: StepRef, fragment: str, *data: str, rank: int | None = None
 ) -> bool:
-    """Remove the fragment and the data file of one rank of a save, unless a manifest names them or
-    may name them later.
+    """Remove the fragment and the other files of one rank of a save, unless a manifest names them
+    or may name them later.
 
     Args:
         backend: The tier.
         ref: The save.
         fragment: The key of the rank's fragment.
-        data: The key of the rank's data file.
+        data: The keys of the rank's other files.
         rank: The rank, if an agent of another node may bring its files; else None.
 
     Returns:
@@ -195,7 +195,7 @@ def clear_away(
         # There is no room even for a marker. Data without a fragment can still be removed.
         if is_there(backend, fragment):
             raise
-    delete_files(backend, [fragment, data])
+    delete_files(backend, [fragment, *data])
     release_removal(backend, ref)
     if rank is not None:
         release_rank(backend, ref, rank)

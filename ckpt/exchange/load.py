@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,8 +16,10 @@ from ckpt.errors.frames import frameless
 from ckpt.exchange.opened import OpenCheckpoint
 from ckpt.exchange.torch_writer import in_saved_order
 from ckpt.model.box import Box
-from ckpt.model.manifest import Tensor
+from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.values import join
+
+_CPU: Final = torch.device("cpu")
 
 
 @frameless
@@ -66,7 +68,17 @@ def load(
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigError(f"name={name!r}: give the name of a part, or None for the whole state")
     with OpenCheckpoint(root, step) as checkpoint:
-        return _Load(checkpoint.reader, torch.device(device), dtype).load(name)
+        return load_part(checkpoint.reader, name, torch.device(device), dtype)
+
+
+def load_part(
+    reader: StepReader,
+    name: str | None,
+    device: torch.device = _CPU,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Return the part ``name`` of a step (None: the whole state), as ``load`` does."""
+    return _Load(reader, device, dtype).load(name)
 
 
 def _check_dtype(dtype: object) -> None:
@@ -94,36 +106,16 @@ class _Load:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def load(self, name: str | None) -> Any:
-        if name is not None and name in self._reader.tensors:
-            self._read({self._stored_name(name)})
-            return self._tensors[self._stored_name(name)]
-        names = set(_names_in(self._part(name, _Name)))
-        self._read({self._stored_name(name) for name in names})
-        return self._part(name, lambda name: self._tensors.get(self._stored_name(name)))
-
-    def _stored_name(self, name: str) -> str:
-        return self._reader.tensors[name].name
-
-    def _part(self, name: str | None, make: MakeTensor) -> Any:
-        tree = StateTree(
-            self._reader.manifest, make, (), by_name=False, safe=False, parameter_names=False
-        ).build()
-        path, value = "", tree
-        while name is not None and path != name:
-            items = _items(path, value)
-            path = next((key for key in items if name == key or name.startswith(f"{key}/")), "")
-            if not path:
-                present = [*self._reader.tensors, *_items("", tree)]
-                raise EntryMissing([name], self._reader.ref.step, present=present, way=LIST_NAMES)
-            value = items[path]
-        return value
+        manifest = self._reader.manifest
+        self._read(stored_names(manifest, name))
+        return part_of(manifest, name, self._tensors)
 
     def _read(self, names: Iterable[str]) -> None:
         tensors = [self._reader.tensors[name] for name in sorted(names)]
-        values = {tensor.name: _empty(tensor) for tensor in tensors}
+        values = {tensor.name: empty_tensor(tensor) for tensor in tensors}
         self._reader.read(
             [
-                ReadRequest(tensor.name, Box.whole(tensor.shape), _bytes_of(values[tensor.name]))
+                ReadRequest(tensor.name, Box.whole(tensor.shape), bytes_of(values[tensor.name]))
                 for tensor in tensors
                 if tensor.nbytes
             ]
@@ -132,6 +124,45 @@ class _Load:
             value = in_saved_order(values.pop(tensor.name), tensor)
             dtype = self._dtype if value.is_floating_point() else None
             self._tensors[tensor.name] = value.to(self._device, dtype or value.dtype)
+
+
+def stored_names(manifest: Manifest, name: str | None) -> set[str]:
+    """Return the names under which the tensors of the part ``name`` (None: of all parts) are
+    stored.
+
+    Raises:
+        EntryMissing: The checkpoint has nothing of this name.
+    """
+    tensors = manifest.tensor_map()
+    if name is not None and name in tensors:
+        return {tensors[name].name}
+    return {tensors[item].name for item in _names_in(_build(manifest, name, _Name))}
+
+
+def part_of(manifest: Manifest, name: str | None, values: Mapping[str, torch.Tensor]) -> Any:
+    """Return the part ``name`` of the state (None: all of it), with the tensors in ``values``, by
+    their stored names.
+
+    Raises:
+        EntryMissing: The checkpoint has nothing of this name.
+    """
+    tensors = manifest.tensor_map()
+    if name is not None and name in tensors:
+        return values[tensors[name].name]
+    return _build(manifest, name, lambda item: values.get(tensors[item].name))
+
+
+def _build(manifest: Manifest, name: str | None, make: MakeTensor) -> Any:
+    tree = StateTree(manifest, make, (), by_name=False, safe=False, parameter_names=False).build()
+    path, value = "", tree
+    while name is not None and path != name:
+        items = _items(path, value)
+        path = next((key for key in items if name == key or name.startswith(f"{key}/")), "")
+        if not path:
+            present = [*manifest.tensor_map(), *_items("", tree)]
+            raise EntryMissing([name], manifest.step, present=present, way=LIST_NAMES)
+        value = items[path]
+    return value
 
 
 class _Name(str):
@@ -156,10 +187,12 @@ def _items(path: str, value: Any) -> dict[str, Any]:
     return {}
 
 
-def _empty(tensor: Tensor) -> torch.Tensor:
+def empty_tensor(tensor: Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the shape and dtype of ``tensor``, not initialized."""
     return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
 
 
-def _bytes_of(value: torch.Tensor) -> memoryview:
+def bytes_of(value: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
     # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
     return memoryview(value.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

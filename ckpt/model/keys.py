@@ -34,7 +34,7 @@ _LETTERS: Final = str.maketrans("0123456789", "abcdefghij")
 _DIGITS: Final = str.maketrans("abcdefghij", "0123456789")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
 _ROLLBACK: Final = re.compile(ROLLBACKS + r"/([0-9]{6,9})\.json")
-_FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
+_FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json|delta)")
 _END_NOTE: Final = re.compile(r"rank-([0-9]{5,})\.ended")
 _RANK_MARKER: Final = re.compile(r"rank-([0-9]{5,})\.claim")
 
@@ -88,6 +88,10 @@ class StepRef:
         checksum of the file.
         """
         return f"{self.folder}/metrics-{content}.json"
+
+    def delta(self, rank: int) -> str:
+        """Return the key of the delta file of a rank."""
+        return self.key(f"rank-{rank:05d}.delta")
 
     def end_note(self, rank: int) -> str:
         """Return the key of the end note of a rank. The agent that holds the rank's files writes

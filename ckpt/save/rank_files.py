@@ -35,6 +35,7 @@ from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
+from ckpt.save.delta_writer import DeltaWriter
 from ckpt.save.save_job import SaveRequest
 from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier
@@ -128,6 +129,14 @@ class RankFiles:
         self.names = fragment_name(rank), self._data_name
         self._encoding_of_file: Encoding | None = None
         self._copier, self._is_alone = copier, False
+        self._deltas: DeltaWriter | None = None
+        if config.deltas is not None and not tier.in_memory:
+            self._deltas = DeltaWriter(config.deltas, rank, tier.backend)
+
+    def keys(self, ref: StepRef) -> list[str]:
+        """Return the keys of all files of this rank for ``ref``, the fragment first."""
+        keys = [ref.key(name) for name in self.names]
+        return keys if self._deltas is None else [*keys, self._deltas.key(ref)]
 
     def stored_image(self, job: SaveRequest, retry: RetryPolicy) -> StoredImage:
         """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
@@ -174,7 +183,13 @@ class RankFiles:
         encoding: Encoding | None,
         retry: RetryPolicy,
     ) -> FragmentRef:
-        """Write the fragment of ``job``. Its data file must be durable."""
+        """Write the fragment of ``job``. Its data file must be durable.
+
+        The delta of the rank, if there is one, is put before, so that it is there when the step is
+        committed.
+        """
+        if self._deltas is not None:
+            self._deltas.put(job, retry)
         name, _ = self.names
         data = pack(pack_fragment(self._fragment(job, chunks, encoding), self._frames_of(job.plan)))
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
@@ -184,7 +199,7 @@ class RankFiles:
         """Discard the unfinished writes of this rank for ``ref``. They are not in a listing of
         objects, but they take space in the store.
         """
-        own = {ref.key(name) for name in self.names}
+        own = {*self.keys(ref)}
         writes = unfinished_of(self._backend, ref)
         discard(self._backend, [write for write in writes if write.key in own])
 
@@ -229,8 +244,11 @@ class RankFiles:
     def _write(
         self, job: SaveRequest, counter: _WriteCounter
     ) -> tuple[tuple[Chunk, ...], Encoding | None]:
+        image = job.image
+        if self._deltas is not None and job.source is None:
+            image = self._deltas.record(job)
         write = ImageWrite(
-            source=job.image,
+            source=image,
             chunks=job.plan.chunks,
             key=job.ref.key(self._data_name),
             workers=self._workers,

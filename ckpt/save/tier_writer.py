@@ -513,8 +513,8 @@ class TierWriter:
     def _remove(self, job: SaveRequest) -> None:
         try:
             self._files.discard_unfinished(job.ref)
-            names = map(job.ref.key, self._files.names)
-            is_gone = clear_away(self._backend, job.ref, *names, rank=self._marker_rank)
+            keys = self._files.keys(job.ref)
+            is_gone = clear_away(self._backend, job.ref, *keys, rank=self._marker_rank)
         except StorageError as error:
             self._unclean.add(job.ref)
             _log.debug(

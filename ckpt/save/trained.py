@@ -13,7 +13,7 @@ import numpy as np
 from ckpt.adapters.walk.collect import WalkResult
 from ckpt.adapters.walk.segments import Segment
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
-from ckpt.errors import CkptError
+from ckpt.pipeline.image_wrapper import ImageWrapper
 from ckpt.pipeline.image_writer import Source
 from ckpt.plan.save import SavePlan
 
@@ -169,7 +169,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class ScannedImage:
+class ScannedImage(ImageWrapper):
     """An image that is scanned for NaN and Inf while its chunks are hashed.
 
     Attributes:
@@ -182,7 +182,6 @@ class ScannedImage:
     Thread safety: the threads that may use ``image`` may use this object in the same way.
     """
 
-    image: Source
     masks: Mapping[int, tuple[str, np.unsignedinteger[Any]]]
     not_finite: set[str] = field(default_factory=set[str])
 
@@ -198,35 +197,6 @@ class ScannedImage:
         }
         return cls(image, masks)
 
-    @property
-    def size(self) -> int:
-        return self.image.size
-
-    @property
-    def path(self) -> str | None:
-        return self.image.path
-
-    @property
-    def capacity(self) -> int:
-        return self.image.capacity
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.image.resident_bytes
-
-    @property
-    def rereadable(self) -> bool:
-        return self.image.rereadable
-
-    def view(self, start: int, end: int) -> memoryview:
-        return self.image.view(start, end)
-
-    def parts(self, start: int, end: int) -> Sequence[memoryview]:
-        return self.image.parts(start, end)
-
-    def note_written(self, start: int, end: int) -> None:
-        self.image.note_written(start, end)
-
     def note_hashed(self, start: int, end: int) -> None:
         """Scan the chunk, and then let the image use the memory of the chunk again."""
         if (entry := self.masks.get(start)) is not None:
@@ -234,9 +204,6 @@ class ScannedImage:
             if not all_finite(self.image.view(start, end), mask):
                 self.not_finite.add(name)
         self.image.note_hashed(start, end)
-
-    def note_loss(self, error: CkptError) -> None:
-        self.image.note_loss(error)
 
 
 def all_finite(data: memoryview, mask: np.unsignedinteger[Any]) -> bool:

@@ -1,0 +1,132 @@
+"""The difference between two chunks of equal length, for chunks of which few words change.
+
+A difference consists of the gaps between the words that change, and of the changes: the new word
+minus the old one, as integers. A small step of a floating-point number changes its word by one or
+two, so the changes compress well. docs/format.md describes the layout.
+
+Thread safety:
+    Any thread may call the functions. zstd and NumPy release the GIL while they work.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+
+_HEAD: Final = struct.Struct("<BIII")
+_WIDTHS: Final = (1, 2, 4, 8)
+_MOST_SHARE: Final = 0.5
+"""The largest share of changed words. Above it, the difference would not be clearly shorter than
+the chunk.
+"""
+_LEVEL: Final = 1
+_LONG: Final = 255
+"""A byte of this value adds as many words to the gap, and the next byte goes on with it."""
+
+_local = threading.local()
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def difference(old: memoryview, new: memoryview, width: int) -> list[memoryview] | None:
+    """Return the pieces of the difference that changes ``old`` to ``new``.
+
+    The result is empty if the two are equal, and None if too many words of ``width`` bytes change.
+    """
+    old_words, new_words = _words(old, width), _words(new, width)
+    positions: Positions = np.flatnonzero(old_words != new_words)
+    if not positions.size:
+        return []
+    if positions.size > _MOST_SHARE * old_words.size:
+        return None
+    gaps = _pack_gaps(positions)
+    changes = _zigzag(new_words[positions] - old_words[positions])
+    planes = np.ascontiguousarray(changes.view(np.uint8).reshape(-1, width).T)
+    gap_frame, change_frame = (_compressor().compress(part.data) for part in (gaps, planes))
+    head = _HEAD.pack(width, positions.size, gaps.size, len(gap_frame))
+    return [memoryview(head), memoryview(gap_frame), memoryview(change_frame)]
+
+
+def apply_difference(code: memoryview, data: memoryview) -> None:
+    """Change ``data`` by a difference. An empty ``code`` changes nothing.
+
+    Raises:
+        ValueError: ``code`` is no difference of a chunk of this length. ``data`` is as it was.
+    """
+    if not code.nbytes:
+        return
+    try:
+        width, count, gap_bytes, length = _HEAD.unpack_from(code)
+        if width not in _WIDTHS or data.nbytes % width:
+            raise ValueError("not a difference of a chunk of this length")
+        words, end = _words(data, width), _HEAD.size + length
+        if count > words.size or gap_bytes > count + words.size // _LONG:
+            raise ValueError("more changes than there are words")
+        positions = _unpack_gaps(_decompress(code[_HEAD.size : end], gap_bytes))
+        if positions.size != count or (count and positions[-1] >= words.size):
+            raise ValueError("the gaps do not add up")
+        planes = _decompress(code[end:], count * width).reshape(width, count)
+    except (struct.error, zstandard.ZstdError) as error:
+        raise ValueError("not a difference") from error
+    changes = np.ascontiguousarray(planes.T).view(words.dtype).reshape(count)
+    words[positions] += _unzigzag(changes)
+
+
+def _words(data: memoryview, width: int) -> Words:
+    return np.frombuffer(data, dtype=f"<u{width}")
+
+
+def _pack_gaps(positions: Positions) -> Bytes:
+    """Return the numbers of words between the changed ones, in bytes."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    repeats = gaps // _LONG
+    total = int(repeats.sum())
+    if not total:
+        return gaps.astype(np.uint8)
+    code = np.full(gaps.size + total, _LONG, dtype=np.uint8)
+    code[np.arange(gaps.size) + np.cumsum(repeats)] = gaps % _LONG
+    return code
+
+
+def _unpack_gaps(code: Bytes) -> Positions:
+    is_last = code != _LONG
+    ends = np.cumsum(code, dtype=np.int64) + np.cumsum(is_last, dtype=np.int64)
+    positions: Positions = ends[is_last] - 1
+    return positions
+
+
+def _zigzag(changes: Words) -> Words:
+    """Return small numbers for changes that are small up or down."""
+    is_down = changes >> changes.dtype.type(8 * changes.itemsize - 1)
+    return (changes << changes.dtype.type(1)) ^ (~is_down + changes.dtype.type(1))
+
+
+def _unzigzag(codes: Words) -> Words:
+    bit = codes.dtype.type(1)
+    return (codes >> bit) ^ (~(codes & bit) + bit)
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    if (compressor := getattr(_local, "compressor", None)) is None:
+        compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    return compressor
+
+
+def _decompress(frame: memoryview, size: int) -> Bytes:
+    """Return the content of a zstd frame, which must have ``size`` bytes. Memory is allocated only
+    if the frame claims this size.
+    """
+    if zstandard.frame_content_size(frame) != size:
+        raise ValueError("a frame has another length")
+    if (decompressor := getattr(_local, "decompressor", None)) is None:
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
+    content = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+    if len(content) != size:
+        raise ValueError("a frame has another length")
+    return np.frombuffer(content, dtype=np.uint8)

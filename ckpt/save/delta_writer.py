@@ -1,0 +1,225 @@
+"""Writes the deltas of one rank on one tier: the differences between the chunks of a step
+and those of the step that the rank has written before.
+
+The bytes of the last step stay in memory, for the part of the state that has deltas. While a step
+is written, its chunks are compared with them as they are hashed, since their bytes are in memory
+then. A delta is a shorter way to a checkpoint, and no part of it: whatever goes wrong here costs
+the delta, and never the save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+
+from ckpt.codec.word_difference import difference
+from ckpt.errors import CkptError
+from ckpt.model.delta import pack_delta, unpack_delta
+from ckpt.model.dtype import DTYPES, float_width
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Tensor
+from ckpt.pipeline.image_wrapper import ImageWrapper
+from ckpt.pipeline.image_writer import Source
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.plan.save import SavePlan
+from ckpt.save.save_job import SaveRequest
+from ckpt.storage.api import StorageBackend, read_object
+
+_MOST_SHARE: Final = 0.5
+"""The largest size of a delta, as a share of the bytes that it stands for. A longer one is not put.
+"""
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A chunk that has a delta.
+
+    Attributes:
+        index: The index of the chunk in the file.
+        start, end: The bytes of the chunk in the image.
+        width: The bytes of a word.
+        position: The place of the chunk in the bytes of the last step.
+    """
+
+    index: int
+    start: int
+    end: int
+    width: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The chunks of a plan that have deltas, by their start, and the tensors that they belong to.
+    Steps of equal layouts have equal chunks.
+    """
+
+    places: dict[int, _Place]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.end - place.start for place in self.places.values())
+
+
+class DeltaWriter:
+    """Writes the deltas of one rank on one tier.
+
+    Args:
+        part: The name of the part of the state that has deltas, such as "model".
+        rank: The rank.
+        backend: The tier.
+
+    Thread safety: one save at a time. The threads that write the image use the source that
+    ``record`` returns, and each calls it for other chunks.
+    """
+
+    def __init__(self, part: str, rank: int, backend: StorageBackend) -> None:
+        self._part, self._rank, self._backend = part, rank, backend
+        self._plan: SavePlan | None = None
+        self._layout = _Layout({}, ())
+        self._bytes = np.empty(0, dtype=np.uint8)
+        # The last step that was written here, the one whose bytes are in memory or are put there,
+        # and the one before that.
+        self._last_ref: StepRef | None = None
+        self._ref: StepRef | None = None
+        self._base: StepRef | None = None
+        self._codes: dict[int, Sequence[memoryview]] = {}
+        self._indices: set[int] = set()
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def key(self, ref: StepRef) -> str:
+        """Return the key of the delta of a step."""
+        return ref.delta(self._rank)
+
+    def record(self, job: SaveRequest) -> Source:
+        """Return the image of ``job``, which compares each chunk with the last step when it is
+        hashed. If a write is repeated, a chunk is compared once.
+        """
+        if self._ref != job.ref:
+            self._begin(job)
+        return _ComparedImage(job.image, self._note)
+
+    def put(self, job: SaveRequest, retry: RetryPolicy) -> None:
+        """Put the delta of ``job``, whose file is durable. Errors are only logged."""
+        try:
+            if job.source is not None:
+                self._copy(job, job.source.backend, retry)
+            elif self._finish(job) and self._base is not None:
+                self._put(pack_delta(job.ref, self._rank, self._base, self._codes), job.ref, retry)
+        except (CkptError, MemoryError) as error:
+            _log.info(
+                "ckpt: step %d has no delta on %s: %s", job.ref.step, self._backend.url, error
+            )
+        finally:
+            self._codes, self._last_ref = {}, job.ref
+
+    def _begin(self, job: SaveRequest) -> None:
+        if self._plan is not job.plan:
+            layout = _layout_of(job.plan, self._part)
+            if layout != self._layout:
+                self._layout, self._ref = layout, None
+                self._bytes = np.empty(layout.nbytes, dtype=np.uint8)
+            self._plan = job.plan
+        is_whole = self._ref is not None and self._error is None
+        self._base = (
+            self._ref if is_whole and len(self._indices) == len(self._layout.places) else None
+        )
+        self._ref, self._error, self._indices, self._codes = job.ref, None, set(), {}
+
+    def _note(self, start: int, parts: Callable[[], Sequence[memoryview]]) -> None:
+        """Compare the chunk that begins at ``start``, and keep its bytes. An error is kept, since
+        the save must go on.
+        """
+        place = self._layout.places.get(start)
+        if place is None or place.index in self._indices or self._error is not None:
+            return
+        try:
+            self._compare(place, parts())
+            with self._lock:
+                self._indices.add(place.index)
+        except Exception as error:  # noqa: BLE001 - of no consequence for the save
+            self._error = error
+
+    def _compare(self, place: _Place, parts: Sequence[memoryview]) -> None:
+        data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        last = self._bytes[place.position : place.position + place.end - place.start]
+        if self._base is not None:
+            code = difference(last.data, data, place.width)
+            if code is not None:
+                with self._lock:
+                    self._codes[place.index] = code
+        last[:] = np.frombuffer(data, dtype=np.uint8)
+
+    def _finish(self, job: SaveRequest) -> bool:
+        """Compare the chunks of an image that was not hashed here, since a nearer tier has done it.
+        Return True if there is a delta worth to put.
+        """
+        places = self._layout.places.values()
+        if len(self._indices) < len(places) and job.image.rereadable:
+            for place in places:
+                self._note(place.start, partial(job.image.parts, place.start, place.end))
+        if self._error is not None:
+            _log.info("ckpt: step %d has no delta: %r", job.ref.step, self._error)
+        nbytes = sum(piece.nbytes for code in self._codes.values() for piece in code)
+        return bool(self._codes) and not self._error and nbytes <= _MOST_SHARE * self._layout.nbytes
+
+    def _copy(self, job: SaveRequest, source: StorageBackend, retry: RetryPolicy) -> None:
+        """Copy the delta from a nearer tier if its base is the last step that was written here."""
+        key = self.key(job.ref)
+        data = retry.call(partial(read_object, source, key, limit=job.plan.size))
+        if unpack_delta(data, job.ref, self._rank).base == self._last_ref:
+            self._put([memoryview(data)], job.ref, retry)
+
+    def _put(self, parts: Sequence[memoryview], ref: StepRef, retry: RetryPolicy) -> None:
+        retry.call(partial(self._backend.put, self.key(ref), parts))
+
+
+@dataclass(frozen=True, slots=True)
+class _ComparedImage(ImageWrapper):
+    """An image that calls ``note`` with the start of each chunk that is hashed, and with a function
+    that returns its bytes.
+    """
+
+    note: Callable[[int, Callable[[], Sequence[memoryview]]], None]
+
+    def note_hashed(self, start: int, end: int) -> None:
+        self.note(start, partial(self.image.parts, start, end))
+        self.image.note_hashed(start, end)
+
+
+def _layout_of(plan: SavePlan, part: str) -> _Layout:
+    """Return the chunks of the tensors in ``part``."""
+    tensors = tuple(
+        tensor
+        for tensor in plan.tensors
+        if tensor.name == part or tensor.name.startswith(f"{part}/")
+    )
+    shards = {
+        shard.offset: (
+            shard.offset + shard.box.numel * DTYPES[tensor.dtype].itemsize,
+            float_width(tensor.dtype),
+        )
+        for tensor in tensors
+        for shard in tensor.shards
+        if shard.box.numel
+    }
+    places: dict[int, _Place] = {}
+    shard_end, width, position = 0, 1, 0
+    for index, (start, nbytes) in enumerate(
+        zip(accumulate(plan.chunks, initial=0), plan.chunks, strict=False)
+    ):
+        shard_end, width = shards.get(start, (shard_end, width))
+        if start < shard_end:
+            places[start] = _Place(index, start, start + nbytes, width, position)
+            position += nbytes
+    return _Layout(places, tensors)

@@ -1,0 +1,63 @@
+"""What ``docs/serving.md`` shows does what it says."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt import CheckpointManager
+from tests.kit.pages import blocks
+
+BLOCKS = [block.text for block in blocks("python") if block.page.name == "serving.md"]
+
+
+def job(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {"model": nn.Linear(4, 4), "step": seed}
+
+
+class Engine(nn.Linear):
+    """A model that asks the loop to end once it has weights."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__(4, 4)
+        self.stop = stop
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        self.stop.set()
+        return super().load_state_dict(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "words", ["for version in versions", "produced ="], ids=["serve", "roll out"]
+)
+def test_another_process_has_the_weights(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("runs/gpt") as manager:
+        manager.save(job(200))
+    (text,) = [text for text in BLOCKS if words in text]
+    stop = threading.Event()
+    names: dict[str, Any] = {
+        "ckpt": SimpleNamespace(follow=partial(ckpt.follow, stop=stop)),
+        "model": Engine(stop),
+    }
+    exec(text, names)
+    assert torch.equal(names["model"].weight, job(200)["model"].weight)
+    assert names["version"].step == 200
+
+
+def test_a_job_writes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = [text for text in BLOCKS if "deltas=" in text]
+    exec(text, {"CheckpointManager": CheckpointManager, "state": job(201)})
+    assert ckpt.load("runs/gpt", "step") == 201
