@@ -169,6 +169,7 @@ def test_no_class_is_larger_than_its_bound() -> None:
 
 MAX_PARAMETERS = 6
 ENTRY_POINTS = {"ckpt/manager.py restore", "ckpt/integrations/lightning.py __init__"}
+ENTRY_POINTS |= {"ckpt/exchange/hf_folders.py __init__"}
 """Public functions, whose parameters are a user's settings. Commands are entry points too."""
 
 OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "deepspeed", "gcsfs", "google"}

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager
+from ckpt.exchange.hf_folders import HfFolders
+from tests.exchange.exports import export_here
 from tests.kit.pages import blocks
 
 BLOCKS = [block.text for block in blocks("python") if block.page.name == "serving.md"]
@@ -61,3 +64,18 @@ def test_a_job_writes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (text,) = [text for text in BLOCKS if "deltas=" in text]
     exec(text, {"CheckpointManager": CheckpointManager, "state": job(201)})
     assert ckpt.load("runs/gpt", "step") == 201
+
+
+def test_a_job_makes_folders_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    export_here(monkeypatch)
+    config = tmp_path / "gpt2" / "config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
+    (text,) = [text for text in BLOCKS if "HfFolders" in text]
+    state = job(1000)
+    exec(text, {"CheckpointManager": CheckpointManager, "HfFolders": HfFolders, "state": state})
+    weights = load_file("hf/gpt/step-000001000/model.safetensors")
+    assert torch.equal(weights["weight"], state["model"].weight.to(torch.bfloat16))

@@ -11,6 +11,7 @@ import typer
 from ckpt.catalog.index import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.verify import Meter
+from ckpt.catalog.watching import lease_if_allowed
 from ckpt.checks import as_bytes
 from ckpt.cli import output, records
 from ckpt.cli.options import (
@@ -32,8 +33,9 @@ from ckpt.model.selector import selector_of
 
 if TYPE_CHECKING:
     from ckpt.exchange.export import ExportReport
+    from ckpt.exchange.hf_folder import HfOptions
 
-Format = Literal["safetensors", "torch", "dcp"]
+Format = Literal["safetensors", "torch", "dcp", "hf"]
 """The formats that can be written."""
 _MOST_NOTES = 20
 _SUFFIXES: Final[dict[str, Format]] = {
@@ -83,7 +85,27 @@ def export(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="The most bytes of one file in a folder (safetensors). Default: 5GB.",
+            help="The most bytes of one file in a folder (safetensors, hf). Default: 5GB.",
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder with config.json and the files of the tokenizer, which are copied "
+            "(hf).",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="float32, float16 or bfloat16 (hf). Default: as saved."),
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A JSON object with the name in the files of each tensor, or null to leave it "
+            "out; or the word transformers (hf). Default: the names without their prefix.",
         ),
     ] = None,
     root: RootOption = None,
@@ -103,6 +125,9 @@ def export(
     torch        one file for torch.load(OUT): nested dicts as state_dict() gives them.
                  Needs as much room again beside OUT while it is written.
     dcp          a folder for torch.distributed.checkpoint.load, onto any number of ranks.
+    hf           a folder for from_pretrained: the part model, config.json and the
+                 tokenizer. With --names transformers, names and shapes are those that
+                 transformers itself writes; that needs memory for the whole model.
 
     \b
     Examples:
@@ -110,10 +135,14 @@ def export(
       ckpt export runs/gpt hf/ --format safetensors --name 'model/*' --max-shard-size 2GB
       ckpt export runs/gpt gpt.pt --step best:loss
       ckpt export s3://bucket/run42 dcp/ --format dcp
+      ckpt export runs/gpt hf/ --format hf --config gpt2/ --dtype bfloat16
     """
     from ckpt.exchange.export import ExportOptions
     from ckpt.exchange.export import export as write
 
+    hf = _hf_options(kind, config, dtype, names)
+    if kind == "hf":
+        name, strip = name or ["model/*"], strip or "model/"
     place, out = source_and_destination(arguments, root, "OUT")
     backend = open_root(place, timeout=timeout)
     file_format = kind or _format_of(out)
@@ -123,6 +152,7 @@ def export(
         output.progress(f"step {ref.step}") as bar,
         naming_the_way_out(backend, ref),
         naming_a_removed([backend], ref),
+        lease_if_allowed(backend, ref, "ckpt export"),
     ):
         reader = StepReader(
             backend, ref, backend.ask(partial(read_manifest, backend, ref)), workers
@@ -141,6 +171,7 @@ def export(
                 max_shard_bytes=as_bytes("--max-shard-size", max_shard_size)
                 if max_shard_size
                 else None,
+                hf=hf,
             ),
             on_start=start,
         )
@@ -152,11 +183,26 @@ def export(
         _show(report, ref.step, file_format)
 
 
+def _hf_options(
+    kind: Format | None, config: str | None, dtype: str | None, names: str | None
+) -> HfOptions | None:
+    """Return the options of a folder of Hugging Face; None if no option of that format is given."""
+    from ckpt.exchange.hf_folder import HfOptions, names_in
+
+    if kind != "hf" and config is None and dtype is None and names is None:
+        return None
+    if config is None:
+        raise ConfigError("--format hf needs --config, the folder with the model's config.json")
+    return HfOptions(files=config, dtype=dtype, names=names_in(names) if names else None)
+
+
 def _format_of(out: str) -> Format:
     for suffix, kind in _SUFFIXES.items():
         if out.endswith(suffix):
             return kind
-    raise ConfigError(f"the format of {out} is not known: give --format safetensors, torch or dcp")
+    raise ConfigError(
+        f"the format of {out} is not known: give --format safetensors, torch, dcp or hf"
+    )
 
 
 def _show(report: ExportReport, step: int, kind: Format) -> None:

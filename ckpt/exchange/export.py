@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -21,13 +20,15 @@ from ckpt.adapters.match.tree import Notes, StateTree, is_selected
 from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.errors.base import few
-from ckpt.exchange import dcp_writer, safetensors_writer, torch_writer
+from ckpt.exchange import dcp_writer, hf_folder, safetensors_writer, torch_writer
+from ckpt.exchange.hf_folder import HfOptions
 from ckpt.exchange.opened import TensorView
+from ckpt.exchange.safetensors_writer import FileForm
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import check_structure, exact
 from ckpt.storage.places import is_folder, local_path
 
-Format = Literal["safetensors", "torch", "dcp"]
+Format = Literal["safetensors", "torch", "dcp", "hf"]
 SHARD_BYTES: Final = 5 * 10**9
 
 
@@ -56,12 +57,14 @@ class ExportOptions:
         globs: The patterns of the names to export; empty for all names.
         strip: A prefix that is removed from the names. It is for safetensors only.
         max_shard_bytes: The most bytes of one file; None for the default. A larger tensor has a
-            file of its own. It is for safetensors in a folder only.
+            file of its own. It is for safetensors in a folder and hf only.
+        hf: The options of a folder of Hugging Face; None for other formats.
     """
 
     globs: Sequence[str] = ()
     strip: str = ""
     max_shard_bytes: int | None = None
+    hf: HfOptions | None = None
 
 
 _DEFAULTS: Final = ExportOptions()
@@ -94,11 +97,8 @@ def export(
         IntegrityError: The checkpoint is damaged.
         StorageError: The checkpoint cannot be read, or ``out`` cannot be written.
     """
-    globs, max_shard_bytes = options.globs, options.max_shard_bytes
-    if kind != "safetensors" and (options.strip or max_shard_bytes is not None):
-        raise ConfigError(
-            f"--strip and --max-shard-size are of safetensors, not of {kind}: leave them out"
-        )
+    globs = options.globs
+    _check_options(kind, options)
     if not is_folder(out):
         raise ConfigError(
             f"{out} is a URL: export to a local file or folder, and copy it from there"
@@ -119,7 +119,22 @@ def export(
                 _torch(reader, place, list(tensors.values()), notes, globs)
             case "dcp":
                 _dcp(reader, place, notes, globs)
+            case "hf":
+                assert options.hf is not None
+                os.mkdir(place)
+                most_bytes = options.max_shard_bytes or SHARD_BYTES
+                writer = hf_folder.HfWriter(reader, options.hf, options.strip, most_bytes)
+                notes.left_out += writer.write(place, names)
     return ExportReport(place=os.path.abspath(out), tensors=len(names), nbytes=nbytes, notes=notes)
+
+
+def _check_options(kind: Format, options: ExportOptions) -> None:
+    if kind not in ("safetensors", "hf") and (options.strip or options.max_shard_bytes is not None):
+        raise ConfigError(
+            f"--strip and --max-shard-size are of safetensors and hf, not of {kind}: leave them out"
+        )
+    if kind != "hf" and options.hf is not None:
+        raise ConfigError(f"--config, --dtype and --names are of hf, not of {kind}: leave them out")
 
 
 def _check_values(reader: StepReader, kind: Format, globs: Sequence[str]) -> None:
@@ -132,7 +147,7 @@ def _check_values(reader: StepReader, kind: Format, globs: Sequence[str]) -> Non
         raise EntryMissing(
             list(globs) or ["value"], reader.ref.step, present=present, way=LIST_NAMES
         )
-    if kind == "safetensors":
+    if kind in ("safetensors", "hf"):
         raise ConfigError(
             f"step {reader.ref.step} has no tensor to export, only plain values ({few(values)}), "
             "and safetensors holds tensors alone: export to a file of torch, such as OUT.pt"
@@ -164,17 +179,17 @@ def _safetensors(
     safetensors_writer.check_names(short)
     safetensors_writer.note_dtypes(tensors, notes)
     _leave_out_values(reader, notes, options.globs)
-    write: Callable[..., None] = partial(safetensors_writer.write_file, place)
+    form = FileForm(names=short, metadata=ties)
     if not out.endswith(safetensors_writer.SUFFIX):
         os.mkdir(place)
-        write = partial(
-            safetensors_writer.write_folder, place, most_bytes=max_shard_bytes or SHARD_BYTES
-        )
+        most_bytes = max_shard_bytes or SHARD_BYTES
+        safetensors_writer.write_folder(place, tensors, form, reader, most_bytes)
     elif max_shard_bytes is not None:
         raise ConfigError(
             f"{out} is one file: shards go into a folder, so name one to use --max-shard-size"
         )
-    write(tensors=tensors, names=short, metadata={**ties}, reader=reader)
+    else:
+        safetensors_writer.write_file(place, tensors, form, reader)
 
 
 def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) -> None:

@@ -8,18 +8,23 @@ read the files with the library.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+import torch
+
 from ckpt.adapters.match.tree import Notes
-from ckpt.catalog.tensor_reader import StepReader
+from ckpt.catalog.tensor_reader import Piece, StepReader
 from ckpt.errors import ConfigError
+from ckpt.exchange.load import bytes_of
 from ckpt.model.dtype import DTYPES, safetensors_entry
 from ckpt.model.manifest import Tensor
 
 SUFFIX: Final = ".safetensors"
-_INDEX: Final = "model.safetensors.index.json"
+INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
 STORED_AS_INTEGERS: Final = frozenset(
     {"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"}
@@ -27,14 +32,31 @@ STORED_AS_INTEGERS: Final = frozenset(
 """The dtypes that a file stores as unsigned integers, since the format has no names for them."""
 
 
-def write_file(
-    path: str,
-    tensors: Sequence[Tensor],
-    *,
-    names: dict[str, str],
-    metadata: dict[str, str],
-    reader: StepReader,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileForm:
+    """How tensors are written to files.
+
+    Attributes:
+        names: The names in the files, by the stored names of the tensors.
+        metadata: Entries for the metadata in the headers.
+        dtype: The dtype of all floating-point tensors in the files; None for the saved dtypes.
+    """
+
+    names: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    dtype: str | None = None
+
+    def dtype_of(self, tensor: Tensor) -> str:
+        """Return the dtype of a tensor in a file."""
+        is_cast = self.dtype is not None and getattr(torch, tensor.dtype).is_floating_point
+        return self.dtype if is_cast and self.dtype else tensor.dtype
+
+    def size_of(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor in a file."""
+        return math.prod(tensor.shape) * DTYPES[self.dtype_of(tensor)].itemsize
+
+
+def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: StepReader) -> None:
     """Write one safetensors file, and make it durable.
 
     At most ``catalog.tensor_reader.BATCH_BYTES`` of tensors are in memory at a time.
@@ -42,15 +64,21 @@ def write_file(
     Args:
         path: The path of the file.
         tensors: The tensors to write.
-        names: The names in the file, by the stored names of the tensors.
-        metadata: Entries for the metadata in the header.
+        form: Their names and dtypes in the file.
         reader: The reader of the checkpoint.
+
+    Raises:
+        ConfigError: The dtype of ``form`` cannot hold a number of a tensor.
     """
-    order = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, names[tensor.name]))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    names = form.names
+    order = sorted(
+        tensors,
+        key=lambda tensor: (-DTYPES[form.dtype_of(tensor)].itemsize, names[tensor.name]),
+    )
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **form.metadata}}
     end = 0
     for tensor in order:
-        entry, end = safetensors_entry(tensor.dtype, tensor.shape, end)
+        entry, end = safetensors_entry(form.dtype_of(tensor), tensor.shape, end)
         entries[names[tensor.name]] = entry
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -58,66 +86,76 @@ def write_file(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for piece in reader.stream(order):
-            file.write(piece.data)
+            file.write(_convert(piece, form.dtype_of(piece.tensor)))
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_folder(
-    folder: str,
-    tensors: Sequence[Tensor],
-    *,
-    names: dict[str, str],
-    metadata: dict[str, str],
-    reader: StepReader,
-    most_bytes: int,
+    folder: str, tensors: Sequence[Tensor], form: FileForm, reader: StepReader, most_bytes: int
 ) -> None:
     """Write ``model.safetensors`` if one file is enough, else several files and an index. A file
     has at most ``most_bytes`` of tensors, or a single larger tensor.
 
     ``folder`` is an existing folder. The other arguments are those of ``write_file``.
     """
-    files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), most_bytes)
+    names = form.names
+    files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), form, most_bytes)
     for name, group in files.items():
-        write_file(
-            os.path.join(folder, name),
-            group,
-            names=names,
-            metadata=metadata,
-            reader=reader,
-        )
+        write_file(os.path.join(folder, name), group, form, reader)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors), **metadata},
+            "metadata": {"total_size": sum(map(form.size_of, tensors)), **form.metadata},
             "weight_map": {
                 names[tensor.name]: name for name, group in files.items() for tensor in group
             },
         }
-        with open(os.path.join(folder, _INDEX), "w", encoding="utf-8") as out:
+        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as out:
             json.dump(index, out, indent=2, ensure_ascii=False)
             out.flush()
             os.fsync(out.fileno())
 
 
-def _shards(tensors: Sequence[Tensor], most_bytes: int) -> dict[str, list[Tensor]]:
+def _shards(tensors: Sequence[Tensor], form: FileForm, most_bytes: int) -> dict[str, list[Tensor]]:
     """Divide the tensors into files as ``write_folder`` does. Return the tensors of each file by
     the name of the file.
     """
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > most_bytes:
+        if groups[-1] and size + form.size_of(tensor) > most_bytes:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
-        size += tensor.nbytes
+        size += form.size_of(tensor)
     if len(groups) == 1:
         return {f"model{SUFFIX}": groups[0]}
     count = len(groups)
     return {f"model-{i:05d}-of-{count:05d}{SUFFIX}": group for i, group in enumerate(groups, 1)}
 
 
-def check_names(names: dict[str, str]) -> None:
+def cast(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
+    """Return ``values`` in another floating-point dtype.
+
+    Raises:
+        ConfigError: A finite number has no finite one in ``dtype``.
+    """
+    result = values.to(getattr(torch, dtype))
+    if bool((result.isinf() & ~values.isinf()).any()):
+        raise ConfigError(
+            f"{name!r} has a number that is too large for {dtype}: take bfloat16 or float32"
+        )
+    return result
+
+
+def _convert(piece: Piece, dtype: str) -> memoryview:
+    if dtype == piece.tensor.dtype:
+        return piece.data
+    values = torch.frombuffer(piece.data, dtype=getattr(torch, piece.tensor.dtype))
+    return bytes_of(cast(values, dtype, piece.tensor.name))
+
+
+def check_names(names: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` if two tensors would have the same name in the file, or if a name is
     empty or reserved by the format. ``names`` maps stored names to names in the file.
     """

@@ -1,0 +1,175 @@
+"""Folders of Hugging Face beside the checkpoints of a running job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Self
+
+from ckpt.checks import whole
+from ckpt.config import rank_of_this_process
+from ckpt.events import SaveCommitted
+from ckpt.exchange.hf_folder import HfOptions, read_config
+from ckpt.pipeline.workers import Workers
+
+_NICE: Final = 10
+_FOLDER: Final = re.compile(r"step-[0-9]{9,18}")
+_log = logging.getLogger("ckpt")
+
+
+class HfFolders:
+    """An observer that makes a folder of Hugging Face of committed steps.
+
+    ::
+
+        folders = HfFolders("hf/gpt", "gpt2/", every=1000, keep_last=2, dtype="bfloat16")
+        with CheckpointManager("runs/gpt", observers=[folders]) as manager, folders:
+            ...
+
+    A process of its own runs ``ckpt export`` for each step, with a low priority, so
+    that the training goes on beside it. If steps come faster than they are exported, only the
+    newest one waits. A folder, such as ``hf/gpt/step-000001000``, appears when it is complete. The
+    process reads the tier that has committed the step first, by its URL alone, without options. It
+    goes on if the trainer ends or dies.
+
+    Args:
+        out: The folder that gets a folder for each step.
+        files: The folder with the model's ``config.json`` and the files of the tokenizer.
+        every: Only steps that are multiples of this number are exported.
+        keep_last: How many of the newest folders stay; None for all.
+        part: The name of the part of the state that holds the weights.
+        dtype, names: As in `ckpt.exchange.hf_folder.HfOptions`.
+
+    Raises:
+        ConfigError: An argument is invalid.
+
+    Thread safety: any thread may report events. The owner calls ``close``.
+    """
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        files: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep_last: int | None = None,
+        part: str = "model",
+        dtype: str | None = None,
+        names: Mapping[str, str | None] | str | None = None,
+    ) -> None:
+        whole("every", every, 1, 10**18)
+        if keep_last is not None:
+            whole("keep_last", keep_last, 1, 10**9)
+        self._options = HfOptions(files=os.fspath(files), dtype=dtype, names=names)
+        read_config(self._options.files)
+        self._out, self._every, self._keep_last = os.path.abspath(out), every, keep_last
+        self._part = part
+        self._lock = threading.Lock()
+        self._next: SaveCommitted | None = None
+        self._last_step = -1
+        self._workers = Workers("hf-folders", 1)
+
+    def __call__(self, event: object) -> None:
+        """Note a committed step, and export it in the background."""
+        if (
+            not isinstance(event, SaveCommitted)
+            or event.step % self._every
+            or event.tier.startswith("shm:")
+            or rank_of_this_process()
+        ):
+            return
+        with self._lock:
+            if event.step == self._last_step:
+                return  # A farther tier has it too
+            self._last_step, is_idle, self._next = event.step, self._next is None, event
+        if is_idle:
+            self._workers.submit(self._export_next)
+
+    def close(self) -> None:
+        """Wait for the exports, and end the thread."""
+        self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _export_next(self) -> None:
+        with self._lock:
+            event, self._next = self._next, None
+        if event is None:
+            return
+        try:
+            self._export(event)
+            self._prune()
+        except OSError as error:
+            _log.warning("ckpt: step %d has no folder of Hugging Face: %s", event.step, error)
+
+    def _export(self, event: SaveCommitted) -> None:
+        place = os.path.join(self._out, f"step-{event.step:09d}")
+        if os.path.exists(place):  # It is that of an abandoned step of this number
+            _remove(place)
+        os.makedirs(self._out, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            command = self._command(event, place, file.name)
+            if isinstance(self._options.names, Mapping):
+                json.dump(dict(self._options.names), file)
+                file.flush()
+            process = subprocess.Popen(  # noqa: S603
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                text=True,
+                errors="replace",
+            )
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+            _, errors = process.communicate()
+        if process.returncode:
+            _log.warning(
+                "ckpt: step %d has no folder of Hugging Face: %s", event.step, errors.strip()[-500:]
+            )
+
+    def _command(self, event: SaveCommitted, place: str, mapping: str) -> list[str]:
+        options = self._options
+        command = [sys.executable, "-m", "ckpt.cli.main", "export", event.tier, place]
+        command += ["--format", "hf", "--step", str(event.step), "--config", options.files]
+        command += ["--name", f"{self._part}/*", "--strip", f"{self._part}/"]
+        if options.dtype is not None:
+            command += ["--dtype", options.dtype]
+        if options.names is not None:
+            names = options.names if isinstance(options.names, str) else mapping
+            command += ["--names", names]
+        return command
+
+    def _prune(self) -> None:
+        """Remove the oldest folders. Each is renamed first, so that no half of it can be loaded."""
+        names = sorted(filter(_FOLDER.fullmatch, os.listdir(self._out)))
+        for name in names[: -self._keep_last] if self._keep_last else ():
+            _remove(os.path.join(self._out, name))
+
+
+def _remove(place: str) -> None:
+    folder, name = os.path.split(place)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as room:
+        os.rename(place, os.path.join(room, name))
+        with suppress(OSError):
+            shutil.rmtree(os.path.join(room, name))

@@ -1,0 +1,39 @@
+"""Save weights as transformers itself saves a model. It is imported only if it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import transformers  # pyright: ignore[reportMissingImports]
+
+from ckpt.errors import ConfigError
+
+
+def save(weights: Mapping[str, torch.Tensor], files: str, place: str, most_bytes: int) -> None:
+    """Make the model of ``files`` from ``weights``, and save it to the folder ``place``.
+
+    No code of the folder is run: only classes of transformers are made.
+
+    Raises:
+        ConfigError: transformers does not know the model, or the weights do not fit it.
+    """
+    config = transformers.AutoConfig.from_pretrained(
+        files, local_files_only=True, trust_remote_code=False
+    )
+    names = config.architectures or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise ConfigError(
+            f"{files}/config.json names the architecture {names}, which transformers "
+            f"{transformers.__version__} does not have"
+        )
+    with torch.device("meta"):
+        model = kind(config)
+    try:
+        model.load_state_dict(weights, strict=True, assign=True)
+    except RuntimeError as error:
+        raise ConfigError(f"the weights do not fit {names[0]}: {error}") from None
+    model.tie_weights()
+    model.config.dtype = next(model.parameters()).dtype
+    model.save_pretrained(place, max_shard_size=most_bytes)
