@@ -17,13 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
 
-if importlib.util.find_spec("hypothesis"):  # `make device` has no hypothesis
-    from hypothesis import HealthCheck, settings
-
-    # A busy machine does not make a test fail.
-    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("tests")
-
 from tests.faults.ledger import Tally  # noqa: E402
 from tests.kit import small_pieces  # noqa: E402
 from tests.kit.stores import gated  # noqa: E402
@@ -42,14 +35,21 @@ def far(tmp_path: Path) -> Path:
     return tmp_path / "far"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what is marked ``torture`` unless it was requested, and put files with long tests first.
+
+    All properties belong to ``torture`` too, with more examples (``tests.kit.examples``).
 
     The workers of xdist get the files in this order, so that no worker waits at the end for a long
     file of another. Both groups are in the order of their paths, whatever file a worker imports
     first.
     """
-    if "torture" not in config.option.markexpr:
+    if is_torture(config):
+        for item in items:
+            if item.get_closest_marker("hypothesis"):
+                item.add_marker("torture")
+    else:
         kept = [item for item in items if not item.get_closest_marker("torture")]
         config.hook.pytest_deselected(
             items=[item for item in items if item.get_closest_marker("torture")]
@@ -85,8 +85,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def is_torture(config: pytest.Config) -> bool:
+    """Return whether the run was asked for the tests marked ``torture``."""
+    return "torture" in config.option.markexpr.replace("not torture", "")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.tally = Tally()  # type: ignore[attr-defined]
+    if importlib.util.find_spec("hypothesis"):  # `make device` has no hypothesis
+        from tests.kit.examples import choose
+
+        choose(takes_all=is_torture(config))
     if config.option.small_pieces:
         small_pieces.shrink()
     if (worker := getattr(config, "workerinput", None)) is not None:

@@ -21,6 +21,7 @@ from ckpt.model.box import Box
 from ckpt.model.manifest import Manifest
 from tests.adapters.ranks import mesh_of, mesh_shapes, placements, rank_of
 from tests.adapters.worlds import restore, save_each
+from tests.kit.examples import examples
 from tests.model.boxes import partition, shapes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
@@ -117,7 +118,7 @@ def save(
     return save_each(states(world, wholes), chunk_bytes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), tensors(), st.sampled_from([16, 24, 1000]))
 def test_every_element_is_where_it_belongs(
     data: st.DataObject, wholes: dict[str, torch.Tensor], chunk_bytes: int

@@ -16,10 +16,11 @@ from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.cuts import Cut, cut_boxes
 from tests.adapters.ranks import RELEASE, mesh_of, mesh_shapes, placements, rank_of
+from tests.kit.examples import examples
 from tests.model.boxes import shapes
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), mesh_shapes, shapes)
 def test_the_boxes_of_a_dtensor_hold_what_they_say(
     data: st.DataObject, mesh_shape: tuple[int, ...], shape: tuple[int, ...]
@@ -38,7 +39,7 @@ def test_the_boxes_of_a_dtensor_hold_what_they_say(
         assert sum(box.numel for box in leaf.boxes) == tensor.to_local().numel()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data(), mesh_shapes, shapes)
 def test_every_element_is_somewhere_and_only_replicas_share_it(
     data: st.DataObject, mesh_shape: tuple[int, ...], shape: tuple[int, ...]

@@ -25,6 +25,7 @@ from ckpt_backends.direct_io import (
     read_at,
 )
 from ckpt_backends.posix import open_posix
+from tests.kit.examples import examples
 
 SIZE = 3 * BUFFER_BYTES + 4321
 DATA = np.random.default_rng(4).bytes(SIZE)
@@ -110,7 +111,7 @@ LENGTHS = st.one_of(
 PLACES = st.one_of(st.integers(0, 4095), st.sampled_from([0, 64, 512]))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     offset=st.one_of(
         st.integers(0, SIZE + 5000), st.integers(0, SIZE // 512).map(lambda n: 512 * n)

@@ -33,6 +33,7 @@ from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule, flip_byte
 from tests.checkpoints import Written, write_checkpoint
+from tests.kit.examples import examples
 from tests.kit.sinks import ArraySink
 
 ARRAY = np.random.default_rng(3).standard_normal(
@@ -220,7 +221,7 @@ BAD = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 6))
 """(store, file, chunk); chunk 0 is the header, which no restore of tensors reads."""
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bad=BAD, gone=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=2))
 def test_a_step_is_whole_if_and_only_if_each_chunk_is_intact_somewhere(
     workers: Workers, bad: set[tuple[int, int, int]], gone: set[tuple[int, int]]

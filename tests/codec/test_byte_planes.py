@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from ckpt.codec.byte_planes import BytePlanes, decode
 from ckpt.model.checksum import checksum
+from tests.kit.examples import examples
 
 ENCODER = BytePlanes()
 NORMAL = np.random.default_rng(1).standard_normal(300_001).astype(np.float32) * np.float32(0.02)
@@ -88,7 +89,7 @@ def test_exponents_may_lie_anywhere(spread: float) -> None:
     there_and_back(bf16(values), 2)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.integers(0, 2**32),
@@ -128,14 +129,14 @@ def test_damage_gives_our_error_or_the_same_bytes(raw: bytes) -> None:
         decoded(data + b"\0", len(raw), digest)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200), st.integers(0, 4096))
 def test_nonsense_gives_our_error(data: bytes, nbytes: int) -> None:
     with pytest.raises(ValueError):
         decoded(data, nbytes, "0" * 32)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.integers(0, 3),

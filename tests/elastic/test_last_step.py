@@ -18,6 +18,7 @@ from ckpt.coordination.single import SingleCoordinator
 from ckpt.elastic.last_step import LastStep
 from ckpt.errors import CommitTimeout
 from tests.coordination.world import World
+from tests.kit.examples import examples
 
 
 def train(
@@ -53,7 +54,7 @@ def train(
     return step
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     size=st.integers(1, 5),
     seed=st.integers(0, 10**6),

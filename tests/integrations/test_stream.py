@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ckpt import CheckpointManager
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.data import ElasticSampler, ElasticStream
+from tests.kit.examples import examples
 from tests.kit.pages import block
 from tests.kit.worlds import world
 
@@ -123,7 +124,7 @@ def through_lives(length: int, lives: list[tuple[int, int, int]], ranks: int, wo
     assert life.train(None) == orders[1][: length // world_size * world_size]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     length=st.integers(8, 60),
     lives=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 5), st.integers(0, 4)), max_size=6),
@@ -135,7 +136,7 @@ def test_an_epoch_gives_each_sample_once_whatever_ranks_and_batches_its_lives_ha
     through_lives(length, lives, ranks, workers=0)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     length=st.integers(8, 40),
     lives=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)), max_size=2),
@@ -182,7 +183,7 @@ def test_persistent_workers_begin_where_each_loop_does(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_workers_may_be_spawned() -> None:
     stream = one()
     stream.load_state_dict({**stream.state_dict(), "epoch": 1, "consumed": 40})

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.model.box import Box, even_slab, flat_start, split_flat, split_rows, tiling_fault
+from tests.kit.examples import examples
 from tests.model.boxes import (
     boxes_in,
     mask,
@@ -198,7 +199,7 @@ def test_a_shifted_box_is_found(shape, count, rng):
     assert tiling_fault(shape, boxes) is not None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_any_set_of_boxes_is_judged_as_numpy_counts(data):
     shape = data.draw(shapes)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ckpt.model import chunks
 from ckpt.model.box import Box, split_rows
 from ckpt.model.chunks import LEAST_BYTES, PARTS, lengths_like, split_box
+from tests.kit.examples import examples
 from tests.model.boxes import boxes_in, shapes, solid_shapes
 
 MIB = 1 << 20
@@ -18,7 +19,7 @@ def lengths(box: Box, first: int, at_most: int) -> list[int] | None:
     return lengths_like(box.shape, first, at_most=at_most)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_a_cut_box_is_told_by_its_first_chunk(data: st.DataObject) -> None:
     """The chunks are small, so that a box has many."""

@@ -18,6 +18,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
 from ckpt.model.manifest import FORMAT, Manifest, Packed
 from tests.kit.damage import sealed
+from tests.kit.examples import examples
 from tests.model.records import large_record, records
 
 MANIFEST, FRAGMENT = records()
@@ -247,7 +248,7 @@ jsons = st.recursive(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     st.one_of(
         st.binary(),
@@ -270,7 +271,7 @@ def test_any_bytes_are_a_record_or_one_of_our_errors(data):
             unpack(data, kind, key="k")
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.data())
 def test_a_sealed_record_with_any_field_replaced_is_a_record_or_one_of_our_errors(data):
     body = msgspec.json.decode(msgspec.json.encode(MANIFEST))

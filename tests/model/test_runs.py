@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt.model.box import Box
 from ckpt.model.runs import Level, Run, boxes_of, compress, fault_of, ranks_meeting
+from tests.kit.examples import examples
 
 Row = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -48,7 +49,7 @@ def columns(dims: int, found: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np
     )  # type: ignore[return-value]
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(rows(), st.data())
 def test_runs_are_the_same_boxes(given_: tuple[int, list[Row]], data: st.DataObject) -> None:
     dims, found = given_

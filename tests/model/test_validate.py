@@ -26,6 +26,7 @@ from ckpt.model.packed import fragment_of, pack_fragment
 from ckpt.model.runs import Level, Run, Runs
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_manifest
 from ckpt.model.views import View
+from tests.kit.examples import examples
 from tests.model.records import records
 
 MANIFEST, FRAGMENT = records()
@@ -403,7 +404,7 @@ wild_levels = st.builds(Level, numbers, numbers, tuples)
 wild_runs = st.builds(Run, numbers, tuples, tuples, st.lists(wild_levels, max_size=3).map(tuple))
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     st.builds(
         replace,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model.values import decode, dumps, encode, join, to_json, unescape
+from tests.kit.examples import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +105,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(values)
 @example([-0.0, 0.0, math.inf, -math.inf, math.nan, 5e-324, 1e308, 1.0, 1])
 @example({"$": 1, "$$": {"$": "tuple", "v": [1]}})
@@ -366,7 +367,7 @@ nodes = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(nodes)
 @example({"$": "complex", "v": ["1"]})
 @example({"$": "float", "v": "nan:"})

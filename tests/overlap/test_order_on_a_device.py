@@ -25,6 +25,7 @@ from ckpt.staging import copies
 from ckpt.staging.copies import Copy
 from ckpt.staging.snapshot import Batch, Snapshot
 from ckpt.staging.window import RingWindow, _Ranges
+from tests.kit.examples import examples
 from tests.kit.rings import ring_of
 from tests.kit.simulated_device import Event, History, SimulatedCopies
 
@@ -214,7 +215,7 @@ class Orders(RuleBasedStateMachine):
 
 
 TestOrders = Orders.TestCase
-TestOrders.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestOrders.settings = settings(max_examples=examples(60), stateful_step_count=20, deadline=None)
 
 
 @contextmanager

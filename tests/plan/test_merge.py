@@ -17,6 +17,7 @@ from ckpt.model.views import View
 from ckpt.plan import merge_layouts
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import MergeCache, merge
+from tests.kit.examples import examples
 from tests.plan.worlds import fragment_of, merged, raw, with_ref
 
 X = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
@@ -60,7 +61,7 @@ def test_a_merged_manifest_is_valid_and_names_all_parts():
     assert msgspec.json.decode(manifest.metadata) == {"run": 1}
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 2**32))
 def test_the_order_of_fragments_does_not_change_a_byte(seed):
     rng = random.Random(seed)

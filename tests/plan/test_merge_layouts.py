@@ -20,6 +20,7 @@ from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import MergeCache, merge
 from ckpt.plan.restore import plan_restore
+from tests.kit.examples import examples
 from tests.model.boxes import boxes_in, partition
 from tests.plan.oracle import check_fragment, merge_objects
 from tests.plan.worlds import assign, merged, raw, with_ref
@@ -145,13 +146,13 @@ def by_objects(parts: Parts) -> Manifest:
     return merge_objects((part, with_ref(part)[1]) for part in parts)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(worlds())
 def test_columns_give_the_manifest_or_the_refusal_that_objects_give(parts: Parts) -> None:
     assert outcome(lambda: by_columns(parts)) == outcome(lambda: by_objects(parts))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(worlds(), st.randoms(use_true_random=False))
 def test_the_order_of_fragments_and_what_is_remembered_change_nothing(
     parts: Parts, rng: random.Random
@@ -163,7 +164,7 @@ def test_the_order_of_fragments_and_what_is_remembered_change_nothing(
         )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(worlds())
 def test_a_fragment_in_columns_is_the_same_fragment(parts: Parts) -> None:
     for part in parts:
@@ -175,7 +176,7 @@ def test_a_fragment_in_columns_is_the_same_fragment(parts: Parts) -> None:
                 check_fragment(part, key="k")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(worlds(), st.data())
 def test_a_plan_from_the_fragments_that_are_needed_is_the_plan_from_all(
     parts: Parts, data: st.DataObject

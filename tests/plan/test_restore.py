@@ -10,6 +10,7 @@ from ckpt.model.box import Box
 from ckpt.model.manifest import Manifest
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
+from tests.kit.examples import examples
 from tests.model.boxes import boxes_in, partition
 from tests.plan.worlds import assign, fetch, fragment_of, merged
 
@@ -52,7 +53,7 @@ def saved_worlds(draw: st.DrawFn):
     return arrays, images, merged(rng.sample(parts, len(parts)))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(saved_worlds(), st.data())
 def test_any_boxes_of_any_save_are_read_as_numpy_slices_them(saved, data):
     arrays, images, manifest = saved
@@ -79,7 +80,7 @@ def test_any_boxes_of_any_save_are_read_as_numpy_slices_them(saved, data):
             assert piece.tobytes() == array[box.slices()].tobytes()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(saved_worlds())
 def test_a_plan_reads_every_chunk_at_most_once_in_file_order_and_no_more_than_is_needed(saved):
     arrays, _, manifest = saved

@@ -15,6 +15,7 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import HEADER_ALIGNMENT
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SPLIT_FROM_BYTES, plan_save
+from tests.kit.examples import examples
 from tests.plan.worlds import image_of
 
 CHUNK = 1 << 12
@@ -69,7 +70,7 @@ def plans_of(ranks):
     return [plan_save(leaves, rank=rank, chunk_bytes=CHUNK) for rank, leaves in enumerate(ranks)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(worlds())
 def test_all_ranks_together_write_every_tensor_exactly_once(ranks):
     written: dict[str, list[Box]] = defaultdict(list)
@@ -83,7 +84,7 @@ def test_all_ranks_together_write_every_tensor_exactly_once(ranks):
     } == dict.fromkeys(shapes)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(worlds())
 @example(
     [
@@ -114,7 +115,7 @@ def test_an_image_is_gapless_and_every_item_is_aligned_to_its_elements(ranks):
         assert plan.size == end
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(worlds())
 def test_chunks_cover_the_file_and_none_reaches_over_an_item(ranks):
     for plan in plans_of(ranks):
@@ -125,7 +126,7 @@ def test_chunks_cover_the_file_and_none_reaches_over_an_item(ranks):
         assert {item.offset for item in plan.items} | {plan.size} <= edges
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(worlds())
 def test_the_fragment_tells_of_every_leaf_and_where_its_boxes_lie(ranks):
     for rank, (leaves, plan) in enumerate(zip(ranks, plans_of(ranks), strict=True)):
@@ -141,7 +142,7 @@ def test_the_fragment_tells_of_every_leaf_and_where_its_boxes_lie(ranks):
         assert {shard.rank for tensor in plan.tensors for shard in tensor.shards} <= {rank}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(worlds(), st.randoms(use_true_random=False))
 def test_the_layout_depends_neither_on_the_order_of_leaves_nor_on_the_run(ranks, rng):
     for rank, leaves in enumerate(ranks):
@@ -154,7 +155,7 @@ def test_the_layout_depends_neither_on_the_order_of_leaves_nor_on_the_run(ranks,
         assert plan_save(leaves, rank=rank, chunk_bytes=CHUNK) == one
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(worlds())
 def test_safetensors_reads_every_image(ranks):
     for leaves, plan in zip(ranks, plans_of(ranks), strict=True):

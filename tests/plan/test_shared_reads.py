@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.plan.shared_reads import Keys, Shares, share
+from tests.kit.examples import examples
 
 LIMITS = {"worth_bytes": 30, "parcel_bytes": 25}
 
@@ -17,7 +18,7 @@ def shares_of(sizes: dict[int, int], wanted: list[set[int]]) -> list[Shares]:
     return [share({key: sizes[key] for key in keys}, tables, **LIMITS) for keys in wanted]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_every_rank_gets_all_it_wants_once_and_all_agree(data: st.DataObject) -> None:
     sizes = data.draw(st.dictionaries(st.integers(0, 1 << 40), st.integers(0, 40), max_size=40))

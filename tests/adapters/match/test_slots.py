@@ -22,6 +22,7 @@ from ckpt.errors import EntryMissing
 from tests.adapters.ranks import mesh_of, rank_of
 from tests.adapters.saving import manifest_of, new_root, restored, saved
 from tests.adapters.worlds import restore, save_ranks
+from tests.kit.examples import examples
 
 
 def job(*rates: Any, shared: bool = False) -> dict[str, Any]:
@@ -387,7 +388,7 @@ def sharing(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(structures(), structures() | st.just(None), st.booleans())
 def test_any_structure_of_memory_comes_back_into_any_other(
     structure: list[tuple[int, int, int]],

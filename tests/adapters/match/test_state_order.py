@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.adapters.ranks import mesh_of, rank_of
 from tests.adapters.saving import assert_same, manifest_of, restored, saved
 from tests.adapters.worlds import restore, save_ranks
+from tests.kit.examples import examples
 
 
 class Turning(torch.optim.Optimizer):
@@ -112,7 +113,7 @@ def dense(draw: st.DrawFn) -> torch.Tensor:
     return made if draw(st.booleans()) else torch.nn.Parameter(made, requires_grad=False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(dense(), st.lists(dense(), max_size=2), st.booleans())
 def test_any_dense_state_keeps_its_strides(
     value: torch.Tensor, items: list[torch.Tensor], stepped: bool

@@ -29,6 +29,7 @@ from ckpt.model.box import Box
 from ckpt.model.values import LARGE
 from ckpt.staging.snapshot import Snapshot
 from tests.adapters.saving import assert_same, new_root, restored, round_trip, saved
+from tests.kit.examples import examples
 from tests.model.boxes import partition, solid_shapes
 
 
@@ -56,7 +57,7 @@ def whole_of(shards: LocalShards) -> torch.Tensor:
     return made
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(solid_shapes, st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_any_tiling_is_restored_into_any_other(
     shape: tuple[int, ...], saved_in: int, wanted_in: int, rng: random.Random
@@ -79,7 +80,7 @@ def test_any_tiling_is_restored_into_any_other(
 
 
 @given(solid_shapes, st.integers(1, 6), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_ranges_of_the_flat_tensor_are_its_parts(
     shape: tuple[int, ...], count: int, data: st.DataObject
 ) -> None:

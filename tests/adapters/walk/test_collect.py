@@ -44,6 +44,7 @@ from tests.adapters.saving import (
     saved,
     tree_of,
 )
+from tests.kit.examples import examples
 
 # torch warns once in a process
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -634,13 +635,13 @@ def emptied(value: Any) -> Any:
     return None
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(_states)
 def test_any_nested_state_comes_back_into_the_same_structure(state: dict[str, Any]) -> None:
     assert_same(round_trip(state, emptied(state)), state)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(_states)
 def test_any_nested_state_comes_back_into_an_object_that_takes_what_it_is_given(
     state: dict[str, Any],
