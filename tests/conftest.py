@@ -19,6 +19,7 @@ pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage
 
 from tests.faults.ledger import Tally  # noqa: E402
 from tests.kit import small_pieces  # noqa: E402
+from tests.kit.processor_time import ProcessorTime  # noqa: E402
 from tests.kit.stores import gated  # noqa: E402
 from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 
@@ -92,6 +93,7 @@ def is_torture(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.tally = Tally()  # type: ignore[attr-defined]
+    config.pluginmanager.register(ProcessorTime())
     if importlib.util.find_spec("hypothesis"):  # `make device` has no hypothesis
         from tests.kit.examples import choose
 

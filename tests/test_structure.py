@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
+from tests.kit.processor_time import ProcessorTime
 from tests.kit.worlds import ROOT
+from tests.processes import fork
 
 TESTS = ROOT / "tests"
 
@@ -120,3 +126,49 @@ def test_each_other_file_with_tests_has_the_name_of_a_module() -> None:
     files = {path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")}
     modules = {path.stem for path in (ROOT / "ckpt").glob("*.py")}
     assert files - modules == ACROSS_FILES
+
+
+DEAR = """
+import os, time
+import pytest
+
+def child_works():
+    if child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        while time.process_time() < 0.6:
+            pass
+        os._exit(0)
+
+def test_a_child_works():
+    child_works()
+
+@pytest.mark.torture
+def test_torture():
+    child_works()
+
+def test_nothing():
+    pass
+"""
+
+
+def test_a_test_that_takes_too_much_processor_time_fails_unless_it_is_torture(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_dear.py").write_text(DEAR)
+    report = tmp_path / "report"
+
+    def run() -> None:
+        words = [str(tmp_path), "-c", os.devnull, "--rootdir", str(tmp_path), "-rpE"]
+        words += ["-p", "no:cacheprovider", "-W", "ignore"]
+        with report.open("w") as file, redirect_stdout(file):
+            status = pytest.main(words, plugins=[ProcessorTime(0.5)])
+        assert status == pytest.ExitCode.TESTS_FAILED
+
+    _, status = os.waitpid(fork(run), 0)
+    text = report.read_text()
+    assert status == 0, text
+    assert re.search(r"ERROR \S*test_dear.py::test_a_child_works", text)
+    assert "test_dear.py::test_a_child_works took 1 s of processor time, and a test may" in text
+    assert re.search(r"PASSED \S*test_dear.py::test_torture", text)
+    assert "3 passed, 1 error" in text
