@@ -1,11 +1,12 @@
-"""Let images of a few kilobytes pass through memory in waves.
+"""Let small images pass through memory in waves.
 
 ``pytest --small-pieces`` calls ``shrink``, so that all tests of small states run with rings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
@@ -18,37 +19,57 @@ from ckpt.staging import budget, copies, frames, image, slot
 from ckpt.staging.slots import SlotPool
 from ckpt_backends import memory, posix
 
-PIECE_BYTES: Final = 4096
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The bytes of pieces, which rings grow by, and of what is in them."""
+
+    piece: int
+    part: int
+    chunk: int
+    ring: int
+    page: int
 
 
-def shrink() -> None:
-    """Make pieces, parts, chunks and rings small, until the end of the process."""
-    sizes: dict[ModuleType, dict[str, object]] = {
-        copies: {"PIECE_BYTES": PIECE_BYTES},
-        frames: {"PIECE_BYTES": PIECE_BYTES},
-        image: {"PIECE_BYTES": PIECE_BYTES},
-        slot: {"_ROUND": PIECE_BYTES},
-        image_writer: {"_COPY_BYTES": PIECE_BYTES},
-        memory: {"_PART_BYTES": PIECE_BYTES},
-        posix: {"_PART_BYTES": PIECE_BYTES},
+SMALLEST: Final = Sizes(piece=4096, part=4096, chunk=2 * 4096, ring=4 * 4096, page=4096)
+
+
+def scaled(mib: int) -> Sizes:
+    """Return the sizes of ckpt itself, with ``mib`` bytes for each MiB."""
+    return Sizes(piece=32 * mib, part=8 * mib, chunk=16 * mib, ring=192 * mib, page=2 * mib)
+
+
+def shrink(
+    sizes: Sizes = SMALLEST, set_value: Callable[[ModuleType, str, object], None] = setattr
+) -> None:
+    """Make pieces, parts, chunks and rings small, until the end of the process or as long as
+    ``set_value`` does.
+    """
+
+    def small_chunks(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
+        return plan_save(leaves, rank=rank, chunk_bytes=min(chunk_bytes, sizes.chunk))
+
+    def small_pool(count: int, *, part_bytes: int, **settings: Any) -> SlotPool:
+        """Return a pool whose rings have room for the chunks of ``small_chunks``, and no more."""
+        return SlotPool(count, part_bytes=min(part_bytes, sizes.chunk), **settings)
+
+    values: dict[ModuleType, dict[str, object]] = {
+        copies: {"PIECE_BYTES": sizes.piece},
+        frames: {"PIECE_BYTES": sizes.piece},
+        image: {"PIECE_BYTES": sizes.piece},
+        slot: {"_ROUND": sizes.page},
+        image_writer: {"_COPY_BYTES": sizes.piece},
+        memory: {"_PART_BYTES": sizes.part},
+        posix: {"_PART_BYTES": sizes.part},
         budget: {
-            "_RING_STEP": PIECE_BYTES,
-            "_LEAST_RING": 4 * PIECE_BYTES,
-            "_RING_BYTES": 4 * PIECE_BYTES,
+            "_RING_STEP": sizes.piece,
+            "_LEAST_RING": 4 * sizes.piece,
+            "_RING_BYTES": sizes.ring,
         },
         prepare: {"plan_save": small_chunks},
         host_memory: {"SlotPool": small_pool},
     }
-    for module, values in sizes.items():
-        for name, value in values.items():
+    for module, named in values.items():
+        for name, value in named.items():
             assert hasattr(module, name)
-            setattr(module, name, value)
-
-
-def small_chunks(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
-    return plan_save(leaves, rank=rank, chunk_bytes=min(chunk_bytes, 2 * PIECE_BYTES))
-
-
-def small_pool(count: int, *, part_bytes: int, **settings: Any) -> SlotPool:
-    """Return a pool whose rings have room for the chunks of ``small_chunks``, and no more."""
-    return SlotPool(count, part_bytes=min(part_bytes, 2 * PIECE_BYTES), **settings)
+            set_value(module, name, value)
