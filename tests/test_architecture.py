@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ UNSAFE_BUILTINS = {"eval", "exec"}
 
 def sources() -> list[Path]:
     return sorted(path for top in PRODUCT for path in top.rglob("*.py"))
+
+
+@cache
+def nodes(code: str) -> tuple[ast.AST, ...]:
+    """Return the nodes of a syntax tree in the order of ``ast.walk``, the module first.
+
+    Many tests look through all sources.
+    """
+    return tuple(ast.walk(ast.parse(code)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
 
 
 def name_of(path: Path) -> str:
@@ -101,9 +117,7 @@ def code_lines(path: Path) -> int:
     """
     text = path.read_text()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [
-        docstring_of(node) for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)
-    ]
+    docstrings = [docstring_of(node) for node in nodes(text) if isinstance(node, kinds)]
     free = sum((node.end_lineno or 0) - node.lineno + 1 for node in docstrings if node)
     return len(text.splitlines()) - free
 
@@ -130,7 +144,7 @@ def test_no_function_body_is_longer_than_50_lines() -> None:
     too_long = {
         f"{name_of(path)}:{node.lineno} {node.name}": body_lines(node)
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path.read_text())
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and body_lines(node) > MAX_BODY_LINES
     }
@@ -158,7 +172,7 @@ def test_no_class_is_larger_than_its_bound() -> None:
     sizes = {
         f"{name_of(path)} {node.name}": statements(node)
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path.read_text())
         if isinstance(node, ast.ClassDef)
     }
     assert len(sizes) > 500
@@ -243,7 +257,7 @@ def test_no_function_has_more_than_six_parameters() -> None:
     found = {
         f"{name_of(path)} {node.name}"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path.read_text())
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and parameters(node) > MAX_PARAMETERS
     }
@@ -251,9 +265,9 @@ def test_no_function_has_more_than_six_parameters() -> None:
     assert found - commands - ENTRY_POINTS == set()
 
 
-def imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
+def imports(code: str, modules: set[str]) -> Iterator[str]:
     """Return our modules that a file imports, for type checkers and inside of functions too."""
-    for node in ast.walk(tree):
+    for node in nodes(code):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -286,15 +300,15 @@ def test_cycles_are_found() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    trees = {module_of(path): ast.parse(path.read_text()) for path in sources()}
-    graph = {module: set(imports(tree, set(trees))) - {module} for module, tree in trees.items()}
+    codes = {module_of(path): path.read_text() for path in sources()}
+    graph = {module: {*imports(code, {*codes})} - {module} for module, code in codes.items()}
     assert sum(map(len, graph.values())) > 500
     assert cycles(graph) == set()
 
 
-def late_imports(tree: ast.AST) -> Iterator[str]:
+def late_imports(code: str) -> Iterator[str]:
     """Return the top-level packages that are imported inside of functions."""
-    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (n for n in nodes(code) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     for node in (node for function in functions for node in ast.walk(function)):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -306,7 +320,7 @@ def test_imports_inside_of_functions_are_of_optional_packages() -> None:
     found = {
         name_of(path): late
         for path in sources()
-        if (late := set(late_imports(ast.parse(path.read_text()))) - OPTIONAL_PACKAGES)
+        if (late := set(late_imports(path.read_text())) - OPTIONAL_PACKAGES)
     }
     assert {
         name: late for name, late in found.items() if late - LATE_IMPORTS.get(name, set())
@@ -315,7 +329,7 @@ def test_imports_inside_of_functions_are_of_optional_packages() -> None:
 
 def private_uses(code: str) -> Iterator[str]:
     """Return each use of a private name of another object, as 'line: what'."""
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if (
             not isinstance(node, ast.Attribute)
             or not node.attr.startswith("_")
@@ -345,7 +359,7 @@ def test_no_object_uses_private_names_of_another() -> None:
 
 def private_imports(code: str) -> Iterator[str]:
     """Return each private name of torch that is imported, as 'line: what'."""
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -388,13 +402,12 @@ def loads_weights_only(node: ast.AST) -> bool:
 
 def unsafe_uses(code: str) -> Iterator[str]:
     """Return each place that could run what a checkpoint says, as 'line: what'."""
-    tree = ast.parse(code)
     safe = {
         id(node.func)
-        for node in ast.walk(tree)
+        for node in nodes(code)
         if isinstance(node, ast.Call) and loads_weights_only(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes(code):
         if id(node) in safe:
             continue
         match node:
