@@ -311,7 +311,9 @@ def imported(
     reported = capsys.readouterr()
     root = Path.cwd() / "runs"
     steps = [ref.step for ref in committed(open_backend("runs"))]
-    outside = [name for name in WATCH.found if not inside(name, root)]
+    outside = [  # Python compiles a module with its first import
+        name for name in WATCH.found if "__pycache__" not in name and not inside(name, root)
+    ]
     there = set(os.listdir()) | {f"source/{name}" for name in os.listdir("source")}
     known = {"runs", "source", "temporary", "victim", *(f"source/{name}" for name in names)}
     faults = {
