@@ -27,11 +27,13 @@ from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import Any
 
+import numpy.ma  # noqa: F401 - this and the next ones for the forks
+import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.optim
-import torch.distributed.tensor.parallel  # noqa: F401 - for the forks
+import torch.distributed.tensor.parallel  # noqa: F401
 
 import ckpt
 from bench.rank_exit import exit_rank
