@@ -3,8 +3,8 @@
 It runs as a script: many deaths are affordable because torch is imported only once.
 
 random ROOT TIMES NUMBERS SEED: kill a saver TIMES times at random moments; its state has that many
-NUMBERS. steps ROOT NUMBERS: kill savers before and after every single call to the store, from the
-first to the last of one save.
+NUMBERS. steps ROOT NUMBERS STRIDE: kill savers before and after each STRIDE-th call to the store,
+from the first to the last of one save.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def at_random(root: Path, times: int, numbers: int, seed: int) -> None:
     print(f"{deaths} deaths, {during} of them in the midst of a save, up to step {newest}")
 
 
-def at_every_step(root: Path, numbers: int) -> None:
+def at_steps(root: Path, numbers: int, stride: int) -> None:
     root.mkdir(parents=True)
     base = root / "base"
     log = root / "base.log"
@@ -184,7 +184,7 @@ def at_every_step(root: Path, numbers: int) -> None:
     assert os.waitpid(child, 0)[1] == 0
     calls = {"before": 0, "after": 0}
     for when in calls:
-        for nth in range(1, 1000):
+        for nth in range(1, 1000, stride):
             place, its_log = root / f"{when}{nth}", root / f"{when}{nth}.log"
             shutil.copytree(base, place)
             shutil.copy(log, its_log)
@@ -214,7 +214,7 @@ def at_every_step(root: Path, numbers: int) -> None:
         else:
             raise AssertionError("the save never ended")
     assert calls["before"] >= calls["after"] > 10, calls  # a call that raises has no after
-    print(f"died before each of {calls['before']} calls and after each of {calls['after']}")
+    print(f"died before calls up to {calls['before']} and after calls up to {calls['after']}")
 
 
 def warm_up() -> None:
@@ -233,7 +233,7 @@ def main() -> None:
     if mode == "random":
         at_random(Path(root), *map(int, numbers))
     else:
-        at_every_step(Path(root), *map(int, numbers))
+        at_steps(Path(root), *map(int, numbers))
     print("ALL WELL")
 
 

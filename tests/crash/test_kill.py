@@ -33,5 +33,6 @@ def test_a_saver_killed_again_and_again_leaves_only_whole_checkpoints(
     assert f"{times} deaths" in nursery("random", tmp_path / "run", times, numbers, 2)
 
 
-def test_a_saver_may_die_before_and_after_every_call_to_the_store(tmp_path: Path) -> None:
-    assert "died before each of" in nursery("steps", tmp_path / "runs", 1 << 14)
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.torture)])
+def test_a_saver_may_die_before_and_after_calls_to_the_store(tmp_path: Path, stride: int) -> None:
+    assert "died before calls up to" in nursery("steps", tmp_path / "runs", 1 << 14, stride)
