@@ -106,8 +106,8 @@ def train(state: dict[str, Any]) -> None:
     state["step"] += 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["auto", pytest.param("off", marks=pytest.mark.torture)])
+@pytest.mark.torture
+@pytest.mark.parametrize("overlap", ["auto", "off"])
 def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -> None:
     state = job()
     train(state)

@@ -64,6 +64,7 @@ def test_a_step_becomes_whole_without_the_node_that_is_lost(cluster: Cluster) ->
     assert not any(cluster.memory(node).exists() for node in (0, 1))
 
 
+@pytest.mark.torture
 def test_a_step_that_the_ranks_were_writing_to_the_shared_tier_becomes_whole_too(
     cluster: Cluster,
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_step_that_the_ranks_were_writing_to_the_shared_tier_becomes_whole_too
     assert not cluster.memory(0).exists()
 
 
+@pytest.mark.torture
 def test_a_node_that_is_lost_after_its_agent_has_begun_costs_no_step(cluster: Cluster) -> None:
     """Its ranks are noted, and their files do not come."""
     numbers = 2_000_000
@@ -100,6 +102,7 @@ def test_a_damaged_copy_makes_no_checkpoint_and_the_reason_is_logged(cluster: Cl
     assert "000000003" in cluster.steps_in_memory(0)
 
 
+@pytest.mark.torture
 def test_an_older_step_becomes_whole_if_the_last_one_has_no_copies(cluster: Cluster) -> None:
     cluster.train(1, 3, "kill copied older lost")
     end_agent(cluster, 1)

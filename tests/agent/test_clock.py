@@ -19,6 +19,7 @@ from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
 from tests.agent.conftest import await_state, job_of, memory_folder
 from tests.kit.damage import data_of, flip, look
+from tests.kit.marks import torture
 from tests.kit.stores import whole
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
@@ -64,7 +65,7 @@ def jump(place: AgentFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [-HOUR, 2 * DAY])
+@pytest.mark.parametrize("seconds", [2 * DAY, *torture(-HOUR)])
 def test_a_try_that_has_failed_is_followed_by_others(
     place: AgentFolder, tmp_path: Path, jump: Jump, seconds: float
 ) -> None:

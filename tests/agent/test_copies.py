@@ -50,6 +50,7 @@ from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders, job
 from tests.coordination.world import World
 from tests.kit.disks import mount
+from tests.kit.marks import torture
 from tests.kit.stores import Gated, gated, whole
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
@@ -127,8 +128,15 @@ def lent(place: AgentFolder) -> list[int]:
 # -- as without an agent ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("near", ["none", "zstd"])
-@pytest.mark.parametrize("far", ["none", "zstd", "zstd:9"])
+@pytest.mark.parametrize(
+    ("near", "far"),
+    [
+        ("none", "none"),
+        ("none", "zstd:9"),
+        ("zstd", "zstd"),
+        *torture(("none", "zstd"), ("zstd", "none"), ("zstd", "zstd:9")),
+    ],
+)
 def test_the_far_tier_gets_the_same_bytes_as_from_the_trainer(
     place: AgentFolder, tmp_path: Path, caplog, near: str, far: str
 ) -> None:
@@ -247,7 +255,7 @@ def stop_agent(place: AgentFolder) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("end", [kill_agent, kill_worker, stop_agent])
+@pytest.mark.parametrize("end", [kill_worker, *torture(kill_agent, stop_agent)])
 def test_the_trainer_finishes_what_its_worker_has_begun(
     place: AgentFolder, tmp_path: Path, wire: Proxy, caplog, end: Callable[[AgentFolder], None]
 ) -> None:

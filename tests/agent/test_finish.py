@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -443,18 +444,21 @@ def test_a_job_that_stop_gives_up_is_named_with_the_memory_that_it_takes(
 def test_nothing_is_touched_while_the_trainer_lives(
     place: AgentFolder, tmp_path: Path, tiers
 ) -> None:
-    words = [sys.executable, "-c", TRAINER, msgspec.json.encode(tiers).decode(), "1", "2"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    script = TRAINER.replace("manager.close(", "print('saved', flush=True); sys.stdin.read()\n#")
-    words[2] = script
-    with ended(subprocess.Popen([*words, "nearest"], **pipes)) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "saved\n"
-        assert await_state(place, "running").step == -1
-        assert not list((tmp_path / "disk").iterdir()), "the trainer has made the root"
-        os.kill(trainer.pid, signal.SIGKILL)
-        trainer.wait()
-        assert until(lambda: holds_if_there(tmp_path / "disk", 2))
+    script = TRAINER.replace(
+        "manager.close(", "print(os.getpid(), file=open(sys.argv[5], 'w')); signal.pause()\n#"
+    )
+    pid = tmp_path / "pid"
+    words = (msgspec.json.encode(tiers).decode(), 1, 2, "nearest", pid)
+    with ThreadPoolExecutor(1) as pool:
+        trainer = pool.submit(run_code, f"import signal{script}", *words, status=-signal.SIGKILL)
+        assert until(lambda: trainer.done() or (pid.exists() and pid.read_text().endswith("\n")))
+        try:
+            assert await_state(place, "running").step == -1
+            assert not list((tmp_path / "disk").iterdir()), "the trainer has made the root"
+        finally:
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+        trainer.result()
+    assert until(lambda: holds_if_there(tmp_path / "disk", 2))
 
 
 def holds_if_there(root: Path, step: int) -> bool:

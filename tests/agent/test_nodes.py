@@ -95,6 +95,7 @@ def test_the_newest_step_in_memory_comes_to_the_folder_of_each_node(cluster: Clu
     assert "from 3 [32]" in cluster.train(4, 4, "restore close").said[2]
 
 
+@pytest.mark.torture
 def test_each_agent_verifies_the_folder_of_its_node(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def test_each_agent_verifies_the_folder_of_its_node(
     }
 
 
+@pytest.mark.torture
 def test_a_folder_of_a_node_that_takes_no_files_holds_up_nothing(cluster: Cluster) -> None:
     near = {"url": str(cluster.folder / "node-NODE"), "local": True, "every": 100}
     cluster.tiers.insert(1, near)
@@ -172,6 +174,7 @@ def test_farther_tiers_get_what_the_shared_tier_had_before_the_ranks_were_killed
     assert [job.error for job in cluster.await_end()] == ["", ""]
 
 
+@pytest.mark.torture
 def test_a_step_that_one_node_has_lost_keeps_no_older_step_from_farther_tiers(
     cluster: Cluster,
 ) -> None:
@@ -227,13 +230,9 @@ def test_nothing_is_copied_while_the_ranks_of_another_node_live(cluster: Cluster
     assert holds(cluster.shared, 3)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(
-    "moment",
-    [
-        "rank-00002.safetensors",
-        pytest.param("rank-00002.ended", marks=pytest.mark.torture),
-        pytest.param("rank-00002.json", marks=pytest.mark.torture),
-    ],
+    "moment", ["rank-00002.safetensors", "rank-00002.ended", "rank-00002.json"]
 )
 def test_an_agent_that_is_killed_in_the_middle_costs_no_step(cluster: Cluster, moment) -> None:
     """The step is whole on the shared tier, or not listed there and in memory."""

@@ -39,13 +39,18 @@ from ckpt.storage.testing.conformance import at_once, fetch, payload
 from ckpt_backends.file_server import _Folders
 from tests.kit.disks import mount
 from tests.kit.file_servers import SHARES, need_module, served
+from tests.kit.marks import torture
 from tests.servers import SECRET, Server, free_port
 
 __all__ = ["mount"]
 pytestmark = pytest.mark.server
 
 
-@pytest.fixture(scope="module", params=list(SHARES))
+SERVERS = [name for name in SHARES if name != "openssh"] + torture("openssh")
+"""Another server of SFTP is among the first."""
+
+
+@pytest.fixture(scope="module", params=SERVERS)
 def share(request, tmp_path_factory):
     work = tmp_path_factory.mktemp(request.param)
     folder = work / "served"
@@ -253,8 +258,10 @@ def test_the_next_removal_sweeps_what_a_killed_one_left(tier, share):
 
 # faults of the server
 
+FEW = ["ftp", "webdav", "asyncssh", *torture("openssh", "samba")]
 
-@pytest.fixture(params=list(SHARES))
+
+@pytest.fixture(params=FEW)
 def own_share(request, tmp_path):
     """Start a server of its own for a test that disturbs it."""
     folder = tmp_path / "served"
@@ -262,7 +269,7 @@ def own_share(request, tmp_path):
     yield from served(request.param, tmp_path / "server", folder)
 
 
-@pytest.fixture(params=list(SHARES))
+@pytest.fixture(params=FEW)
 def small_share(request, tmp_path, mount):
     """Start a server over a disk of 4 MiB."""
     yield from served(request.param, tmp_path / "server", mount("size=4m"))

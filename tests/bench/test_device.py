@@ -18,7 +18,7 @@ from bench.runner import Bench
 from bench.scenarios import device
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_saves_are_measured_compared_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

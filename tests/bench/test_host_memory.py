@@ -7,7 +7,7 @@ import pytest
 from bench.host_memory import Case, measure
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_each_setting_has_a_row_with_its_figures(tmp_path: Path) -> None:
     case = Case(step=0.2, saves=2, turns=2, size_bytes=16 << 20)
     rows = measure(["defaults", "`slots=1`"], case, str(tmp_path))

@@ -7,7 +7,7 @@ import pytest
 from bench.node_memory import SETTINGS, measure
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 def test_each_setting_has_a_row_with_its_figures(tmp_path: Path) -> None:
     plan = {
         "folder": str(tmp_path),

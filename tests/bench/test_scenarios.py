@@ -23,6 +23,7 @@ from bench.__main__ import main
 from bench.measure import Spread
 from bench.result import Result
 from bench.scenarios import ranks
+from tests.kit.marks import torture
 from tests.kit.worlds import world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,9 +127,7 @@ def check(folder: Path, scenario: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "scenario", ["train", "ranks", pytest.param("restore", marks=pytest.mark.torture)]
-)
+@pytest.mark.parametrize("scenario", ["train", *torture("ranks", "restore")])
 def test_a_scenario_measures_what_was_asked_for_and_reports_it(
     results: Callable[[str], Path], scenario: str
 ) -> None:
@@ -197,7 +196,7 @@ def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["memory", "folder"])
+@pytest.mark.parametrize("kind", ["folder", *torture("memory")])
 def test_a_save_every_step_goes_where_it_is_told_and_leaves_what_lay_there(
     tmp_path: Path, kind: str
 ) -> None:

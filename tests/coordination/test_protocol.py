@@ -193,7 +193,7 @@ class Protocol(RuleBasedStateMachine):
             ckpt.coordination.committer.time = __import__("time")  # type: ignore[attr-defined]
 
 
-few = settings(max_examples=200, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 many = settings(few, max_examples=3000, stateful_step_count=30)
 
 

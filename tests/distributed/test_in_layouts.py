@@ -6,6 +6,7 @@ The worker runs all cases, and each test checks one of them.
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,9 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", cases())
 def test_in_a_world_of_two_ranks(reported: dict[str, str], name: str) -> None:
     assert reported[name].startswith("well"), reported[name]
+
+
+@pytest.mark.torture
+def test_in_all_combinations(tmp_path: Path) -> None:
+    name = "fsdp1_computes_with_what_was_restored"
+    assert f"=== {name}\nwell" in world(2, WORKERS / WORKER, tmp_path, "all", name)

@@ -30,7 +30,8 @@ FOUR = ["fsdp+tp", "hsdp"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks have saved under fsdp, ddp, tp, FSDP1 and a ZeroRedundancyOptimizer.
 
-    Four ranks have saved under fsdp with tp, and as hsdp.
+    Four ranks have saved under fsdp with tp, and as hsdp. Here and below, each layout is saved and
+    read once or more. ``test_every_layout_is_read_by_every_other`` takes all pairs.
     """
     made = tmp_path_factory.mktemp("layouts")
     assert "ALL WELL" in world(
@@ -39,10 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made,
         *TWO,
         "fsdp:fsdp",
-        "ddp:ddp",
-        "tp:tp",
         "fsdp1:fsdp1",
-        "fsdp1-flat:fsdp1-flat",
         "zero:zero",
     )
     assert "ALL WELL" in world(
@@ -50,35 +48,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         WORKERS / "layouts.py",
         made,
         *FOUR,
-        "fsdp:fsdp",
         "ddp:fsdp+tp",
-        "tp:fsdp",
         "fsdp:hsdp",
-        "fsdp1:ddp",
-        "fsdp+tp:fsdp+tp",
         "zero:fsdp1-copies",
     )
     return made
 
 
 def test_three_ranks_read_what_two_have_saved(folder: Path) -> None:
-    assert "ALL WELL" in world(
-        3,
-        WORKERS / "layouts.py",
-        folder,
-        "fsdp:fsdp1-flat",
-        "ddp:zero",
-        "tp:ddp",
-        "fsdp:tp",
-        "zero:fsdp",
-        "fsdp1-flat:fsdp1",
-    )
+    assert "ALL WELL" in world(3, WORKERS / "layouts.py", folder, "fsdp1-flat:ddp", "tp:fsdp1-flat")
 
 
 def test_two_ranks_read_what_four_have_saved(folder: Path) -> None:
-    assert "ALL WELL" in world(
-        2, WORKERS / "layouts.py", folder, "fsdp+tp:fsdp1", "hsdp:tp", "fsdp+tp:ddp", "hsdp:zero"
-    )
+    assert "ALL WELL" in world(2, WORKERS / "layouts.py", folder, "fsdp+tp:fsdp1", "hsdp:tp")
 
 
 @pytest.mark.parametrize("mode", [*TWO, *FOUR])

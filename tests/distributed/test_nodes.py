@@ -26,8 +26,18 @@ pytestmark = pytest.mark.distributed
 ENVIRONMENT = os.environ | TORCHRUN
 
 
-def test_steps_outlive_nodes_as_far_as_their_bytes_do(tmp_path: Path) -> None:
-    assert "ALL WELL" in world(4, WORKERS / "nodes.py", tmp_path)
+@pytest.mark.parametrize(
+    "scenes",
+    [
+        ("sharded", "undeclared", "gone_back"),
+        pytest.param(("replicated", "in_memory", "cut_off", "fewer"), marks=pytest.mark.torture),
+    ],
+    ids="-".join,
+)
+def test_steps_outlive_nodes_as_far_as_their_bytes_do(
+    tmp_path: Path, scenes: tuple[str, ...]
+) -> None:
+    assert "ALL WELL" in world(4, WORKERS / "nodes.py", tmp_path, *scenes)
 
 
 @pytest.mark.torture

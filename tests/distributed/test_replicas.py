@@ -5,28 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.launch import WORKERS
-from tests.kit.worlds import world
+from tests.kit.marks import torture
+from tests.kit.worlds import world as world_of_forks
 
 pytestmark = pytest.mark.distributed
 WORKER = WORKERS / "replicas.py"
+world = partial(world_of_forks, imports=("tests.kit.certificates",))
 
 
 @pytest.mark.parametrize(
     "scene",
     [
         "on_disk",
-        "in_racks",
-        "on_two_buddies",
-        "behind",
         "restored_stays",
-        "restored_again",
-        "slow_to_hear",
         "encrypted",
+        *torture("in_racks", "on_two_buddies", "behind", "restored_again", "slow_to_hear"),
     ],
 )
 def test_a_step_outlives_the_nodes_whose_buddies_are_left(tmp_path: Path, scene: str) -> None:
@@ -43,13 +42,9 @@ def test_fewer_nodes_go_on_with_copies_of_all_files(tmp_path: Path) -> None:
     "scene",
     [
         "unfaithful",
-        "full_disk",
-        "no_room",
-        "leaves",
         "not_local",
-        "strange_certificate",
         "tls_on_some",
-        "restored_goes",
+        *torture("full_disk", "no_room", "leaves", "strange_certificate", "restored_goes"),
     ],
 )
 def test_a_copy_that_cannot_be_made_costs_no_save(tmp_path: Path, scene: str) -> None:
@@ -75,7 +70,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             shutil.rmtree(memory)
 
 
-@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("lost", [0, *torture(1, 2, 3)])
 def test_the_memory_of_a_lost_node_comes_back_from_its_buddy(killed: Path, lost: int) -> None:
     for memory in memories(killed):
         shutil.rmtree(memory)
@@ -88,7 +83,7 @@ def test_the_memory_of_a_lost_node_comes_back_from_its_buddy(killed: Path, lost:
 
 @pytest.mark.parametrize(
     ("ends", "lost"),
-    [("die_without_copies", 0), ("die_without_copies", 2), ("leave_without_copies", 2)],
+    [("die_without_copies", 0), *torture(("die_without_copies", 2), ("leave_without_copies", 2))],
 )
 def test_what_a_job_goes_on_from_stays_until_a_later_step_has_its_copies(
     killed: Path, ends: str, lost: int
@@ -103,7 +98,7 @@ def test_what_a_job_goes_on_from_stays_until_a_later_step_has_its_copies(
     assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (3, 0), (0, 2)])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), *torture((3, 0), (0, 2))])
 def test_a_step_that_a_job_goes_on_from_gets_its_copies_again(
     killed: Path, first: int, second: int
 ) -> None:

@@ -136,6 +136,7 @@ def test_gpt_told_to_stop_saves_that_step_and_goes_on_from_it(tmp_path: Path) ->
     assert resumed.startswith(f"resumed from step {step} ")
 
 
+@pytest.mark.torture
 def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Path) -> None:
     """The memory of another job, which begins meanwhile, is not touched."""
     options = [

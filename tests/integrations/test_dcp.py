@@ -628,7 +628,7 @@ def test_two_ranks_save_and_three_and_one_load(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.torture
 def test_the_process_executor_saves_and_refuses(tmp_path):
     printed = world(2, WORKER, "process", tmp_path)
     assert printed.count("refused {0: 'PeerFailed', 1: 'UnsupportedValue'}") == 2

@@ -20,6 +20,7 @@ from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError
 from ckpt.integrations.lightning import CkptCheckpoint
 from ckpt.integrations.lightning_strategy import mix_in
 from tests.integrations.conftest import after
+from tests.kit.marks import torture
 from tests.kit.worlds import run_forks, world
 
 WORKER = Path(__file__).parent / "workers" / "lightning_nets.py"
@@ -105,7 +106,7 @@ def test_a_kill_in_mid_save_resumes_from_the_last_committed_step(nets: Any, tmp_
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "ddp-steps", "fsdp2"])
+@pytest.mark.parametrize("mode", ["fsdp2", *torture("ddp", "ddp-steps")])
 def test_two_ranks_resume_in_the_same_process(nets: Any, tmp_path: Path, mode: str) -> None:
     """Lightning's part of a save copies no tensor."""
     said = world(2, WORKER, tmp_path, mode, imports=IMPORTS)

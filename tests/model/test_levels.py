@@ -22,6 +22,7 @@ from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model import values
 from ckpt.model.levels import is_plain
 from ckpt.model.values import decode, dumps, encode, plain_node, to_json
+from tests.kit.marks import torture
 
 
 def refuse(value: object, path: str) -> Any:
@@ -141,8 +142,14 @@ def held_twice(kind: type, inmost: object) -> Any:
     return shared
 
 
-@INMOST
-@pytest.mark.parametrize("kind", [list, tuple, dict, OrderedDict])
+@pytest.mark.parametrize(
+    ("kind", "inmost"),
+    [
+        (list, 0.5),
+        (OrderedDict, torch.ones(1)),
+        *torture((tuple, torch.ones(1)), (dict, Colour.RED), (OrderedDict, Colour.RED)),
+    ],
+)
 def test_containers_that_hold_others_twice_many_times_are_refused_by_name(
     kind: type, inmost: object
 ) -> None:

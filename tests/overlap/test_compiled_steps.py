@@ -11,6 +11,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.staging.fence import Fence
+from tests.kit.marks import torture
 from tests.overlap.jobs import Build, forward_backward, job
 from tests.overlap.window import Window, assert_restores
 
@@ -59,10 +60,12 @@ def compiled(way: str, state: dict[str, Any]) -> Callable[[int], None]:
     ("traced", "way", "build"),
     [
         ("before there is a hook", "bare", SGD),
-        ("before there is a hook", "function", ADAMW),
-        ("before there is a hook", "whole", ADAMW),
+        *torture(
+            ("before there is a hook", "function", ADAMW),
+            ("before there is a hook", "whole", ADAMW),
+        ),
         ("after", "function", ADAMW),
-        ("after", "whole", ADAMW),
+        *torture(("after", "whole", ADAMW)),
     ],
     ids=[
         "bare SGD, hooked later",

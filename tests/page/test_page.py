@@ -396,6 +396,7 @@ def test_a_new_step_is_a_new_version(make: Make, run: Path) -> None:
     assert seen[0] < seen[1] == seen[2]
 
 
+@pytest.mark.torture
 def test_a_thousand_steps_stay_quick(make: Make, tmp_path: Path) -> None:
     root, began = tmp_path / "run", time.process_time()
     backend, journal = open_backend(str(root)), Journal(root, rank=0)

@@ -1,5 +1,7 @@
 # ruff: noqa: PT017 - a worker has no pytest
-"""FOLDER [CASE ...]: run every case of this file in one world, and report on each.
+"""FOLDER [all] [CASE ...]: run every case of this file in one world, and report on each.
+
+With ``all`` a case combines all that it is about, and else each two values of it once.
 
 A case is a function that is marked with ``@case``. All ranks run it, and it makes its own folders
 below FOLDER.
@@ -13,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,25 +126,24 @@ def data(number: int) -> torch.Tensor:
 
 @case
 def fsdp1_computes_with_what_was_restored(folder: Path) -> None:
-    for kind in (
+    kinds = (
         ShardingStrategy.FULL_SHARD,
         ShardingStrategy.SHARD_GRAD_OP,
         ShardingStrategy.NO_SHARD,
-    ):
-        for named in (True, False):
-            root = saved(
-                folder / f"{kind.name}-{named}", {"model": wrapped(2.0, kind, named=named)}
-            )
-            for is_compiled in (False, True):
-                for grad in (torch.no_grad, nullcontext):
-                    net = wrapped(3.0, kind, named=named)
-                    run = compiled(net) if is_compiled else net
-                    with grad():
-                        run(torch.ones(4, 8))  # evaluate the weights of before
-                    restored(root, {"model": run})
-                    assert output(run) == 8.0, (kind, named, is_compiled, grad)
-                    run(torch.ones(4, 8)).sum().backward()
-                    assert output(run) == 8.0, (kind, named, is_compiled, grad)
+    )
+    ways = list(product((False, True), (torch.no_grad, nullcontext)))
+    for number, (kind, named) in enumerate(product(kinds, (True, False))):
+        root = saved(folder / f"{kind.name}-{named}", {"model": wrapped(2.0, kind, named=named)})
+        some = (ways[number % 2], ways[3 - number % 2])
+        for is_compiled, grad in ways if "all" in sys.argv else some:
+            net = wrapped(3.0, kind, named=named)
+            run = compiled(net) if is_compiled else net
+            with grad():
+                run(torch.ones(4, 8))  # evaluate the weights of before
+            restored(root, {"model": run})
+            assert output(run) == 8.0, (kind, named, is_compiled, grad)
+            run(torch.ones(4, 8)).sum().backward()
+            assert output(run) == 8.0, (kind, named, is_compiled, grad)
 
 
 @case
@@ -357,7 +359,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     warnings.simplefilter("ignore")
-    for function in (each for each in CASES if each.__name__ in sys.argv[2:] or not sys.argv[2:]):
+    names = {*sys.argv[2:]} - {"all"}
+    for function in (each for each in CASES if each.__name__ in names or not names):
         torch.manual_seed(0)
         reported = "well"
         try:

@@ -1,4 +1,4 @@
-"""FOLDER: four ranks on two nodes, each node with a root of its own.
+"""FOLDER [SCENE ...]: four ranks on two nodes, each node with a root of its own.
 
 Its steps are saved, lost, swapped, and restored.
 """
@@ -293,20 +293,14 @@ def apart(root: Path) -> None:
 
 
 def main() -> None:
-    """Run all scenes, or the one that is named."""
+    """Run the scenes that are named, or all but ``apart``."""
     dist.init_process_group("gloo")
     watch()
-    root = Path(sys.argv[1])
-    if sys.argv[2:] == ["apart"]:
-        apart(root)
-    else:
-        sharded(root)
-        replicated(root)
-        undeclared(root)
-        in_memory(root)
-        cut_off(root)
-        gone_back(root)
-        fewer(root)
+    scenes = (sharded, replicated, undeclared, in_memory, cut_off, gone_back, fewer, apart)
+    names = sys.argv[2:] or [scene.__name__ for scene in scenes[:-1]]
+    for scene in scenes:
+        if scene.__name__ in names:
+            scene(Path(sys.argv[1]))
     if dist.is_initialized():
         print("ALL WELL", flush=True)
     exit_rank()
