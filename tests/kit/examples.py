@@ -19,4 +19,4 @@ def choose(*, takes_all: bool) -> None:
 
 def examples(number: int) -> int:
     """Return how many of ``number`` examples the profile of this run takes."""
-    return max(_LEAST, number * settings.default.max_examples // _ALL)
+    return max(_LEAST, number * settings().max_examples // _ALL)
