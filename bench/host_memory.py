@@ -35,7 +35,7 @@ from bench.machine import load
 from bench.measure import MemorySampler, host_memory_bytes
 from bench.state import Training
 from bench.style import seconds
-from ckpt import CheckpointManager, PendingSave
+from ckpt import CheckpointManager, PendingSave, Tier
 
 SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "defaults": {},
@@ -135,7 +135,8 @@ def _work(pipe: Connection, settings: Mapping[str, Any], root: str, case: Case) 
     training = Training.make(case.size_bytes, layers=6, batch=1, seed=0)
     training.forward_backward()
     before = host_memory_bytes(os.getpid())
-    with MemorySampler(os.getpid()) as sampler, CheckpointManager(root, **settings) as manager:
+    tier = Tier(root, keep_last=2)  # With all steps, the disk would be full soon
+    with MemorySampler(os.getpid()) as sampler, CheckpointManager(tier, **settings) as manager:
         manager.prepare(training.objects())
         time.sleep(1.0)
         pipe.send("ready")

@@ -360,6 +360,10 @@ class SaveConfig:
             tests.
         check_finite: Whether a step is suspicious too if a trained tensor holds NaN or Inf. The
             check reads each trained tensor once more in the background.
+        incremental: Whether the file of a save may leave out the parameters that need no gradient
+            and have not changed since an older step. It then refers to the file of that step, which
+            stays as long as a step refers to it. Tiers of a node and tiers in memory have whole
+            files in any case.
         chunk_size: The largest size of a chunk, the unit of checksum, retry and transfer: "16MiB"
             or 16 << 20. Smaller tensors have smaller chunks (``ckpt.model.chunks``).
         commit_timeout_seconds: How long a save waits for the other ranks before it fails. It is
@@ -415,6 +419,7 @@ class SaveConfig:
     copies: Copies = field(default="one", metadata=_choice(Copies))
     check: CheckMode = field(default="sampled", metadata=_choice(CheckMode))
     check_finite: bool = field(default=False, metadata=_rule(true_or_false))
+    incremental: bool = field(default=True, metadata=_rule(true_or_false))
     replicate_mb_per_s: float | None = field(default=None, metadata=_rule(_check_rate))
     exit_seconds: float = field(default=10.0, metadata=_rule(number, of="seconds, such as 10"))
     agent: AgentMode = field(default="off", metadata=_choice(AgentMode))
@@ -466,6 +471,7 @@ class Settings(TypedDict, total=False):
     copies: Copies
     check: CheckMode
     check_finite: bool
+    incremental: bool
     replicate_mb_per_s: float | None
     exit_seconds: float
     agent: AgentMode

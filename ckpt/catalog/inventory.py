@@ -44,7 +44,7 @@ from ckpt.errors import (
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.keys import StepRef, fragment_name, is_fragment
-from ckpt.model.manifest import Encoding, Location
+from ckpt.model.manifest import Encoding, Increment, Location, bases_of
 from ckpt.model.metrics import metrics_of
 from ckpt.model.rollback import Rollback
 from ckpt.model.values import parse
@@ -61,7 +61,7 @@ State = Literal["committed", "damaged", "incomplete", "unsupported"]
 class StoredStep:
     """One attempt at a step, as an inventory describes it.
 
-    The attributes from ``created_at`` to ``staged_bytes`` come from the manifest. They are empty or
+    The attributes from ``created_at`` to ``bases`` come from the manifest. They are empty or
     0 unless the state is "committed".
 
     Attributes:
@@ -78,7 +78,8 @@ class StoredStep:
         codecs: The names of the codecs of the data files.
         metadata: The user's metadata, with the metrics that were added later.
         metrics: The metrics in ``metadata``.
-        staged_bytes: The size of the data files before any codec.
+        staged_bytes: The size of the images of all ranks.
+        bases: The older steps whose files hold a part of the images.
         last_change: When a file of the step was last put or an unfinished write last changed, in
             seconds since 1970. None if neither the store nor a fragment has a date, or if the step
             is "committed" or "unsupported".
@@ -110,6 +111,7 @@ class StoredStep:
     metadata: msgspec.Raw = field(default_factory=msgspec.Raw)
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     staged_bytes: int = 0
+    bases: frozenset[StepRef] = frozenset()
     last_change: float | None = None
     unfinished_writes: tuple[UnfinishedWrite, ...] = ()
     is_part: bool = False
@@ -367,6 +369,7 @@ class Inventory:
             metadata=outline.metadata.copy(),  # A view would keep the whole manifest in memory
             staged_bytes=sum(file.size for file in files),
             is_adopted=bool(locations),
+            bases=bases_of(outline.increments),
         )
         return self._with_late_metrics(step, objects)
 
@@ -422,9 +425,10 @@ class Inventory:
         ranks of ``files`` are needed. A listing may lag behind, so each file that is not in
         ``objects`` as a whole is looked up by a request of its own.
         """
-        encoded_sizes = {encoding.rank: encoding.size for encoding in outline.encoded}
+        stored_sizes = {encoding.rank: encoding.size for encoding in outline.encoded}
+        stored_sizes |= {increment.rank: increment.size for increment in outline.increments}
         expected_sizes = {
-            ref.key(file.name): encoded_sizes.get(file.rank, file.size) for file in files
+            ref.key(file.name): stored_sizes.get(file.rank, file.size) for file in files
         }
         if not outline.carried:
             ranks = {file.rank for file in files}
@@ -572,6 +576,7 @@ class _Outline(msgspec.Struct):
     metadata: msgspec.Raw
     layout_of: tuple[int, ...]
     encoded: tuple[Encoding, ...] = ()
+    increments: tuple[Increment, ...] = ()
     fragments: tuple[_NamedFile, ...] = ()
     carried: msgspec.Raw = msgspec.Raw()
     locations: tuple[Location, ...] = ()

@@ -70,7 +70,8 @@ def mend_step(
     origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
     source = origin.whole(lambda source: origin.fill(source, None))
     is_here = source.position == 0
-    if not is_here and not (folder.ref.manifest in wrong and has_codec(source.manifest, codec)):
+    is_alike = has_codec(source.manifest, codec) and not source.manifest.increments
+    if not is_here and not (folder.ref.manifest in wrong and is_alike):
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
     files = list(source.manifest.stored_files().values())
@@ -80,7 +81,7 @@ def mend_step(
     try:
         _copy(origin, source, files, folder, confirm, on_bytes)
     except IntegrityError:
-        if not any(file.codec for file in files):
+        if not any(file.codec or file.increment for file in files):
             raise
         _encode_again(sources, folder, codec, confirm, on_bytes)
 
@@ -102,7 +103,8 @@ def _copy(
     for file in files:
         confirm()
         try:
-            copy_files(origin.fetch, [file], folder, on_bytes=on_bytes)
+            tensors = source.manifest.tensors
+            copy_files(origin.fetch, [file], folder, on_bytes=on_bytes, tensors=tensors)
         except IntegrityError as error:
             failure = failure or error
     confirm()

@@ -44,6 +44,8 @@ CLOCK_SKEW_SECONDS: Final = 3600.0
 """A pin keeps its step for this long after its end, since the clocks of machines may differ."""
 LONGEST_SECONDS: Final = 366 * 24 * 3600.0
 
+_LEASE_SECONDS: Final = 600.0
+_LEASE_REASON: Final = "the running job saves increments of it"
 _RETRY: Final = RetryPolicy()
 _MOST_BYTES: Final = 1 << 12
 _MOST_REASON: Final = 200
@@ -176,6 +178,37 @@ def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
 def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
     """Return True if a pin on ``ref`` has not ended."""
     return ref in live_of(all_pins(backend))
+
+
+class Leases:
+    """Pins on the steps that the saves of a running job refer to.
+
+    The pins are renewed as long as ``keep`` is called, and end by themselves if the job is killed.
+
+    Args:
+        backend: The store of the steps.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self._backend = backend
+        self._pins: dict[StepRef, Pin] = {}
+
+    def keep(self, refs: Iterable[StepRef]) -> None:
+        """Pin each of ``refs`` for some minutes. Raises the errors of ``put_pin``."""
+        for ref in refs:
+            pin = self._pins.get(ref)
+            if pin is None:
+                self._pins[ref] = put_pin(self._backend, ref, _LEASE_SECONDS, _LEASE_REASON)
+            elif pin.until - time.time() < _LEASE_SECONDS / 2:
+                self._pins[ref] = renew_pin(self._backend, pin, _LEASE_SECONDS, _LEASE_REASON)
+
+    def release(self) -> None:
+        """Remove the pins."""
+        for pin in self._pins.values():
+            remove_pin(self._backend, pin)
+        self._pins.clear()
 
 
 def _parse(key: str) -> Pin | None:

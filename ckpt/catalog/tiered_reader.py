@@ -270,10 +270,11 @@ class TieredReader:
     def is_identical_on(self, position: int) -> bool:
         """Return True if the source ``position`` stores the files of the step with the same bytes
         as the source whose manifest the last call of ``manifest()`` returned. This is so if both
-        manifests describe the same encoding, or if the manifest of ``position`` cannot be read.
+        manifests describe the same encoding and the same increments, or if the manifest of
+        ``position`` cannot be read.
         """
-        layout = self.layout(position)
-        return layout is self._manifest or layout.encoded == self._manifest.encoded
+        layout, own = self.layout(position), self._manifest
+        return layout is own or (layout.encoded, layout.increments) == (own.encoded, own.increments)
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
         """Read all chunks of ``plan``, which was made from the manifest that ``fill`` returned.
@@ -353,6 +354,8 @@ class TieredReader:
     def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Misses:
         """Read a run from one source, and return the chunks that the source could not provide."""
         file = self._files(position)[run.rank]
+        if run.in_base and file.base is not None:
+            file = file.base
         if (error := self.failure_of(position, file.key)) is None:
             misses = self._readers[position].read(run, file, sink, partial(on_chunk, position))
         else:

@@ -57,15 +57,18 @@ from ckpt.model.manifest import (
     Manifest,
     Packed,
     StoredFile,
+    Tensor,
 )
 from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.encoded_writer import widths_of, write_encoded
-from ckpt.pipeline.image_writer import ImageWrite, OnBytes, write_image
+from ckpt.pipeline.image_writer import ImageWrite, OnBytes, Source, write_image
 from ckpt.pipeline.stored_image import StoredImage
+from ckpt.pipeline.tail_image import TailImage
 from ckpt.plan.merge import merge
 from ckpt.plan.rebase import same_chunks
 from ckpt.plan.restore import ChunkRead, chunks_of
+from ckpt.plan.save import tail_header
 from ckpt.storage.api import StorageBackend
 
 Fetch = Callable[[Sequence[ChunkRead], Sink], int]
@@ -104,7 +107,8 @@ class FileCopy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recoding:
-    """Encodes the files of a step again, for a destination with another codec.
+    """Writes the files of a step for a destination with another codec, or as a whole where the
+    source has increments.
 
     Attributes:
         encoder: The encoder of the destination; None if the destination has no codec.
@@ -143,7 +147,8 @@ class Recoding:
         """Return the fragment of a rank for the destination, with the new encoding of its file."""
         part = self.parts[rank]
         file = replace(part.file, name=self.name(rank)) if part.file else None
-        return pack_fragment(replace(part, file=file, encoded=(encoding,) if encoding else ()))
+        encoded = (encoding,) if encoding else ()
+        return pack_fragment(replace(part, file=file, encoded=encoded, increments=()))
 
 
 def fetch_nearest(
@@ -266,6 +271,8 @@ def fetch_step(
     listed = old is None and _make_way(folder, packed)
     if old is not None and not verify_files(folder, old.stored_files().values())[0]:
         return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
+    if codec is None and manifest.increments:
+        codec = next(iter(manifest.codecs), NO_CODEC)
     recoding = None if codec is None or listed else _recoding(step, manifest, codec)
     kept = _kept(manifest, folder, recoding)
     missing = [file for rank, file in manifest.stored_files().items() if rank not in kept]
@@ -308,11 +315,13 @@ def copy_files(
     *,
     on_bytes: OnBytes = lambda _: None,
     recoding: Recoding | None = None,
+    tensors: Sequence[Tensor] = (),
 ) -> list[FileCopy]:
     """Copy data files, each of them completely or not at all.
 
-    Without ``recoding``, the files keep their encoding. Returns the files at the destination.
-    Raises the errors of ``fetch_step``.
+    Without ``recoding``, the files keep their encoding, and increments stay increments.
+    ``tensors`` are those of the manifest, which the header of an increment is made from. Returns
+    the files at the destination. Raises the errors of ``fetch_step``.
     """
     workers = folder.workers
     failed: list[BaseException] = []
@@ -328,7 +337,8 @@ def copy_files(
 
         image = StoredImage(chunks_of(source, as_stored=recoding is None), read)
         try:
-            written = write_file(image, source, folder, on_bytes=on_bytes, recoding=recoding)
+            content = _tail(image, source, tensors) if recoding is None else image
+            written = write_file(content, source, folder, on_bytes=on_bytes, recoding=recoding)
         except BaseException as error:
             failed.append(error)
             raise
@@ -345,8 +355,24 @@ def copy_files(
             raise failed[0] from None
 
 
+def _tail(image: StoredImage, source: StoredFile, tensors: Sequence[Tensor]) -> Source:
+    """Return the bytes of ``image`` that the file ``source`` holds: all, unless it is an
+    increment.
+    """
+    if (increment := source.increment) is None:
+        return image
+    own = [
+        replace(tensor, shards=tuple(shard for shard in tensor.shards if shard.rank == source.rank))
+        for tensor in tensors
+    ]
+    start = sum(image.lengths[: increment.count])
+    lengths = [chunk.nbytes for chunk in source.chunks]
+    header = tail_header(own, lengths, increment.count, source.rank) if increment.lead else b""
+    return TailImage(image, start, header)
+
+
 def write_file(
-    image: StoredImage,
+    image: Source,
     source: StoredFile,
     folder: StepFolder,
     *,
@@ -360,7 +386,7 @@ def write_file(
     """
     write = ImageWrite(
         source=image,
-        chunks=image.lengths,
+        chunks=[chunk.nbytes for chunk in source.chunks],
         key=source.key if recoding is None else folder.ref.key(recoding.name(source.rank)),
         workers=folder.workers,
         retry=folder.retry,
@@ -462,7 +488,8 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
 
 
 def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
-    """Return the manifest at the destination if it has the same chunks in another encoding.
+    """Return the manifest at the destination if it has the same chunks in other files: encoded in
+    another way, or as increments where the source has whole files or the other way round.
 
     Return None if it does not have them, is missing or is damaged.
     """
@@ -473,7 +500,8 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
         old = read_manifest(folder.backend, folder.ref, retry=folder.retry)
     except (ObjectNotFound, IntegrityError):
         return None
-    return old if old.encoded != manifest.encoded and same_chunks(old, manifest) else None
+    is_alike = (old.encoded, old.increments) == (manifest.encoded, manifest.increments)
+    return old if not is_alike and same_chunks(old, manifest) else None
 
 
 def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
@@ -502,10 +530,10 @@ def has_codec(manifest: Manifest, codec: str) -> bool:
 def _recoding(
     origin: TieredReader | SelfContainedStep, manifest: Manifest, codec: str
 ) -> Recoding | None:
-    """Return the `Recoding` for a destination with ``codec``; None if the source already has the
-    encoding of such a destination.
+    """Return the `Recoding` for a destination with ``codec``; None if the source already has whole
+    files in the encoding of such a destination.
     """
-    if has_codec(manifest, codec):
+    if has_codec(manifest, codec) and not manifest.increments:
         return None
     encoder = encoder_of(codec)
     files = manifest.file_map()
@@ -529,7 +557,7 @@ def _kept(
     """
     files = manifest.stored_files()
     if recoding is not None:
-        found: dict[int, StoredFile] = {}
+        equal_files: dict[int, StoredFile] = {}
         for rank, file in files.items():
             try:
                 there, data = folder.fragment(rank)
@@ -537,8 +565,8 @@ def _kept(
             except (ObjectNotFound, IntegrityError):
                 continue
             if data == pack(recoding.fragment(rank, encoding)):
-                found[rank] = recoding.stored(file, encoding)
-        files = found
+                equal_files[rank] = recoding.stored(file, encoding)
+        files = equal_files
     faults, _ = verify_files(folder, files.values())
     wrong = {fault.key for fault in faults}
     return {rank: file for rank, file in files.items() if file.key not in wrong}

@@ -199,7 +199,8 @@ class RankPart:
     def _stored(self) -> StoredFile:
         assert self._part.file is not None
         encoding = next(iter(self._part.encoded), None)
-        return StoredFile.of(self._source.ref, self._part.file, encoding)
+        increment = next(iter(self._part.increments), None)
+        return StoredFile.of(self._source.ref, self._part.file, encoding, increment)
 
     def _image(self) -> StoredImage:
         """Return the data file at the source. Raises ``IntegrityError`` if its size is wrong."""
@@ -211,9 +212,11 @@ class RankPart:
     def fragment(self, encoding: Encoding | None) -> bytes:
         """Return the bytes of the fragment for another store, where the data file has ``encoding``.
 
-        The result has the bytes of the source if neither store encodes the data file.
+        The result has the bytes of the source if neither store encodes the data file, and the
+        source has the whole file.
         """
-        if not self._part.encoded and self._recoding.encoder is None:
+        part = self._part
+        if not (part.encoded or part.increments) and self._recoding.encoder is None:
             return self._data
         return pack(self._recoding.fragment(self._rank, encoding))
 

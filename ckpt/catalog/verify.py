@@ -34,6 +34,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
+from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES
 from ckpt.model.fill_manifest import carried_fragments, fill_manifest
 from ckpt.model.keys import StepRef, fragment_name
@@ -233,34 +234,65 @@ def verify_files(
         AccessDenied, TransientStorageError: As for ``verify_step``.
     """
     heads = _heads(folder, files)
-    faults = [fault for _, fault in heads if fault]
+    faults = [fault for _, _, fault in heads if fault]
     chunks: list[ChunkRead] = []
-    files_by_rank: dict[int, StoredFile] = {}
-    for file, (size, _) in zip(files, heads, strict=True):
-        file_chunks = chunks_of(file)
-        chunks += [chunk for chunk in file_chunks if chunk.offset + chunk.stored_nbytes <= size]
-        files_by_rank[file.rank] = replace(file, size=size)
+    # The files with their sizes on the store, by rank. Those of older steps have the key True.
+    holders: dict[tuple[int, bool], StoredFile] = {}
+    for file, size, _ in heads:
+        in_base = (file.rank, False) in holders
+        holders[file.rank, in_base] = replace(file, size=size)
+    for file in files:
+        chunks += [
+            chunk
+            for chunk in chunks_of(file)
+            if chunk.offset + chunk.stored_nbytes <= holders[file.rank, chunk.in_base].size
+        ]
     runs, reader = runs_of(chunks), ChunkReader(folder.backend, folder.retry)
     meter = Meter(sum(run.nbytes for run in runs), on_progress)
 
     def check(run: Run) -> list[Fault]:
-        misses = reader.read(run, files_by_rank[run.rank], _Nowhere())
+        misses = reader.read(run, holders[run.rank, run.in_base], _Nowhere())
         meter.add(run.nbytes)
         return [fault_of(error, chunk) for chunk, error in misses]
 
     results = folder.workers.run_all(partial(check, run) for run in runs)
+    results += folder.workers.run_all(
+        partial(_header_faults, folder, file) for file in files if file.increment is not None
+    )
     data_faults = list(dict.fromkeys(fault for part in results for fault in part))
     return faults + data_faults, meter.total - sum(fault.nbytes or 0 for fault in data_faults)
 
 
 def size_faults(folder: StepFolder, files: Collection[StoredFile]) -> list[Fault]:
     """Return a fault for each file that is missing or has another size. Reads no file."""
-    return [fault for _, fault in _heads(folder, files) if fault]
+    return [fault for _, _, fault in _heads(folder, files) if fault]
 
 
-def _heads(folder: StepFolder, files: Collection[StoredFile]) -> list[tuple[int, Fault | None]]:
-    """Return for each file its size on the store (0 if unknown), and its fault, if any."""
-    return folder.workers.run_all(partial(_size_fault, folder, file) for file in files)
+def _heads(
+    folder: StepFolder, files: Collection[StoredFile]
+) -> list[tuple[StoredFile, int, Fault | None]]:
+    """Return each file, its size on the store (0 if unknown), and its fault, if any. The files of
+    older steps that increments refer to come last.
+    """
+    bases = [file.base for file in files if file.base is not None]
+    return folder.workers.run_all(partial(_size_fault, folder, file) for file in [*files, *bases])
+
+
+def _header_faults(folder: StepFolder, file: StoredFile) -> list[Fault]:
+    """Return the fault of the header of an increment, which is no chunk, in a list; an empty list
+    if there is none.
+    """
+    assert file.increment is not None
+    lead = file.increment.lead
+    header = memoryview(bytearray(lead))
+    try:
+        if lead:
+            folder.retry.call(partial(folder.backend.read_into, file.key, 0, header))
+    except StorageError as error:
+        return [fault_of(error)]
+    if not lead or checksum(header) == file.increment.checksum:
+        return []
+    return [Fault(key=file.key, what="its bytes were changed", offset=0, nbytes=lead)]
 
 
 class _Nowhere:
@@ -302,17 +334,17 @@ def _fragment(
         return fault_of(error)
 
 
-def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None]:
+def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, Fault | None]:
     try:
         store = store_with(folder.backend, file.location)
         size = folder.retry.call(partial(store.head, file.key)).size
     except StorageError as error:
-        return 0, fault_of(as_change(error, file.location) if file.location else error)
+        return file, 0, fault_of(as_change(error, file.location) if file.location else error)
     if size == file.size:
-        return size, None
+        return file, size, None
     damage = FileDamaged(file.key, size, file.size)
     detail = str(as_change(damage, file.key)) if file.location else damage.detail
-    return size, Fault(key=file.key, what=detail, offset=min(size, file.size))
+    return file, size, Fault(key=file.key, what=detail, offset=min(size, file.size))
 
 
 def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:

@@ -559,11 +559,14 @@ def _size(step: StoredStep) -> str:
     """Return as text the size of a committed step on the tier.
 
     For an encoded step the text also has the codecs and the size before encoding, and for an
-    adopted step the size of the data files, which are elsewhere.
+    adopted step the size of the data files, which are elsewhere. If a part of the step is in older
+    steps, the text names them.
     """
     text = output.size(step.nbytes)
     if step.is_adopted:
         return f"{text} (adopted: {output.size(step.staged_bytes)} elsewhere)"
+    if step.bases:
+        text += f" and step {output.ranges([ref.step for ref in step.bases])}"
     if not step.codecs:
         return text
     return f"{text} ({', '.join(step.codecs)} of {output.size(step.staged_bytes)})"
@@ -580,6 +583,7 @@ def _bytes_and_pins(step: StoredStep) -> dict[str, object]:
         "stored_bytes": step.stored_bytes if is_committed else step.nbytes,
         "codecs": list(step.codecs),
         "adopted": step.is_adopted,
+        "bases": sorted(ref.step for ref in step.bases),
         "pinned_until": output.moment_utc(_pinned_until(step)) if step.pins else None,
     }
 

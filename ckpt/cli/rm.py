@@ -34,6 +34,7 @@ from ckpt.coordination.owner import delete_owner
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
 from ckpt.observe.journal import journal_files
+from ckpt.retention.policy import heirs_of
 from ckpt.retention.removal import remove
 from ckpt.storage.places import is_folder
 
@@ -191,13 +192,12 @@ def _checkpoints(tiers: Sequence[RunTier]) -> set[int]:
 
 def _removals(tiers: Sequence[RunTier], choice: _Choice) -> list[tuple[RunTier, StoredStep]]:
     """Return the attempts to remove, newest step first. So an interrupted call leaves the history
-    up to some step.
+    up to some step. A step that others refer to goes after them.
     """
-    return sorted(
-        ((tier, step) for tier in tiers for step in tier.steps if choice.takes(step.ref.step)),
-        key=lambda removal: removal[1].ref,
-        reverse=True,
-    )
+    pairs = [(tier, step) for tier in tiers for step in tier.steps if choice.takes(step.ref.step)]
+    bases = {base for _, step in pairs for base in step.bases}
+    pairs.sort(key=lambda removal: removal[1].ref, reverse=True)
+    return sorted(pairs, key=lambda removal: removal[1].ref in bases)
 
 
 def _check(
@@ -210,7 +210,8 @@ def _check(
     """Check that the steps may be removed.
 
     Raises:
-        CommitError: A step is pinned, or a job or its agent may be at work (not with ``force``).
+        CommitError: A step is pinned, a step that stays refers to one, or a job or its agent may be
+            at work (not with ``force``).
         ConfigError: No checkpoint would be left, and the call does not name the whole run.
     """
     for tier, step in removals:
@@ -219,6 +220,15 @@ def _check(
                 f"step {step.ref.step} on {tier.store.url} is pinned until "
                 f"{output.moment(max(pin.until for pin in step.pins))}: end the pin with "
                 f"`ckpt unpin {tier.store.url} {step.ref.step}` first"
+            )
+    for tier, step in removals:
+        heirs = heirs_of(other for other in tier.steps if not choice.takes(other.ref.step))
+        if step.ref in heirs:
+            numbers_text = ", ".join(str(ref.step) for ref in sorted(heirs[step.ref]))
+            raise CommitError(
+                f"step {step.ref.step} on {tier.store.url} holds a part of other steps "
+                f"({numbers_text}): remove these too, or copy them with `ckpt copy` first, which "
+                "gives whole steps"
             )
     if not force:
         check_idle(tiers, consequence="may save or copy the steps again")

@@ -30,7 +30,7 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.output import ranges
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Manifest
+from ckpt.model.manifest import Manifest, StoredFile
 from ckpt.model.values import check_structure, decode, exact, join, parse
 from ckpt.storage.api import ObjectInfo, StorageBackend
 
@@ -77,7 +77,7 @@ def show(
             "committed at": output.moment(manifest.created_at),
             "written by": output.count(manifest.world_size, "rank"),
             "size": f"{output.size(sum(info.size for info in objects))} in "
-            f"{output.count(len(objects), 'file')}{_codec_text(manifest)}",
+            f"{output.count(len(objects), 'file')}{_codec_text(manifest)}{_base_text(manifest)}",
             "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
         }
     )
@@ -143,6 +143,13 @@ def _codec_text(manifest: Manifest) -> str:
     return f", {', '.join(manifest.codecs)} of {output.size(manifest.nbytes)}"
 
 
+def _base_text(manifest: Manifest) -> str:
+    if not manifest.bases:
+        return ""
+    numbers = output.ranges([ref.step for ref in manifest.bases])
+    return f"; a part is in step {numbers}"
+
+
 def _show_files(manifest: Manifest) -> None:
     output.show_line()
     output.show_line("files", style="bold")
@@ -156,8 +163,8 @@ def _show_files(manifest: Manifest) -> None:
                     data[rank].location or data[rank].file.name,
                     str(rank),
                     output.size(data[rank].size),
-                    str(len(data[rank].chunks)),
-                    "tensors",
+                    str(len(data[rank].chunks) - data[rank].base_count),
+                    _contents(data[rank]),
                 )
             )
         rows.append(
@@ -166,6 +173,12 @@ def _show_files(manifest: Manifest) -> None:
     output.show_table(
         ("name", "rank", "size", "chunks", "holds"), rows, right=("rank", "size", "chunks")
     )
+
+
+def _contents(file: StoredFile) -> str:
+    if file.base is None:
+        return "tensors"
+    return f"tensors; {output.count(file.base_count, 'chunk')} in step {file.base.ref.step}"
 
 
 def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
@@ -220,6 +233,8 @@ def _files(manifest: Manifest) -> list[dict[str, object]]:
             "codec": stored_file.codec,
             "location": stored_file.location or None,
             "stored_bytes": stored_file.size,
+            "base": stored_file.base.key if stored_file.base else None,
+            "base_chunks": stored_file.base_count,
         }
         for stored_file in manifest.stored_files().values()
     ]

@@ -6,7 +6,7 @@ Each rank commits on a background thread, once its part of the save is durable o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar, assert_never
@@ -107,6 +107,14 @@ class CommitStore(Protocol):
         """Raise an error if this job may no longer commit to the store."""
         ...
 
+    def keep(self, bases: Collection[StepRef]) -> None:
+        """Keep older steps that a manifest refers to from being removed, until it has been put.
+
+        Raises:
+            CkptError: One of them is being removed, or was.
+        """
+        ...
+
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest if absent. Raise an error if this job may no longer commit to the store.
 
@@ -143,7 +151,8 @@ class SharedStore:
     """The `CommitStore` of a store that every rank sees.
 
     ``retry`` calls its argument, and repeats the call after a transient error of the store.
-    ``confirm`` raises an error if this job may no longer commit to the store.
+    ``confirm`` raises an error if this job may no longer commit to the store. ``pins`` keeps older
+    steps (see ``keep``).
     """
 
     def __init__(
@@ -152,8 +161,10 @@ class SharedStore:
         retry: Retry = _at_once,
         *,
         confirm: Callable[[], object] = lambda: None,
+        pins: Callable[[Collection[StepRef]], object] = lambda _: None,
     ) -> None:
-        self._backend, self._retry, self._confirm = backend, retry, confirm
+        self._backend, self._retry = backend, retry
+        self._confirm, self._pins = confirm, pins
 
     @property
     def url(self) -> str:
@@ -166,6 +177,9 @@ class SharedStore:
 
     def confirm(self) -> None:
         self._retry(self._confirm)
+
+    def keep(self, bases: Collection[StepRef]) -> None:
+        self._pins(bases)
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest if absent, with retries.
@@ -342,7 +356,10 @@ class _Commit:
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:
             parts = self._read_all(partial(self._read, fragment) for fragment in fragments)
-            self._manifest = pack(merge(zip(parts, fragments, strict=True), self._merge_cache))
+            manifest = merge(zip(parts, fragments, strict=True), self._merge_cache)
+            if manifest.increments:
+                self._store.keep(manifest.bases)
+            self._manifest = pack(manifest)
             self._store.confirm()
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)

@@ -15,7 +15,7 @@ succeeded when all nodes have the manifest.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -284,6 +284,9 @@ class NodeLocalStore:
         The other nodes check their own roots before they put the manifest.
         """
         self._store.confirm()
+
+    def keep(self, bases: Collection[StepRef]) -> None:
+        self._store.keep(bases)
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest on this node, send it to the other nodes, and wait until they put it.

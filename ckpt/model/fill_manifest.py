@@ -96,6 +96,10 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
     for file in manifest.files:
         own = fragments.get(file.rank)
         files.append(file if own is None or own.file is None else own.file)
+    for increment in manifest.increments:
+        own = fragments.get(increment.rank)
+        if own is not None and own.increments != (increment,):
+            raise ManifestCorrupt(key, f"the fragment of rank {increment.rank} has another base")
     for encoding in manifest.encoded:
         own_part = fragments.get(encoding.rank)
         if own_part is None:

@@ -20,7 +20,7 @@ million of them. They contain no reference cycles, so the garbage collector skip
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,7 +29,7 @@ import msgspec
 
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.runs import Runs
 from ckpt.model.views import View
 
@@ -86,6 +86,36 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     rank: int
     path: str
+
+
+class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A data file that holds only the end of the image of ``rank``. The chunks before it are equal
+    to those of an older step of the same job, and are in the data file of that step.
+
+    Attributes:
+        base: The folder of the older step, on the same tier. Its data file of ``rank`` is whole.
+        base_size: The size of the older data file on the tier in bytes.
+        count: How many chunks, from the begin of the image on, are in the older file. They have the
+            same place there.
+        lead: The size in bytes of the safetensors header with which the file begins. It is no chunk
+            of the image. An encoded file has none.
+        checksum: The checksum of this header; empty if there is none.
+        size: The size of the file on the tier in bytes.
+    """
+
+    rank: int
+    base: str
+    base_size: int
+    count: int
+    lead: int
+    checksum: str
+    size: int
+
+
+def bases_of(increments: Iterable[Increment]) -> frozenset[StepRef]:
+    """Return the older steps that increments refer to."""
+    refs = (parse_folder(folder) for folder in {increment.base for increment in increments})
+    return frozenset(ref for ref in refs if ref is not None)
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -161,6 +191,7 @@ class Packed(
         metadata: The metadata of the step, as the JSON of plain values.
         encoded: One entry with one length, the size of the encoded file. It is empty if the file is
             not encoded.
+        increments: One entry if the file is an increment; otherwise empty.
         lengths: A column with the length of each chunk in the encoded file. It is empty if the file
             is not encoded.
         in_manifest: Whether the manifest must carry a copy of this fragment, because the file of
@@ -185,6 +216,7 @@ class Packed(
     replicas: bytes
     metadata: msgspec.Raw
     encoded: tuple[Encoding, ...] = ()
+    increments: tuple[Increment, ...] = ()
     lengths: bytes = b""
     in_manifest: bool = False
     views: dict[str, View] = {}
@@ -214,6 +246,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[str, str]
     metadata: msgspec.Raw
     encoded: tuple[Encoding, ...] = ()
+    increments: tuple[Increment, ...] = ()
     in_manifest: bool = False
     views: dict[str, View] = {}
     locations: tuple[Location, ...] = ()
@@ -237,6 +270,7 @@ class Manifest(
         tree: The plain values and the containers of the state (see ``model.values``).
         encoded: The encodings of the files that are encoded on this tier.
         locations: The places of the data files that are files of other programs.
+        increments: The files that hold only the end of their images on this tier.
         layouts: The layouts of the tensors. A layout states which rank holds which box, as runs
             (see ``model.runs``). Tensors that are cut alike share one layout.
         layout_of: The index of the layout of each tensor.
@@ -263,6 +297,7 @@ class Manifest(
     layouts: tuple[Runs, ...]
     layout_of: tuple[int, ...]
     encoded: tuple[Encoding, ...] = ()
+    increments: tuple[Increment, ...] = ()
     carried: tuple[Packed, ...] = ()
     views: dict[str, View] = {}
     locations: tuple[Location, ...] = ()
@@ -276,8 +311,15 @@ class Manifest(
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of all data files together, as they are stored on the tier."""
+        """Return the bytes of all data files together, as they are stored on the tier. Bytes that
+        are in the files of older steps do not count.
+        """
         return sum(file.size for file in self.stored_files().values())
+
+    @property
+    def bases(self) -> frozenset[StepRef]:
+        """Return the older steps whose files hold a part of the images."""
+        return bases_of(self.increments)
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -288,8 +330,10 @@ class Manifest(
         """Return each data file as the tier of this manifest stores it, by rank."""
         ref = StepRef(self.step, self.attempt)
         encodings = {encoding.rank: encoding for encoding in self.encoded}
+        increments = {increment.rank: increment for increment in self.increments}
         files = {
-            file.rank: StoredFile.of(ref, file, encodings.get(file.rank)) for file in self.files
+            file.rank: StoredFile.of(ref, file, encodings.get(file.rank), increments.get(file.rank))
+            for file in self.files
         }
         for location in self.locations:
             files[location.rank] = replace(files[location.rank], location=location.path)
@@ -309,6 +353,8 @@ class Manifest(
 class StoredFile:
     """A data file as one tier stores it. A chunk of the file has the same index on all tiers.
 
+    If the file is an increment, the chunks before its own ones are in ``base``.
+
     Attributes:
         ref: The attempt that the file belongs to.
         file: The file before any encoding.
@@ -316,6 +362,8 @@ class StoredFile:
         size: The bytes of the file on the tier.
         location: The path of the file if it is a file of another program (see ``Location``); else
             empty. It is also the key of the file, for a store of locations.
+        increment: The entry of the manifest if the file is an increment; otherwise None.
+        base_count: How many chunks, from the first on, are in ``base``.
     """
 
     ref: StepRef
@@ -323,13 +371,21 @@ class StoredFile:
     encoding: Encoding | None
     size: int
     location: str = ""
+    increment: Increment | None = None
+    base_count: int = 0
 
     @classmethod
-    def of(cls, ref: StepRef, file: File, encoding: Encoding | None) -> StoredFile:
-        """Return a stored file with the size that its manifest states: that of ``encoding``, or of
-        ``file`` if ``encoding`` is None.
+    def of(
+        cls, ref: StepRef, file: File, encoding: Encoding | None, increment: Increment | None = None
+    ) -> StoredFile:
+        """Return a stored file with the size that its manifest states: that of ``increment`` or of
+        ``encoding``, or of ``file`` if both are None.
         """
-        return cls(ref, file, encoding, file.size if encoding is None else encoding.size)
+        whole_size = file.size if encoding is None else encoding.size
+        if increment is None:
+            return cls(ref, file, encoding, whole_size)
+        count = increment.count
+        return cls(ref, file, encoding, increment.size, increment=increment, base_count=count)
 
     @property
     def rank(self) -> int:
@@ -354,10 +410,24 @@ class StoredFile:
 
     @cached_property
     def offsets(self) -> Sequence[int]:
-        """Return the position in the stored file at which each chunk begins, and the end of the
-        last chunk.
+        """Return the position at which each chunk begins in the file that holds it, and the end of
+        the last chunk.
         """
-        return list(accumulate(self.lengths, initial=0))
+        offsets = list(accumulate(self.lengths, initial=0))
+        if (increment := self.increment) is None:
+            return offsets
+        count = increment.count
+        shift = increment.lead - offsets[count]
+        return offsets[:count] + [offset + shift for offset in offsets[count:]]
+
+    @cached_property
+    def base(self) -> StoredFile | None:
+        """Return the file of the older step that holds the first chunks; None if the file holds
+        all chunks.
+        """
+        if (increment := self.increment) is None or (ref := parse_folder(increment.base)) is None:
+            return None
+        return StoredFile(ref, self.file, self.encoding, increment.base_size)
 
     @cached_property
     def staged_index(self) -> Mapping[int, int]:

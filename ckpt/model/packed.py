@@ -38,7 +38,7 @@ from ckpt.model.views import views_fault
 
 _COMMON_FIELDS: Final = (
     "format", "step", "attempt", "rank", "world_size", "created_at", "chunk_bytes",
-    "tied", "tree", "per_rank", "metadata", "in_manifest", "views", "locations",
+    "tied", "tree", "per_rank", "metadata", "in_manifest", "views", "locations", "increments",
 )  # fmt: skip
 _MAX_FRAME_BYTES: Final = 1 << 30
 """The most bytes of an unpacked frame. A rank with a million tensors needs about a fifth of this
@@ -328,6 +328,8 @@ def check_packed(record: Packed, columns: Columns, *, key: str) -> Packed:
     if record.views:
         kinds = {name: (dtype, shape) for name, dtype, shape, _ in columns.headings}
         require(not (fault := views_fault(record.views, kinds)), key, fault)
+    if record.increments:
+        _check_increment(record, columns, key)
     if record.encoded or record.lengths:
         lengths = _numbers(record.lengths, key)
         require(
@@ -340,6 +342,17 @@ def check_packed(record: Packed, columns: Columns, *, key: str) -> Packed:
         require(bool(fits.all()), key, "an encoded chunk is too long")
         require(record.encoded[0].lengths == (_total(lengths),), key, "its encoded size is another")
     return record
+
+
+def _check_increment(record: Packed, columns: Columns, key: str) -> None:
+    """Raise ``ManifestCorrupt`` if the entry of an increment does not fit the chunks."""
+    increment = record.increments[0]
+    require(increment.count < len(columns.chunks), key, "an increment without a chunk of its own")
+    lengths = _numbers(record.lengths, key) if record.encoded else columns.chunks
+    own_size = increment.lead + _total(lengths[increment.count :])
+    require(own_size == increment.size, key, "its increment has another size")
+    base_size = _total(lengths[: increment.count])
+    require(base_size <= increment.base_size, key, "the base of its increment is too small")
 
 
 def _chunks_of(

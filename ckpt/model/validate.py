@@ -10,14 +10,14 @@ tensors. Other modules make the remaining checks. ``model.encoding`` checks the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from ckpt.codec.registry import is_known
 from ckpt.errors import CodecMissing, ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
-from ckpt.model.keys import data_name, fragment_name
-from ckpt.model.manifest import Encoding, File, Location, Manifest, Packed, Tensor
+from ckpt.model.keys import StepRef, data_name, fragment_name, parse_folder
+from ckpt.model.manifest import Encoding, File, Increment, Location, Manifest, Packed, Tensor
 from ckpt.model.runs import fault_of
 from ckpt.model.values import parse
 from ckpt.model.views import views_fault
@@ -55,6 +55,9 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
         _check_codec(encoding, key)
     if manifest.locations:
         _check_locations(manifest.locations, files.keys() - encodings.keys(), key)
+    if manifest.increments:
+        ref = StepRef(manifest.step, manifest.attempt)
+        check_increments(manifest.increments, ref, set(files), encodings, key)
     parts = manifest.is_filled or manifest.per_rank or any(file.chunks for file in manifest.files)
     require(not parts, key, "parts of fragments")
     _check_layouts(manifest, key)
@@ -122,6 +125,9 @@ def check_heading(record: Packed, key: str) -> None:
         _check_codec(encoding, key)
     if record.locations:
         _check_locations(record.locations, {file.rank for file in files} - encodings.keys(), key)
+    if record.increments:
+        ref, ranks = StepRef(record.step, record.attempt), {file.rank for file in files}
+        check_increments(record.increments, ref, ranks, encodings, key)
 
 
 def _check_locations(locations: Sequence[Location], ranks: Set[int], key: str) -> None:
@@ -138,6 +144,40 @@ def _check_locations(locations: Sequence[Location], ranks: Set[int], key: str) -
     for location in locations:
         is_path = 0 < len(location.path) <= _MAX_PATH and "\0" not in location.path
         require(is_path, key, f"the location {location.path[:80]!r} is no path")
+
+
+def check_increments(
+    increments: Sequence[Increment],
+    ref: StepRef,
+    ranks: Collection[int],
+    encodings: Mapping[int, Encoding],
+    key: str,
+) -> None:
+    """Raise ``ManifestCorrupt`` if an increment names no other step of the tier, or has an
+    impossible size.
+
+    Args:
+        increments: The increments of a manifest or fragment.
+        ref: The step of the manifest or fragment.
+        ranks: The ranks that have a data file.
+        encodings: The encoded files, by rank.
+        key: The key of the manifest or fragment, for errors.
+    """
+    require(
+        len({increment.rank for increment in increments}) == len(increments),
+        key,
+        "a rank has two increments",
+    )
+    for increment in increments:
+        base = parse_folder(increment.base)
+        detail = f"the increment of rank {increment.rank}"
+        require(base is not None and base != ref, key, f"{detail} names no other step")
+        require(increment.rank in ranks and increment.count > 0, key, detail)
+        sizes = (increment.lead, increment.size, increment.base_size)
+        require(all(0 <= size <= _MAX_BYTES for size in sizes), key, f"{detail} has a wrong size")
+        is_encoded = increment.rank in encodings
+        has_header = increment.lead > 0 and _is_checksum(increment.checksum)
+        require((increment.lead == 0) if is_encoded else has_header, key, f"{detail}: its header")
 
 
 def _check_codec(encoding: Encoding, key: str) -> None:

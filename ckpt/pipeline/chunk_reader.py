@@ -164,12 +164,15 @@ class ChunkReader:
 
         Args:
             run: The request.
-            file: The file that the request reads.
+            file: The file that the request reads. If it is an increment, and the chunks are in its
+                base, the base is read.
             sink: The targets of the chunks.
             on_proven: Called with each chunk that has passed the verification.
         """
         if file.location and not isinstance(self._backend, LocatedStore):
             return self._read_foreign(run, file, sink, on_proven)
+        if run.in_base and file.base is not None:
+            file = file.base
         try:
             return self._read(run, file, sink, on_proven)
         except Exception as error:

@@ -15,13 +15,15 @@ from ckpt.plan.restore import ChunkRead
 class Run:
     """One request to a store: read ``nbytes`` bytes of the file of ``rank``, from ``offset`` on.
 
-    ``reads`` are the chunk reads that the request serves, in file order.
+    ``reads`` are the chunk reads that the request serves, in file order. ``in_base`` is that of all
+    of them.
     """
 
     rank: int
     offset: int
     nbytes: int
     reads: tuple[ChunkRead, ...]
+    in_base: bool = False
 
 
 def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
@@ -40,6 +42,7 @@ def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> 
             last = pending[-1]
             near = (
                 read.rank == last.rank
+                and read.in_base == last.in_base
                 and 0 <= read.offset - (last.offset + last.stored_nbytes) <= gap_bytes
             )
             if not near or read.offset + read.stored_nbytes - pending[0].offset > most_bytes:
@@ -58,4 +61,5 @@ def _run(reads: list[ChunkRead]) -> Run:
         offset=head.offset,
         nbytes=last.offset + last.stored_nbytes - head.offset,
         reads=tuple(reads),
+        in_base=head.in_base,
     )

@@ -75,7 +75,11 @@ def as_damage(error: Exception, file: StoredFile) -> Exception:
     """Return `FileDamaged` in the place of an ``ObjectNotFound`` about a data file of a manifest,
     and else ``error``.
     """
-    return FileDamaged(file.key, None, file.size) if isinstance(error, ObjectNotFound) else error
+    if not isinstance(error, ObjectNotFound):
+        return error
+    base = file.base
+    holder = base if base is not None and base.key == error.key else file
+    return FileDamaged(holder.key, None, holder.size)
 
 
 def verdict(errors: Sequence[tuple[str, Exception]], name: str) -> Exception:

@@ -26,6 +26,8 @@ class Leaf:
             fragment does not name the spare boxes. A restore may read a chunk of a spare box in
             place of an equal chunk of the other rank.
         order: The order of the dimensions in this rank's memory (see ``model.manifest.Tensor``).
+        is_frozen: Whether nothing is expected to change the tensor between two saves. It is then
+            near the begin of the image.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Leaf:
     replicas: tuple[int, ...] = ()
     spare: bool = False
     order: tuple[int, ...] = ()
+    is_frozen: bool = False
 
     @property
     def itemsize(self) -> int:

@@ -101,6 +101,7 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
         layout_of=layouts.layout_of,
         encoded=tuple(encoding for rank in ranks for encoding in rank.part.encoded),
         locations=tuple(location for rank in ranks for location in rank.part.locations),
+        increments=tuple(increment for rank in ranks for increment in rank.part.increments),
         views=_merge_views(ranks, layouts.tensors),
         carried=_fragment_copies(ranks),
     )

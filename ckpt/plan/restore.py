@@ -55,6 +55,7 @@ class ChunkRead:
         targets: The regions that the chunk fills.
         encoded_nbytes: The size of the chunk in the file if the chunk is encoded, else None.
         as_stored: Whether the reader wants the bytes as they are in the file, without decoding.
+        in_base: Whether the chunk is in the file of an older step (see ``StoredFile.base``).
     """
 
     rank: int
@@ -67,6 +68,7 @@ class ChunkRead:
     targets: tuple[Target, ...]
     encoded_nbytes: int | None = None
     as_stored: bool = False
+    in_base: bool = False
 
     @classmethod
     def of(
@@ -92,6 +94,7 @@ class ChunkRead:
             targets=tuple(targets),
             encoded_nbytes=file.encoded_nbytes(index),
             as_stored=as_stored,
+            in_base=index < file.base_count,
         )
 
     def from_file(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
@@ -105,6 +108,7 @@ class ChunkRead:
             offset=file.offsets[index],
             encoded_nbytes=file.encoded_nbytes(index),
             as_stored=as_stored,
+            in_base=index < file.base_count,
         )
 
     @property

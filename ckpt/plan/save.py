@@ -6,7 +6,9 @@ the replica that has the fewest bytes to write so far. All replicas have the sam
 the same division, so they exchange no messages.
 
 2. Order: the boxes are sorted by descending element size, then by name. Therefore every box is
-aligned and the image has no gaps, as safetensors requires.
+aligned and the image has no gaps, as safetensors requires. Boxes of frozen tensors come first, so
+that an increment can leave them out. They are a multiple of 16 bytes each, which keeps the others
+aligned.
 
 3. Place: the image begins with a safetensors header, padded to a multiple of 4096 bytes. The boxes
 follow.
@@ -16,21 +18,28 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
-from ckpt.model.box import Box, even_slab
+from ckpt.model.box import Box, even_slab, split_rows
 from ckpt.model.chunks import split_box
-from ckpt.model.dtype import safetensors_entry
+from ckpt.model.dtype import DTYPES, safetensors_entry
 from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
 
+_ALIGNMENT = 16
+"""The largest size of an element in bytes."""
 SPLIT_FROM_BYTES = 256 << 10
 """The smallest size in bytes from which a replicated tensor is cut into slabs. For a smaller
 tensor, the additional requests would cost more time than the slabs save.
 """
+
+
+Entry = tuple[str, str, tuple[int, ...]]
+"""The name and the dtype of a tensor, and the shape of one box of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +70,8 @@ class SavePlan:
         chunks: The sizes of the chunks in bytes, in the order of the image. The header is the first
             chunk.
         tensors: The tensors with the shards of this rank, as the fragment describes them.
+        frozen_chunks: How many chunks, from the begin of the image on, hold the header and frozen
+            tensors; 0 if no tensor is frozen.
     """
 
     header: bytes
@@ -68,6 +79,7 @@ class SavePlan:
     size: int
     chunks: tuple[int, ...]
     tensors: tuple[Tensor, ...]
+    frozen_chunks: int = 0
 
 
 def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
@@ -81,25 +93,38 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
         rank: This rank.
         chunk_bytes: The largest size of a chunk in bytes, except for the header.
     """
-    boxes = _share(leaves, rank)
     order = sorted(
-        boxes, key=lambda pair: (-leaves[pair[0]].itemsize, leaves[pair[0]].name, pair[1])
+        _share(leaves, rank),
+        key=lambda pair: (-leaves[pair[0]].itemsize, leaves[pair[0]].name, pair[1]),
     )
-    header = _header(leaves, order, rank)
+    lead = [
+        (index, box)
+        for index, box in order
+        if leaves[index].is_frozen and box.numel * leaves[index].itemsize % _ALIGNMENT == 0
+    ]
+    if lead:
+        leads = set(lead)
+        order = lead + [pair for pair in order if pair not in leads]
+    header = safetensors_header(
+        [(leaves[index].name, leaves[index].dtype, box.shape) for index, box in order], rank
+    )
     items: list[WriteItem] = []
     chunks = [len(header)]
-    end = len(header)
-    for index, box in order:
+    end, frozen_chunks = len(header), 0
+    for position, (index, box) in enumerate(order):
         itemsize = leaves[index].itemsize
         items.append(WriteItem(leaf=index, box=box, offset=end, nbytes=box.numel * itemsize))
         chunks += [part.numel * itemsize for part in split_box(box, itemsize, chunk_bytes)]
         end += box.numel * itemsize
+        if position < len(lead):
+            frozen_chunks = len(chunks)
     return SavePlan(
         header=header,
         items=tuple(items),
         size=end,
         chunks=tuple(chunks),
         tensors=_tensors(leaves, items, rank),
+        frozen_chunks=0 if any(leaf.spare for leaf in leaves) else frozen_chunks,
     )
 
 
@@ -147,26 +172,68 @@ def _lightest(
     return own_indices
 
 
-def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int) -> bytes:
-    """Return the padded safetensors header for the boxes in ``order``. If a rank writes several
-    boxes of a tensor, their names in the header are 'name', 'name@1' and so on.
+def safetensors_header(entries: Sequence[Entry], rank: int, *, phase: int = 0) -> bytes:
+    """Return the padded safetensors header of a file that holds boxes without gaps.
+
+    If the file has several boxes of a tensor, their names in the header are 'name', 'name@1' and so
+    on.
+
+    Args:
+        entries: The boxes, in the order of the file.
+        rank: The rank whose file it is.
+        phase: The length of the header modulo ``HEADER_ALIGNMENT``.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "ckpt": "1", "rank": str(rank)}}
-    names = {leaf.name for leaf in leaves}
-    serials: dict[int, int] = {}  # The last serial number of each leaf
+    table: dict[str, object] = {"__metadata__": {"format": "pt", "ckpt": "1", "rank": str(rank)}}
+    names = {name for name, _, _ in entries}
+    serials: dict[str, int] = {}  # The last serial number of each tensor
     start = 0
-    for index, box in order:
-        leaf = leaves[index]
-        serial = serials.get(index, -1) + 1
-        name = f"{leaf.name}@{serial}" if serial else leaf.name
-        while name in entries or (serial and name in names):
+    for tensor, dtype, shape in entries:
+        serial = serials.get(tensor, -1) + 1
+        name = f"{tensor}@{serial}" if serial else tensor
+        while name in table or (serial and name in names):
             serial += 1
-            name = f"{leaf.name}@{serial}"
-        serials[index] = serial
-        entries[name], start = safetensors_entry(leaf.dtype, box.shape, start)
-    text = msgspec.json.encode(entries)
-    size = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+            name = f"{tensor}@{serial}"
+        serials[tensor] = serial
+        table[name], start = safetensors_entry(dtype, shape, start)
+    text = msgspec.json.encode(table)
+    size = 8 + len(text)
+    size += (phase - size) % HEADER_ALIGNMENT
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def tail_header(tensors: Iterable[Tensor], chunks: Sequence[int], count: int, rank: int) -> bytes:
+    """Return the header of an increment, which holds all chunks of an image but the first
+    ``count``.
+
+    A box whose first chunks are left out has an entry for each of its other chunks. The length of
+    the header is that of the chunks before, modulo ``HEADER_ALIGNMENT``. So each byte of the image
+    has the same alignment in the file as in memory.
+
+    Args:
+        tensors: The tensors with the shards of the rank.
+        chunks: The lengths of all chunks of the image in bytes.
+        count: How many chunks are left out.
+        rank: The rank of the image.
+    """
+    starts = list(accumulate(chunks, initial=0))
+    shards = sorted(
+        (shard.offset, index, tensor, shard)
+        for index, tensor in enumerate(tensors)
+        for shard in tensor.shards
+    )
+
+    def entries() -> Iterator[Entry]:
+        for offset, _, tensor, shard in shards:
+            itemsize = DTYPES[tensor.dtype].itemsize
+            if offset >= starts[count]:
+                yield tensor.name, tensor.dtype, shard.shape
+            elif offset + shard.box.numel * itemsize > starts[count]:
+                first_chunk = starts.index(offset)
+                boxes = split_rows(shard.box, chunks[first_chunk] // itemsize)
+                for box in boxes[count - first_chunk :]:
+                    yield tensor.name, tensor.dtype, box.shape
+
+    return safetensors_header(list(entries()), rank, phase=starts[count] % HEADER_ALIGNMENT)
 
 
 def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> tuple[Tensor, ...]:

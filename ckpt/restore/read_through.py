@@ -151,8 +151,9 @@ class ReadThrough:
         self._owner = Owner.of_this_process(context.coordinator.attempt)
         self._deadline = time.monotonic() + context.patience
         self._files = stored_step.manifest.stored_files()
-        # The files of an adopted step are not copied: they are read where they are.
-        has_copies = not stored_step.manifest.locations
+        # The files of an adopted step are read where they are, and a cache has no older steps that
+        # increments could refer to.
+        has_copies = not (stored_step.manifest.locations or stored_step.manifest.increments)
         self._caches = [
             place for place, tier in enumerate(tiers[:-1]) if has_copies and _is_folder(tier)
         ]

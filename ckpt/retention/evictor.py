@@ -9,9 +9,10 @@ too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
@@ -24,6 +25,7 @@ from ckpt.retention.policy import (
     Retention,
     StepGuard,
     first_to_go,
+    heirs_of,
     judge,
     newest,
     on_branch,
@@ -167,7 +169,7 @@ class Evictor:
             candidates = list(self._candidates(steps, ref, excess, restored_ref, exclusions))
             if not candidates or (or_none and sum(step.nbytes for step in candidates) < excess):
                 break
-            excess -= self._remove(candidates, reason, exclusions)
+            excess -= self._remove(candidates, heirs_of(steps), reason, exclusions)
         return excess
 
     def _candidates(
@@ -214,11 +216,13 @@ class Evictor:
         order += [whole[ref] for ref in candidates if ref in owed_refs]
         order += [whole[last]] if last is not None else []
         # Remains may be in two of these groups.
+        present_steps = {ref: step for ref, step in whole.items() if ref not in exclusions}
         for step in {step.ref: step for step in order}.values():
             if excess <= 0:
                 return
             if (
                 step.ref not in awaited_refs
+                and step.ref not in heirs_of(present_steps.values())
                 and step.ref not in exclusions
                 and step.ref != ref
                 and not step.pins
@@ -226,6 +230,7 @@ class Evictor:
                 and (step.ref != last or self._guard.is_elsewhere(step.ref))
             ):
                 excess -= step.nbytes
+                present_steps.pop(step.ref, None)
                 yield step
 
     def _last(
@@ -251,8 +256,15 @@ class Evictor:
         is_own = ref.job == self._claim.own
         return restored_ref is None or ref.step <= restored_ref.step or is_own
 
-    def _remove(self, candidates: list[StoredStep], reason: str, exclusions: set[StepRef]) -> int:
-        """Remove the steps of ``candidates``, and return how many bytes were freed.
+    def _remove(
+        self,
+        candidates: list[StoredStep],
+        heirs: Mapping[StepRef, Sequence[StepRef]],
+        reason: str,
+        exclusions: set[StepRef],
+    ) -> int:
+        """Remove the steps of ``candidates``, and return how many bytes were freed. A step stays if
+        the removal of one of its ``heirs`` has failed.
 
         All steps of ``candidates`` are added to ``exclusions``, including those that could not be
         removed.
@@ -266,6 +278,8 @@ class Evictor:
         self._retry.call(self._claim.use)
         for step in candidates:
             try:
+                if any(is_committed(self._tier.backend, heir) for heir in heirs.get(step.ref, ())):
+                    continue  # The removal of a step that refers to it has failed
                 is_removed = remove(self._tier.backend, step, self._claim)
             except RootInUse:
                 raise
@@ -315,6 +329,8 @@ def _ratio(steps: list[StoredStep]) -> float | None:
 
     Returns None if ``steps`` has no encoded step.
     """
-    encoded_steps = (step for step in steps if step.staged_bytes > 0 and step.codecs)
+    encoded_steps = (
+        step for step in steps if step.staged_bytes > 0 and step.codecs and not step.bases
+    )
     newest_first = max(encoded_steps, key=lambda step: step.ref, default=None)
     return min(1.0, newest_first.nbytes / newest_first.staged_bytes) if newest_first else None

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from ckpt.catalog.index import is_committed
@@ -353,7 +353,37 @@ def judge(
         is_in_use = step.objects or not all(write.abandoned for write in step.unfinished_writes)
         return (YOUNG,) if is_young and is_in_use else ()
 
-    return [Verdict(step=step, reasons=reasons_of(step)) for step in steps]
+    verdicts = [Verdict(step=step, reasons=reasons_of(step)) for step in steps]
+    heirs = heirs_of(verdict.step for verdict in verdicts if verdict.reasons)
+    return [
+        replace(verdict, reasons=(heir_reason(heirs[verdict.step.ref]),))
+        if verdict.step.ref in heirs and not verdict.reasons
+        else verdict
+        for verdict in verdicts
+    ]
+
+
+def heirs_of(steps: Iterable[StoredStep]) -> dict[StepRef, list[StepRef]]:
+    """Return the older steps that checkpoints of ``steps`` refer to, each with the steps that refer
+    to it.
+    """
+    heirs: dict[StepRef, list[StepRef]] = {}
+    for step in steps:
+        for base in step.bases:
+            heirs.setdefault(base, []).append(step.ref)
+    return heirs
+
+
+def heirs_first(steps: Iterable[StoredStep]) -> list[StoredStep]:
+    """Return ``steps`` in ascending order, each after those that refer to it."""
+    present = list(steps)
+    heirs = heirs_of(present)
+    return sorted(present, key=lambda step: (step.ref in heirs, step.ref))
+
+
+def heir_reason(heirs: Iterable[StepRef]) -> str:
+    """Return the reason to keep a step that the increments of ``heirs`` refer to."""
+    return f"step {max(heirs).step} refers to it"
 
 
 def is_old(step: StoredStep, grace_seconds: float) -> bool:

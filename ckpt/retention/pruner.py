@@ -29,6 +29,8 @@ from ckpt.retention.policy import (
     Retention,
     StepGuard,
     Verdict,
+    heirs_first,
+    heirs_of,
     is_old,
     judge,
     unknown_metric,
@@ -124,7 +126,8 @@ def carry_out(
     dry_run: bool = False,
     claim: Claim | None = None,
 ) -> list[Removal]:
-    """Remove the steps of ``verdicts`` without a reason to keep them, oldest first.
+    """Remove the steps of ``verdicts`` without a reason to keep them, oldest first. A step goes
+    after those that refer to it, and stays if one of them does.
 
     Args:
         backend: The store.
@@ -144,14 +147,15 @@ def carry_out(
     """
     removed_steps: list[StoredStep] = []
     failure: StorageError | None = None
-    for step in sorted(
-        (verdict.step for verdict in verdicts if not verdict.reasons), key=lambda step: step.ref
-    ):
-        if claim is not None and step.ref == claim.chosen_ref:
+    present_steps = {verdict.step.ref: verdict.step for verdict in verdicts}
+    for step in heirs_first(verdict.step for verdict in verdicts if not verdict.reasons):
+        is_base = step.ref in heirs_of(present_steps.values())
+        if is_base or (claim is not None and step.ref == claim.chosen_ref):
             continue
         try:
             if dry_run or remove(backend, step, claim):
                 removed_steps.append(step)
+                del present_steps[step.ref]
         except TransientStorageError:
             raise
         except StorageError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import (
     FORMAT,
-    Chunk,
     Encoding,
     File,
     Fragment,
@@ -36,6 +36,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
 from ckpt.save.delta_writer import DeltaWriter
+from ckpt.save.increments import BaseFile, Tail, WrittenFile, base_after, tail_of
 from ckpt.save.save_job import SaveRequest
 from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier
@@ -127,7 +128,11 @@ class RankFiles:
         self._encoder = encoder_of(tier.tier.codec)
         self._data_name = data_name(rank, is_encoded=self._encoder is not None)
         self.names = fragment_name(rank), self._data_name
-        self._encoding_of_file: Encoding | None = None
+        self._file_from_memory: WrittenFile | None = None
+        # Each node removes steps of its own tier alone, and an image in memory is whole.
+        is_shared = not (tier.local or tier.in_memory) and not self._in_manifest
+        self._takes_increments = config.incremental and is_shared
+        self._base: BaseFile | None = None
         self._copier, self._is_alone = copier, False
         self._deltas: DeltaWriter | None = None
         if config.deltas is not None and not tier.in_memory:
@@ -142,14 +147,20 @@ class RankFiles:
         """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
         written from memory.
         """
-        file = File(self._data_name, self._rank, job.plan.size, job.known_chunks)
-        return StoredImage.of(
-            self._backend, StoredFile.of(job.ref, file, self._encoding_of_file), retry
-        )
+        file = self._file_from_memory
+        assert file is not None
+        image = File(self._data_name, self._rank, job.plan.size, job.known_chunks)
+        file_on_tier = StoredFile.of(job.ref, image, file.encoding, file.increment)
+        return StoredImage.of(self._backend, file_on_tier, retry)
 
-    def write(
-        self, job: SaveRequest, on_bytes: OnBytes, retry: RetryPolicy
-    ) -> tuple[tuple[Chunk, ...], Encoding | None]:
+    def set_committed(self, job: SaveRequest, file: WrittenFile) -> None:
+        """Note that ``file`` belongs to a committed step. If it is whole, the files of the next
+        saves may be increments of it.
+        """
+        if self._takes_increments:
+            self._base = base_after(job, file, self._base)
+
+    def write(self, job: SaveRequest, on_bytes: OnBytes, retry: RetryPolicy) -> WrittenFile:
         """Write the data file of ``job``, and return when it is durable.
 
         If the image is in memory, this process writes the file once, and repeats only single
@@ -157,32 +168,28 @@ class RankFiles:
         agent, or the agent cannot copy the file, this process writes it. If the store still fails
         with a transient error, this process writes the whole file again from its start.
 
-        Returns:
-            The chunk table, and the encoding of the chunks or None if they are not encoded.
-
         Raises:
             ChecksumMismatch: The nearer tier has returned other bytes than were written to it.
             StorageError: The store has failed. The file is not visible.
         """
         counter = _WriteCounter(on_bytes)
+        if self._deltas is not None and job.source is None:
+            job = replace(job, image=self._deltas.record(job))
+        tail: Tail | None = None
+        if self._base is not None and job.plan.frozen_chunks:
+            tail = tail_of(job, self._base, self._backend, self._rank)
         if job.source is None:
-            chunks, self._encoding_of_file = self._write(job, counter)
-            return chunks, self._encoding_of_file
-        asks = chain([True], repeat(False))
+            self._file_from_memory = file = self._write(job, tail, counter)
+            return file
+        asks = chain([tail is None], repeat(False))
 
-        def attempt() -> tuple[tuple[Chunk, ...], Encoding | None]:
+        def attempt() -> WrittenFile:
             counter.restart()
-            return (next(asks) and self._ask(job, counter)) or self._write(job, counter)
+            return (next(asks) and self._ask(job, counter)) or self._write(job, tail, counter)
 
         return retry.call(attempt)
 
-    def put_fragment(
-        self,
-        job: SaveRequest,
-        chunks: tuple[Chunk, ...],
-        encoding: Encoding | None,
-        retry: RetryPolicy,
-    ) -> FragmentRef:
+    def put_fragment(self, job: SaveRequest, file: WrittenFile, retry: RetryPolicy) -> FragmentRef:
         """Write the fragment of ``job``. Its data file must be durable.
 
         The delta of the rank, if there is one, is put before, so that it is there when the step is
@@ -191,7 +198,7 @@ class RankFiles:
         if self._deltas is not None:
             self._deltas.put(job, retry)
         name, _ = self.names
-        data = pack(pack_fragment(self._fragment(job, chunks, encoding), self._frames_of(job.plan)))
+        data = pack(pack_fragment(self._fragment(job, file), self._frames_of(job.plan)))
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 
@@ -208,9 +215,7 @@ class RankFiles:
         if self._copier is not None:
             self._copier.close()
 
-    def _ask(
-        self, job: SaveRequest, counter: _WriteCounter
-    ) -> tuple[tuple[Chunk, ...], Encoding | None] | None:
+    def _ask(self, job: SaveRequest, counter: _WriteCounter) -> WrittenFile | None:
         """Let the agent copy the file, and return what ``write`` returns. Return None if this
         process must write the file.
         """
@@ -239,34 +244,35 @@ class RankFiles:
                 self.discard_unfinished(job.ref)
             return None
         self._is_alone = False
-        return job.known_chunks, Encoding(self._rank, encoder.codec, lengths) if encoder else None
+        encoding = Encoding(self._rank, encoder.codec, lengths) if encoder else None
+        return WrittenFile(job.known_chunks, encoding)
 
-    def _write(
-        self, job: SaveRequest, counter: _WriteCounter
-    ) -> tuple[tuple[Chunk, ...], Encoding | None]:
-        image = job.image
-        if self._deltas is not None and job.source is None:
-            image = self._deltas.record(job)
+    def _write(self, job: SaveRequest, tail: Tail | None, counter: _WriteCounter) -> WrittenFile:
+        plan, known_chunks = job.plan, job.known_chunks
+        source, lengths = job.image, plan.chunks
+        if tail is not None:
+            source, lengths, known_chunks = tail.part_of(job)
         write = ImageWrite(
-            source=image,
-            chunks=job.plan.chunks,
+            source=source,
+            chunks=lengths,
             key=job.ref.key(self._data_name),
             workers=self._workers,
             retry=RetryPolicy(),
             on_bytes=counter.add,
-            known_chunks=job.known_chunks,
+            known_chunks=known_chunks,
         )
         if isinstance(self._backend, AdoptsFiles):
-            return adopt_image(write, self._backend), None
+            return WrittenFile(adopt_image(write, self._backend))
+        encoding: Encoding | None = None
         if (encoder := self._encoder) is None:
-            return write_image(write, self._backend), None
-        widths = widths_of(job.plan.chunks, job.plan.tensors)
-        chunks, lengths = write_encoded(write, self._backend, encoder, widths)
-        return chunks, Encoding(self._rank, encoder.codec, lengths)
+            chunks = write_image(write, self._backend)
+        else:
+            widths = widths_of(plan.chunks, plan.tensors)[tail.count if tail else 0 :]
+            chunks, encoded_lengths = write_encoded(write, self._backend, encoder, widths)
+            encoding = Encoding(self._rank, encoder.codec, encoded_lengths)
+        return tail.file(self._rank, chunks, encoding) if tail else WrittenFile(chunks, encoding)
 
-    def _fragment(
-        self, job: SaveRequest, chunks: tuple[Chunk, ...], encoding: Encoding | None
-    ) -> Fragment:
+    def _fragment(self, job: SaveRequest, file: WrittenFile) -> Fragment:
         return Fragment(
             format=FORMAT,
             step=job.ref.step,
@@ -275,7 +281,7 @@ class RankFiles:
             world_size=self._world_size,
             created_at=job.created_at,
             chunk_bytes=self._chunk_bytes,
-            file=File(self._data_name, self._rank, job.plan.size, chunks),
+            file=File(self._data_name, self._rank, job.plan.size, file.chunks),
             tensors=job.plan.tensors,
             tied=dict(job.tied),
             views=dict(job.views),
@@ -283,7 +289,8 @@ class RankFiles:
             per_rank=msgspec.Raw(job.per_rank),
             replicas=dict(job.replicas()),
             metadata=msgspec.Raw(job.metadata),
-            encoded=(encoding,) if encoding else (),
+            encoded=(file.encoding,) if file.encoding else (),
+            increments=(file.increment,) if file.increment else (),
             in_manifest=self._in_manifest,
         )
 

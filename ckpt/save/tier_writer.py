@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from ckpt.catalog.index import is_committed, step_refs
+from ckpt.catalog.pins import Leases
 from ckpt.catalog.rollbacks import put_rollback
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Abort, rebuild
@@ -46,6 +47,7 @@ from ckpt.plan.merge import MergeCache
 from ckpt.retention.claim import Claim, TakeoverPost
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
+from ckpt.save.increments import WrittenFile
 from ckpt.save.job_steps import TierSteps
 from ckpt.save.out_of_space import RetryWhenFull
 from ckpt.save.rank_files import FileCopier, RankFiles
@@ -134,6 +136,7 @@ class TierWriter:
         is_alone = tier.local or coordinator.world_size == 1
         self._marker_rank = None if is_alone else coordinator.rank
         self._merge_cache = MergeCache()
+        self._leases = Leases(tier.backend)
         self._foreign: list[StepRef] | None = None
         self._is_committed: dict[StepRef, bool] = {}
         self._unclean: set[StepRef] = set()
@@ -170,7 +173,7 @@ class TierWriter:
         try:
             with errors_of(self.url):
                 write = partial(self._write_all, job, on_bytes)
-                chunks, vote = self._when_full.write_step(job, write)
+                file, vote = self._when_full.write_step(job, write)
                 committer.offer(job.ref, vote)
         except Exception as error:
             self._abort_all(job.ref, job.trial, str(error) or repr(error))
@@ -191,24 +194,28 @@ class TierWriter:
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
         self._steps.set_committed(job.ref)
+        if job.plan.frozen_chunks:
+            self._files.set_committed(job, file)
+            if file.increment is None:
+                self._leases.release()  # The next increments refer to this file
         if not self._steps.steps.has_abandoned(job.ref):
             self.root.chosen_ref = None
         if self.in_memory:
             self._slots.set_committed(job.ref)
         if self._quota is not None:
             self._quota.settle(job.ref, restored_ref=self._steps.restored)
-        return chunks
+        return file.chunks
 
     def _call(self, work: Callable[[], T], /) -> T:
         """Call ``work`` with retries. If the store is full and room was made, call it once more."""
         return self._when_full.request(partial(self._retry.call, work))
 
-    def _write_all(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Durable]:
+    def _write_all(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[WrittenFile, Durable]:
         if self.in_memory and job.image.path:
             self._slots.keep(job.image.path, self.tier, job.ref)
-        chunks, encoding = self._files.write(job, on_bytes, self._retry)
+        file = self._files.write(job, on_bytes, self._retry)
         job.confirm()  # Before the fragment, since a rank that finds all fragments may commit them
-        vote = Durable(self._files.put_fragment(job, chunks, encoding, self._retry))
+        vote = Durable(self._files.put_fragment(job, file, self._retry))
         try:
             job.confirm()
         except BaseException:
@@ -216,7 +223,7 @@ class TierWriter:
             with contextlib.suppress(CkptError):
                 self._remove_fragment(job.ref)
             raise
-        return chunks, vote
+        return file, vote
 
     def _remove_fragment(self, ref: StepRef) -> None:
         if self._marker_rank is None or claim_rank_to_remove(self._backend, ref, self._marker_rank):
@@ -347,6 +354,7 @@ class TierWriter:
         self._readers.close()
         if self._pruner is not None:
             self._pruner.close()
+        self._leases.release()
         refs_by_path = self._slots.kept_by(self.tier)
         for path, ref in refs_by_path.items():
             if ref.step <= durable_step:
@@ -371,7 +379,9 @@ class TierWriter:
 
     def _committer(self, trial: int) -> Committer:
         name = f"save/{self.tier.index}/{trial}"
-        store = SharedStore(self._backend, self._call, confirm=self.root.confirm)
+        store = SharedStore(
+            self._backend, self._call, confirm=self.root.confirm, pins=self._leases.keep
+        )
         commit_store: CommitStore = store
         if (nodes := self.tier.nodes) is not None:
             commit_store = NodeLocalStore(store, self._coordinator, nodes, name=name)

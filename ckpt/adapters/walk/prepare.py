@@ -284,7 +284,20 @@ class PlanCache:
             )
         if item.is_delegated:
             return nonwriter_leaf(leaf, item.replicas, self._rank, node_of)
-        return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
+        return replace(
+            leaf,
+            replicas=writers(leaf.replicas, self._rank, node_of),
+            is_frozen=_is_frozen((item.tensor, *item.outer_tensors)),
+        )
+
+
+def _is_frozen(tensors: Iterable[object]) -> bool:
+    """Return True if one of ``tensors``, a saved tensor and the wrappers around it, is a parameter
+    that needs no gradient.
+    """
+    return any(
+        isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad for tensor in tensors
+    )
 
 
 def _same_structure(old: Sequence[Segment | Hashable], new: Sequence[Segment | Hashable]) -> bool:

@@ -1,0 +1,69 @@
+"""The end of an image, as the data file of an increment holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt.errors import CkptError
+from ckpt.pipeline.image_writer import Source
+from ckpt.storage.api import aligned_memory
+
+
+class TailImage:
+    """A `Source` with a header of its own, and the bytes of another image from ``start`` on.
+
+    Thread safety: any thread may call all methods, if this is so for ``image``.
+
+    Args:
+        image: The whole image.
+        start: The number of bytes of ``image`` that are left out.
+        header: The bytes before the others.
+    """
+
+    path = None
+
+    def __init__(self, image: Source, start: int, header: bytes) -> None:
+        self._image, self._header = image, memoryview(header)
+        self._shift = start - len(header)
+        self.size = image.size - self._shift
+        self.resident_bytes = len(header)
+        is_whole = image.capacity >= image.size
+        self.capacity = self.size if is_whole else image.capacity
+
+    @property
+    def rereadable(self) -> bool:
+        return self._image.rereadable
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Return the bytes of the file from ``start`` to ``end``. Raises what the image raises."""
+        if len(parts := self.parts(start, end)) == 1:
+            return parts[0]
+        memory = aligned_memory(end - start)
+        place = 0
+        for part in parts:
+            memory[place : place + part.nbytes] = part
+            place += part.nbytes
+        return memory
+
+    def parts(self, start: int, end: int) -> Sequence[memoryview]:
+        """Do what ``view`` does, without a copy."""
+        header = self._header[start:end]
+        data = self._range(start, end)
+        parts = self._image.parts(*data) if data else ()
+        return [header, *parts] if header.nbytes else parts
+
+    def note_written(self, start: int, end: int) -> None:
+        if data := self._range(start, end):
+            self._image.note_written(*data)
+
+    def note_hashed(self, start: int, end: int) -> None:
+        if data := self._range(start, end):
+            self._image.note_hashed(*data)
+
+    def note_loss(self, error: CkptError) -> None:
+        self._image.note_loss(error)
+
+    def _range(self, start: int, end: int) -> tuple[int, int] | None:
+        """Return the bytes of the image among those of the file from ``start`` to ``end``."""
+        begin = max(start, self._header.nbytes)
+        return (begin + self._shift, end + self._shift) if begin < end else None

@@ -1,0 +1,115 @@
+"""Kill a job at the calls of its saves to the store, while files refer to older steps and are
+removed. Every listed step is what was saved.
+
+It runs as a script: ROOT STRIDE. The job dies before each STRIDE-th call.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed
+from ckpt.catalog.verify import verify_step
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from tests.crash.nursery import Killer, die, warm_up
+from tests.kit.stores import wrap_stores
+from tests.processes import fork
+
+WIDTH = 32
+STEPS = 7
+CHANGES = 4  # Before this step, a frozen layer changes, so that a new base takes over
+
+
+def model_at(step: int) -> nn.Sequential:
+    """Return the model as step ``step`` must hold it: three frozen layers and one that is trained.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    frozen = list(model)[:3]
+    with torch.no_grad():
+        for layer in frozen:
+            layer.requires_grad_(False)
+        list(model.parameters())[6].fill_(step)
+        if step >= CHANGES:
+            list(model.parameters())[2].add_(1)
+    return model
+
+
+def job(root: Path, log: Path) -> None:
+    """Save the steps after the newest one, and note each that is committed."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with CheckpointManager(Tier(str(root), keep_last=1), journal=False) as manager:
+        state = {"model": model_at(0)}
+        report = manager.restore(state)
+        for step in range(report.step + 1 if report else 1, STEPS + 1):
+            state["model"].load_state_dict(model_at(step).state_dict())
+            manager.save(state, step)
+            os.write(descriptor, f"{step}\n".encode())
+
+
+def check(root: Path, log: Path) -> None:
+    backend = open_backend(str(root))
+    refs = committed(backend)
+    with Workers("check", 1) as workers:
+        for ref in refs:
+            verified = verify_step(backend, ref, workers=workers)
+            assert verified.intact, (ref, verified.faults)
+    for ref in refs:
+        weights = ckpt.load(root, "model", step=ref.step)
+        for name, value in model_at(ref.step).state_dict().items():
+            assert torch.equal(weights[name], value), (ref, name)
+    noted = [int(line) for line in log.read_text().split()] if log.exists() else []
+    assert max(noted, default=0) <= max((ref.step for ref in refs), default=0), (noted, refs)
+
+
+def doomed(root: Path, log: Path, number: int) -> None:
+    lock, count = threading.Lock(), 0
+
+    def count_and_die(moment: str) -> None:
+        nonlocal count
+        with lock:
+            count += moment == "before"
+            if count == number:
+                die()
+
+    wrap_stores(pytest.MonkeyPatch(), lambda url, store: Killer(store, count_and_die))
+    job(root, log)
+
+
+def main() -> None:
+    warm_up()
+    folder, stride = Path(sys.argv[1]), int(sys.argv[2])
+    deaths = 0
+    for number in range(1, 10_000, stride):
+        root, log = folder / str(number), folder / f"{number}.log"
+        code = os.waitstatus_to_exitcode(
+            os.waitpid(fork(partial(doomed, root, log, number)), 0)[1]
+        )
+        assert code in (0, -signal.SIGKILL), code
+        check(root, log)
+        if code == 0:
+            break
+        deaths += 1
+        assert os.waitpid(fork(partial(job, root, log)), 0)[1] == 0
+        check(root, log)
+        assert max(ref.step for ref in committed(open_backend(str(root)))) == STEPS
+        shutil.rmtree(root)
+    print(f"{deaths} deaths")
+    print("ALL WELL")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""A save leaves out frozen tensors that have not changed since an older step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from safetensors import safe_open
+from torch import nn
+
+import ckpt
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.mending import mend_step
+from ckpt.catalog.verify import StepFolder, verify_step
+from ckpt.errors import IntegrityError
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Packed
+from ckpt.model.packed import read_fragment
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from tests.cli.conftest import Cli
+from tests.cli.conftest import cli as cli
+from tests.servers import KEY, SECRET
+
+LAYERS = 6
+WIDTH = 128
+
+
+class Adapted:
+    """A model of which only the last layer is trained, as with LoRA."""
+
+    def __init__(self, frozen: int = LAYERS - 1) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        for layer in list(self.model)[:frozen]:
+            layer.requires_grad_(False)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained)
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self) -> None:
+        self.model(torch.randn(2, WIDTH)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def change(self, layer: int) -> None:
+        with torch.no_grad():
+            list(self.model.parameters())[2 * layer].add_(1)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def save(
+    root: Tier | Path | list[Tier],
+    count: int = 4,
+    *,
+    between: Callable[[Adapted, int], None] = lambda *_: None,
+    **settings: object,
+) -> dict[int, Mapping[str, torch.Tensor]]:
+    """Save some steps, and return the weights of each."""
+    training = Adapted()
+    weights: dict[int, Mapping[str, torch.Tensor]] = {}
+    with CheckpointManager(root, **settings) as manager:  # type: ignore[arg-type]
+        for step in range(1, count + 1):
+            training.train()
+            between(training, step)
+            manager.save_async(training.state, step).result()
+            weights[step] = training.weights()
+    return weights
+
+
+def check(root: Path, weights: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    for ref in committed(open_backend(str(root))):
+        loaded = ckpt.load(root, "model", step=ref.step)
+        for name, value in weights[ref.step].items():
+            assert torch.equal(loaded[name], value), (ref.step, name)
+
+
+def ref_of(root: Path, step: int) -> StepRef:
+    return next(ref for ref in committed(open_backend(str(root))) if ref.step == step)
+
+
+def size_of(root: Path, step: int) -> int:
+    return sum(
+        path.stat().st_size
+        for path in (root / ref_of(root, step).folder).iterdir()
+        if path.suffix in (".safetensors", ".encoded")
+    )
+
+
+def bases(root: Path, step: int) -> set[int]:
+    manifest = read_manifest(open_backend(str(root)), ref_of(root, step))
+    return {ref.step for ref in manifest.bases}
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_only_what_is_trained_is_written_again(tmp_path, codec, cli: Cli):
+    weights = save(Tier(str(tmp_path), codec=codec))
+    whole = size_of(tmp_path, 1)
+    layer = 4 * (WIDTH * WIDTH + WIDTH)
+    assert [bases(tmp_path, step) for step in range(1, 5)] == [set(), {1}, {1}, {1}]
+    for step in (2, 3, 4):
+        # The weights of the last layer and two moments, and a header
+        assert size_of(tmp_path, step) <= min(3 * layer + 5 * 4096, 2 * whole // 3)
+    check(tmp_path, weights)
+    ran = cli("verify", tmp_path, "--all")
+    assert ran.code == 0, ran.out
+
+
+def test_the_file_is_a_safetensors_file_of_what_it_holds(tmp_path):
+    weights = save(tmp_path)
+    with safe_open(
+        tmp_path / ref_of(tmp_path, 3).folder / "rank-00000.safetensors", framework="pt"
+    ) as file:
+        names = set(file.keys())
+        last = f"{LAYERS - 1}.weight"
+        assert torch.equal(file.get_tensor(f"model/{last}"), weights[3][last])
+    assert f"model/{last}" in names
+    assert "model/0.weight" not in names
+
+
+def test_a_changed_tensor_is_written_and_the_next_save_is_whole(tmp_path):
+    def between(training: Adapted, step: int) -> None:
+        if step == 3:
+            training.change(2)
+
+    weights = save(tmp_path, 6, between=between)
+    assert [bases(tmp_path, step) for step in (2, 3, 4, 5, 6)] == [{1}, {1}, set(), {4}, {4}]
+    assert size_of(tmp_path, 2) < size_of(tmp_path, 3) < size_of(tmp_path, 1)
+    check(tmp_path, weights)
+
+
+@given(
+    changes=st.lists(st.sets(st.integers(0, LAYERS - 1), max_size=2), min_size=2, max_size=6),
+    keep=st.integers(1, 3),
+    codec=st.sampled_from(["none", "zstd"]),
+)
+@settings(max_examples=8, deadline=None)
+def test_whatever_changes_and_is_pruned_each_kept_step_is_what_was_saved(
+    tmp_path_factory, changes, keep, codec
+):
+    root = tmp_path_factory.mktemp("root")
+
+    def between(training: Adapted, step: int) -> None:
+        for layer in changes[step - 1]:
+            training.change(layer)
+
+    weights = save(Tier(str(root), keep_last=keep, codec=codec), len(changes), between=between)
+    steps = {ref.step for ref in committed(open_backend(str(root)))}
+    newest = set(sorted(weights)[-keep:])
+    assert newest <= steps
+    assert steps - newest == set().union(*(bases(root, step) for step in newest)) - newest
+    check(root, weights)
+
+
+def test_everything_is_whole_without_frozen_tensors_or_if_the_user_says_so(tmp_path):
+    save(tmp_path / "off", incremental=False)
+    assert bases(tmp_path / "off", 3) == set()
+    training = Adapted(frozen=0)
+    with CheckpointManager(tmp_path / "full") as manager:
+        for step in (1, 2):
+            manager.save(training.state, step)
+    assert bases(tmp_path / "full", 2) == set()
+
+
+def test_a_farther_tier_has_increments_of_its_own(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = [Tier(str(near), keep_last=1), Tier(str(far), every=2, codec="zstd")]
+    weights = save(tiers, 6)
+    assert [bases(far, step) for step in (2, 4, 6)] == [set(), {2}, {2}]
+    check(far, weights)
+    shutil.rmtree(near)
+    training = Adapted()
+    with CheckpointManager([Tier(str(near)), Tier(str(far), codec="zstd")]) as manager:
+        report = manager.restore(training.state)
+        assert report is not None
+    assert report.step == 6
+    assert all(torch.equal(value, weights[6][name]) for name, value in training.weights().items())
+
+
+def test_a_job_that_goes_back_does_not_refer_to_an_abandoned_step(tmp_path):
+    training = Adapted()
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            training.train()
+            manager.save(training.state, step)
+        manager.restore(training.state, step=2)
+        for step in (3, 4):
+            training.train()
+            manager.save(training.state, step)
+    branch = ref_of(tmp_path, 3)
+    assert branch.attempt.endswith("tb")  # The try after the rollback
+    manifest = read_manifest(open_backend(str(tmp_path)), ref_of(tmp_path, 4))
+    assert manifest.bases == {branch}
+
+
+def test_the_base_of_a_kept_step_stays_and_rm_names_the_steps(tmp_path, cli: Cli):
+    weights = save(Tier(str(tmp_path), keep_last=1))
+    assert [ref.step for ref in committed(open_backend(str(tmp_path)))] == [4, 1]
+    ran = cli("rm", tmp_path, 1)
+    assert ran.code != 0
+    assert "holds a part of other steps (4)" in ran.err
+    ran = cli("prune", tmp_path, "--keep-last", 1)
+    assert ran.code == 0, ran.err
+    check(tmp_path, weights)
+    assert len(committed(open_backend(str(tmp_path)))) == 2
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_copy_is_whole(tmp_path, codec, cli: Cli):
+    source, target = tmp_path / "source", tmp_path / "target"
+    weights = save(Tier(str(source), codec=codec))
+    ran = cli("copy", source, target, "--step", 3)
+    assert ran.code == 0, ran.err
+    assert bases(target, 3) == set()
+    shutil.rmtree(source)
+    check(target, weights)
+    assert cli("verify", target).code == 0
+    again = cli("copy", target, tmp_path / "third", "--all")
+    assert again.code == 0
+
+
+def test_a_damaged_base_or_a_base_that_is_gone_is_told_and_the_next_tier_helps(tmp_path, cli: Cli):
+    near, far = tmp_path / "near", tmp_path / "far"
+    weights = save([Tier(str(near)), Tier(str(far), every=4)], 4)
+    base = near / ref_of(near, 1).folder / "rank-00000.safetensors"
+    data = bytearray(base.read_bytes())
+    data[9000] ^= 1
+    base.write_bytes(data)
+    ran = cli("verify", near, "--step", 3)
+    assert ran.code == 4
+    assert ref_of(near, 1).folder in ran.out
+    with pytest.raises(IntegrityError):
+        ckpt.load(near, "model", step=3)
+    training = Adapted()
+    with CheckpointManager([Tier(str(near)), Tier(str(far), every=4)]) as manager:
+        manager.restore(training.state, step=4)
+    assert all(torch.equal(value, weights[4][name]) for name, value in training.weights().items())
+    base.unlink()
+    with pytest.raises(IntegrityError):
+        ckpt.load(near, "model", step=3)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_damaged_increment_is_mended(tmp_path, codec):
+    near = Tier(str(tmp_path / "near"), codec=codec)
+    far = Tier(str(tmp_path / "far"), every=4)
+    weights = save([near, far], 4)
+    root = Path(near.url)
+    (file,) = (
+        path
+        for path in (root / ref_of(root, 4).folder).iterdir()
+        if path.suffix in (".safetensors", ".encoded")
+    )
+    intact = file.read_bytes()
+    file.write_bytes(bytes([intact[0] ^ 1]) + intact[1:-1] + bytes([intact[-1] ^ 1]))
+    with Workers("test", 1) as workers:
+        backend, ref = open_backend(near.url), ref_of(root, 4)
+        report = verify_step(backend, ref, workers=workers)
+        assert not report.intact
+        mend_step(
+            [open_backend(far.url)],
+            StepFolder(backend, ref, workers),
+            report.faults,
+            codec=codec,
+            confirm=lambda: None,
+            on_bytes=lambda _: None,
+        )
+    if codec == "none":  # Another tier has the chunks raw, so an encoded file becomes whole
+        assert file.read_bytes() == intact
+    assert bases(root, 4) == ({1} if codec == "none" else set())
+    check(root, weights)
+
+
+def test_a_save_whose_base_was_removed_is_whole(tmp_path):
+    training = Adapted()
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(training.state, step)
+        shutil.rmtree(tmp_path / ref_of(tmp_path, 1).folder)
+        manager.save(training.state, 3)
+    assert bases(tmp_path, 3) == set()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base", "../../etc/step-000000001.aaaaaaaa"),
+        ("base", "step-000000003"),
+        ("count", 0),
+        ("count", 10**6),
+        ("size", 5),
+        ("base_size", 1),
+        ("lead", 0),
+        ("rank", 7),
+    ],
+)
+def test_a_manifest_with_an_impossible_increment_is_refused(tmp_path, field, value):
+    save(tmp_path, 3)
+    path = tmp_path / ref_of(tmp_path, 3).folder / "rank-00000.json"
+    record = unpack(path.read_bytes(), Packed, key="fragment")
+    wrong = replace(record.increments[0], **{field: value})
+    with pytest.raises(IntegrityError):
+        read_fragment(pack(replace(record, increments=(wrong,))), key="fragment")
+
+
+def test_the_listing_says_what_is_where(tmp_path, cli: Cli):
+    save(tmp_path)
+    rows = {row["step"]: row for row in cli("ls", tmp_path, "--json").json["steps"]}
+    assert rows[1]["bases"] == []
+    assert rows[4]["bases"] == [1]
+    assert "and step 1" in cli("ls", tmp_path).out
+    files = cli("show", tmp_path, 4, "--json").json["files"]
+    assert files[0]["base"] == f"{ref_of(tmp_path, 1).folder}/rank-00000.safetensors"
+    assert "a part is in step 1" in cli("show", tmp_path, 4, "--files").out
+
+
+@pytest.mark.parametrize("codec", ["none", pytest.param("zstd", marks=pytest.mark.torture)])
+def test_an_object_store_gets_no_upload_of_what_has_not_changed(rclone_s3, codec):
+    options = {
+        "endpoint_url": rclone_s3.url,
+        "key": KEY,
+        "secret": SECRET,
+        "region": "us-east-1",
+    }
+    tier = Tier(f"s3://bucket/increments-{codec}", options, codec=codec, keep_last=2)
+    weights = save(tier)
+    store = open_backend(tier.url, options)
+    refs = {ref.step: ref for ref in committed(store)}
+    assert sorted(refs) == [1, 3, 4]
+    sizes = {
+        step: sum(info.size for info in store.list(f"{ref.folder}/") if "rank-" in info.key)
+        for step, ref in refs.items()
+    }
+    assert sizes[4] < 3 * sizes[1] / 4
+    loaded = ckpt.load(tier, "model", step=4)
+    assert all(torch.equal(loaded[name], value) for name, value in weights[4].items())
