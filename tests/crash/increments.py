@@ -34,8 +34,7 @@ CHANGES = 4  # Before this step, a frozen layer changes, so that a new base take
 
 
 def model_at(step: int) -> nn.Sequential:
-    """Return the model as step ``step`` must hold it: three frozen layers and one that is trained.
-    """
+    """Return the model as a step holds it: three frozen layers and one that is trained."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     frozen = list(model)[:3]
@@ -95,9 +94,7 @@ def main() -> None:
     deaths = 0
     for number in range(1, 10_000, stride):
         root, log = folder / str(number), folder / f"{number}.log"
-        code = os.waitstatus_to_exitcode(
-            os.waitpid(fork(partial(doomed, root, log, number)), 0)[1]
-        )
+        code = os.waitstatus_to_exitcode(os.waitpid(fork(partial(doomed, root, log, number)), 0)[1])
         assert code in (0, -signal.SIGKILL), code
         check(root, log)
         if code == 0:

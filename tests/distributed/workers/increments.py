@@ -1,4 +1,4 @@
-"""Two ranks save an adapter on frozen FSDP2 and DDP layers, and each kept step is what was saved."""
+"""Two ranks save an adapter on frozen FSDP2 and DDP layers. Each step is what was saved."""
 
 from __future__ import annotations
 
