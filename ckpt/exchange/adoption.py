@@ -88,12 +88,14 @@ class AdoptionReport(ImportReport):
         files: How many foreign files the step consists of.
         nbytes: The bytes of these files.
         written_bytes: The bytes that were written to the root.
+        copied_bytes: How many of these are bytes of tensors.
     """
 
     step: int = 0
     files: int = 0
     nbytes: int = 0
     written_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -252,10 +254,12 @@ class _Adoption:
             for position, index in enumerate(indices)
             for box in boxes[index]
         }
-        if nbytes := sum(leaf.nbytes for leaf in leaves):
+        self._report.copied_bytes = sum(leaf.nbytes for leaf in leaves)
+        if self._report.copied_bytes:
             self._report.notes.append(
-                f"{len(leaves)} tensor(s), such as {leaves[0].name!r}, are copied to the root, "
-                f"since the source has their {nbytes} bytes in another order, or not at all"
+                f"{len(leaves)} tensor(s), such as {leaves[0].name!r}, are copied to the root "
+                f"({self._report.copied_bytes} bytes), since the source has their bytes in another "
+                "order, or not at all"
             )
         return OwnPart(plan, sources)
 

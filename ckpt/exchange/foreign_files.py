@@ -172,7 +172,7 @@ def read_source(
         case "dcp":
             return dcp_reader.read_folder(source, joiner)
         case "safetensors":
-            return safetensors_folder.read_safetensors(source)
+            return safetensors_folder.read_safetensors(source, joiner)
 
 
 # -- torch.save ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 from ckpt.errors import IntegrityError, OutOfSpace, StorageError, UnsupportedValue
 from ckpt.exchange.inert_torch import MappedFile, Span, read_spans
 from ckpt.exchange.input_limits import open_file
+from ckpt.exchange.memory_maps import MemoryMaps
 from ckpt.exchange.torch_reader import has_bytes, load
 from ckpt.exchange.torch_writer import Scratch
 from ckpt.model.box import Box
@@ -126,9 +127,10 @@ class Copier:
 
 
 class Locator:
-    """A `Joiner` that reads no values, and notes the places of the parts.
+    """A `Joiner` that reads no values, and notes the places of the parts. Other tensors of the
+    state may be mapped from files, or in memory.
 
-    Its tensors have addresses, shapes and strides of their own, and no values: their memory is
+    Its own tensors have addresses, shapes and strides of their own, and no values: their memory is
     reserved and never used. So they can be named, tied and grouped as any tensor.
     """
 
@@ -136,6 +138,7 @@ class Locator:
         self._files: dict[str, MappedFile] = {}
         self._spans: dict[int, Span] = {}
         self._parts: dict[int, list[Part]] = {}
+        self._maps = MemoryMaps()
         self._block = memoryview(b"")
         self._blocks: list[memoryview] = []
 
@@ -157,8 +160,7 @@ class Locator:
 
     def put(self, whole: torch.Tensor, box: Box, part: torch.Tensor) -> None:
         if part.numel():
-            source = self._spans.get(part.data_ptr(), part)
-            self._parts.setdefault(whole.data_ptr(), []).append(Part(box, source))
+            self._parts.setdefault(whole.data_ptr(), []).append(Part(box, self._source(part)))
 
     def stand_in(self, span: Span) -> torch.Tensor:
         """Return a tensor that stands for the elements of ``span``. It is row-major, even if these
@@ -176,7 +178,14 @@ class Locator:
         address = tensor.data_ptr()
         if address in self._parts:
             return self._parts[address]
-        return [Part(Box.whole(tensor.shape), self._spans.get(address, tensor))]
+        return [Part(Box.whole(tensor.shape), self._source(tensor))]
+
+    def _source(self, tensor: torch.Tensor) -> Span | torch.Tensor:
+        """Return the place of the elements of a tensor, or the tensor itself if they are in no
+        file.
+        """
+        span = self._spans.get(tensor.data_ptr()) or self._maps.span(tensor)
+        return tensor if span is None else span
 
     def _empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         kind: torch.dtype = getattr(torch, dtype)

@@ -19,6 +19,7 @@ _MAPS: Final = "/proc/self/maps"
 _LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ [1-9]\d* +(/.*)")
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
 _SAMPLE: Final = 64
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Map(NamedTuple):
@@ -43,7 +44,7 @@ class MemoryMaps:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES or not tensor.numel() or not tensor.is_contiguous():
             return None
-        if tensor.is_conj() or tensor.is_neg() or type(tensor) is not torch.Tensor:
+        if tensor.is_conj() or tensor.is_neg() or type(tensor) not in _PLAIN:
             return None
         address = tensor.data_ptr()
         entry = self._map_of(address)

@@ -21,6 +21,7 @@ from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange import safetensors_reader
 from ckpt.exchange.contents import Contents, State, check_name, merge
 from ckpt.exchange.input_limits import open_file
+from ckpt.exchange.joined_tensors import Joiner
 from ckpt.model.box import Box, tiling_fault
 
 SUFFIX: Final = ".safetensors"
@@ -30,8 +31,8 @@ _ADAPTER: Final = "adapter_"
 """The beginning of the names of the files of an adapter of PEFT, which is a state of its own."""
 
 
-def read_safetensors(source: str) -> Contents:
-    """Return the tensors of a file or folder.
+def read_safetensors(source: str, joiner: Joiner) -> Contents:
+    """Return the tensors of a file or folder. ``joiner`` makes whole tensors of the parts of ranks.
 
     Raises:
         IntegrityError: A file is missing or damaged, or the parts of ranks do not make a tensor.
@@ -61,7 +62,7 @@ def read_safetensors(source: str) -> Contents:
             f"the parts of {len(parts)} rank(s) are joined: the files do not say how many ranks "
             "have written them, so compare that number, and the shapes, with the job"
         )
-        return Contents(_join(source, parts), [*parts, *files.tables], [*files.notes, note])
+        return Contents(_join(source, parts, joiner), [*parts, *files.tables], [*files.notes, note])
     state = merge(source, ((name, tensors) for name, (tensors, _) in read.items()))
     common_metadata = {
         key: value for _, metadata in read.values() for key, value in metadata.items()
@@ -165,7 +166,9 @@ def _read_index(folder: str, suffix: str) -> tuple[str, list[str]]:
 
 
 def _join(
-    folder: str, parts: Mapping[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
+    folder: str,
+    parts: Mapping[str, tuple[dict[str, torch.Tensor], dict[str, str]]],
+    joiner: Joiner,
 ) -> State:
     """Return the whole tensors, which the files of all ranks have in parts.
 
@@ -181,7 +184,7 @@ def _join(
             pieces[key].append((offsets, tensors[key]))
         if rest := tensors.keys() - _offsets(name, metadata).keys():
             raise IntegrityError(f"{name} does not say where its part of {min(rest)!r} is")
-    return {key: _whole(folder, key, placements) for key, placements in pieces.items()}
+    return {key: _whole(folder, key, placements, joiner) for key, placements in pieces.items()}
 
 
 def _check_ranks(folder: str, names: Sequence[str]) -> None:
@@ -203,7 +206,10 @@ def _offsets(name: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...
 
 
 def _whole(
-    folder: str, key: str, pieces: Sequence[tuple[tuple[int, ...], torch.Tensor]]
+    folder: str,
+    key: str,
+    pieces: Sequence[tuple[tuple[int, ...], torch.Tensor]],
+    joiner: Joiner,
 ) -> torch.Tensor:
     """Return the tensor ``key``, which ends where the last of its pieces ends."""
     if len(pieces) == 1 and not any(pieces[0][0]):
@@ -218,9 +224,10 @@ def _whole(
         raise IntegrityError(f"{folder}: the parts of {key!r} do not fill {list(shape)}")
     if fault := tiling_fault(shape, boxes):
         raise IntegrityError(f"{folder}: the parts of {key!r} are wrong: {fault}")
-    whole = torch.empty(shape, dtype=pieces[0][1].dtype)
+    dtype = str(pieces[0][1].dtype).removeprefix("torch.")
+    whole = joiner.make({key: (dtype, shape)})[key]
     for box, piece in parts.items():
-        whole[box.slices()] = piece
+        joiner.put(whole, box, piece)
     return whole
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
+from ckpt import CheckpointManager
 from ckpt import load as load_state
 from ckpt.errors import (
     CkptError,
@@ -22,7 +25,9 @@ from ckpt.errors import (
     StepExists,
     UnsupportedValue,
 )
+from ckpt.exchange.adoption import AdoptionReport
 from tests.exchange.adopted import adopted, check, content, restored, save_dcp
+from tests.exchange.folders.compare import compare
 from tests.exchange.states import same, trained
 from tests.kit.worlds import world
 
@@ -314,3 +319,86 @@ def test_four_ranks_are_restored_on_one_two_and_three_as_dcp_does(
         assert "values are equal" in world(
             ranks, HERE / "adopt_ranks.py", root, folder, how, imports=IMPORTS
         )
+
+
+# -- other formats ---------------------------------------------------------------------------------
+
+
+def files_of(report: AdoptionReport) -> tuple[int, int]:
+    return report.files, report.copied_bytes
+
+
+def test_safetensors_with_an_index_stay_where_they_are(tmp_path: Path) -> None:
+    folder, root = tmp_path / "c", tmp_path / "runs"
+    folder.mkdir()
+    torch.manual_seed(0)
+    shards = {
+        "a.safetensors": {"x": torch.randn(30, 7), "y": torch.randn(3).to(torch.bfloat16)},
+        "b.safetensors": {"z": torch.randn(5).to(torch.float8_e5m2), "n": torch.tensor(3)},
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    weight_map = {key: name for name, tensors in shards.items() for key in tensors}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = content(folder)
+    assert files_of(adopted(folder, root)) == (2, 0)
+    model = load_state(str(root))["model"]
+    expected = {key: value for tensors in shards.values() for key, value in tensors.items()}
+    assert {name: value.dtype for name, value in model.items()} == {
+        name: value.dtype for name, value in expected.items()
+    }
+    assert all(
+        torch.equal(model[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+        for name, value in expected.items()
+    )
+    assert content(folder) == before
+
+
+def test_a_file_of_torch_save_stays_where_it_is_and_views_are_copied(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    flat = torch.arange(10.0)
+    state = {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "views": [flat[:6], flat[4:], flat.reshape(5, 2).t()],
+    }
+    path, root = tmp_path / "c-7.pt", tmp_path / "runs"
+    torch.save(state, path)
+    report = adopted(path, root, None)
+    assert report.files == 1
+    assert 0 < report.copied_bytes < 200  # Those of the views that share bytes
+    views = load_state(str(root), "views")
+    assert same(list(views), state["views"])
+    net, optimizer = trained(seed=1, steps=1)
+    with CheckpointManager(str(root)) as manager:
+        manager.restore({"model": net, "optimizer": optimizer}, only=["model", "optimizer"])
+    assert same(dict(net.state_dict()), dict(trained()[0].state_dict()))
+    assert same(optimizer.state_dict()["state"], trained()[1].state_dict()["state"])
+
+
+def test_the_parts_of_ranks_in_safetensors_are_joined_where_they_are(tmp_path: Path) -> None:
+    folder, root = tmp_path / "c", tmp_path / "runs"
+    folder.mkdir()
+    whole = torch.arange(60.0).reshape(10, 6)
+    for number, rows in enumerate((slice(0, 5), slice(5, 10)), start=1):
+        part = whole[rows].clone()
+        table = {"w": {"saved_offsets": [rows.start, 0]}}
+        save_file(
+            {"w": part},
+            folder / f"shard-0000{number}-model-00001-of-00001.safetensors",
+            metadata={"DCP_SHARDING_INFO": json.dumps(table)},
+        )
+    assert files_of(adopted(folder, root)) == (2, 0)
+    assert torch.equal(load_state(str(root))["model"]["w"], whole)
+
+
+@pytest.mark.distributed
+def test_the_files_of_ranks_with_dtensors_stay_where_they_are(tmp_path: Path) -> None:
+    world(2, HERE / "folders" / "write_rank_files.py", tmp_path, imports=IMPORTS)
+    folder, root = tmp_path / "actor", tmp_path / "runs"
+    before = content(folder)
+    report = adopted(folder, root)
+    assert files_of(report)[1] == 0
+    assert compare(root, tmp_path) == {"weights": "yes", "optimizer": "yes", "position": "yes"}
+    assert content(folder) == before

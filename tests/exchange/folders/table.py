@@ -27,6 +27,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import CkptError
+from ckpt.exchange.adoption import adopt_checkpoint
 from ckpt.exchange.export import ExportOptions, Format, export
 from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
 from ckpt.exchange.opened import open_checkpoint
@@ -223,12 +224,30 @@ def cells(row: Row, folder: Path) -> list[str]:
         done = import_checkpoint(foreign, Tier(str(root)), 1)
     except CkptError as error:
         text = str(error).replace(str(folder), "OUT").replace("|", "\\|")
-        return [f"refused: {text}", *([""] * (len(COLUMNS) + 1))]
+        return [f"refused: {text}", *([""] * (len(COLUMNS) + 2))]
     if not (folder / TRUTH).exists():
-        return ["imported, not compared", *([""] * (len(COLUMNS) + 1))]
+        return ["imported, not compared", *([""] * (len(COLUMNS) + 2))]
     same = compare(root, folder)
     marks = [_short(same.get(column, "-")) for column in COLUMNS]
-    return [*marks, _names(done), _exports(root, folder)]
+    return [*marks, _names(done), _exports(root, folder), _adopted(row, folder)]
+
+
+def _adopted(row: Row, folder: Path) -> str:
+    """Return whether an adopted step gives back what the folder held, and how many bytes of the
+    tensors it copies.
+    """
+    root = folder / "adopted"
+    shutil.rmtree(root, ignore_errors=True)
+    try:
+        done = adopt_checkpoint(
+            ForeignCheckpoint(path=str(folder / row.source)), Tier(str(root)), 1
+        )
+    except CkptError as error:
+        return f"refused: {type(error).__name__}"
+    faults = [f"{name} {text}" for name, text in compare(root, folder).items() if text != "yes"]
+    whole = done.nbytes + done.copied_bytes
+    share = f", {done.copied_bytes} of {whole} bytes copied" if done.copied_bytes else ""
+    return f"{'; '.join(faults) or 'yes'}{share}"
 
 
 def _short(text: str) -> str:
@@ -305,10 +324,10 @@ def run(row: Row) -> None:
 def write_page() -> None:
     """Write the rows that were run into the page, and the names of the others."""
     known = results()
-    header = ("what wrote the folder", *COLUMNS, "names", "exports")
+    header = ("what wrote the folder", *COLUMNS, "names", "exports", "adopted")
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for name in (row.name for row in rows() if row.name in known):
-        lines.append(f"| {name} | {' | '.join([*known[name], *[''] * 6][:6])} |")
+        lines.append(f"| {name} | {' | '.join([*known[name], *[''] * 7][:7])} |")
     said = f"Run on {dt.date.today():%Y-%m-%d}, read with torch {torch.__version__}."
     others = [row.name for row in rows() if row.name not in known]
     after = [textwrap.fill(f"Not run: {'; '.join(others)}.", 100), ""] if others else []
