@@ -290,13 +290,15 @@ def mend_rank(
         encoding = part.encoding(folder.workers, on_bytes)
         there = _intact_fragment(folder, named)
         if there is not None:
-            alike = encoding == next(iter(read_fragment(there, key=key).encoded), None)
+            own = read_fragment(there, key=key)
+            alike = encoding == next(iter(own.encoded), None) and not own.increments
         else:
             alike = checksum(part.fragment(encoding)) == named.checksum
         if not alike:
             raise IntegrityError(
                 f"{key!r} on {backend.url}: the rank's files cannot be written again as the "
-                "manifest describes them, since the codec or its version has changed"
+                "manifest describes them, since the codec or its version has changed, or the file "
+                "is an increment"
             )
         part.write_data(folder, on_bytes)
         if there is None:

@@ -97,11 +97,11 @@ class StepCopier:
         has_capacity = target.tier.capacity is not None
         evictor = Evictor(target, self.claim, _CopyGuard(target.backend, self.guard, step.ref))
         encoder = encoder_of(codec)
-        is_alike = step.codecs == ((encoder.codec,) if encoder else ())
+        is_alike = step.codecs == ((encoder.codec,) if encoder else ()) and not step.bases
         # If the copy encodes the files in another way, their size is not known in advance.
         is_exact = encoder is None or is_alike
         if has_capacity:
-            nbytes = step.nbytes if is_alike or not step.codecs else step.staged_bytes
+            nbytes = step.nbytes if is_alike else step.staged_bytes
             if is_exact:
                 nbytes -= self._copied_bytes(step, is_encoded=encoder is not None)
             evictor.free_space(step.ref, nbytes, restored_ref=None, is_exact=is_exact)

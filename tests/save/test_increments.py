@@ -18,11 +18,12 @@ import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
 from ckpt.catalog.mending import mend_step
-from ckpt.catalog.verify import StepFolder, verify_step
+from ckpt.catalog.transfer_by_rank import copy_rank
+from ckpt.catalog.verify import StepFolder, verify_files, verify_step
 from ckpt.errors import IntegrityError
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Packed
+from ckpt.model.manifest import Packed, StoredFile
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
@@ -347,3 +348,36 @@ def test_an_object_store_gets_no_upload_of_what_has_not_changed(rclone_s3, codec
     assert sizes[4] < 3 * sizes[1] / 4
     loaded = ckpt.load(tier, "model", step=4)
     assert all(torch.equal(loaded[name], value) for name, value in weights[4].items())
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_an_agent_copies_whole_files(tmp_path, codec):
+    near, far = tmp_path / "near", tmp_path / "far"
+    save(near, 3)
+    ref = ref_of(near, 3)
+    with Workers("test", 1) as workers:
+        source = StepFolder(open_backend(str(near)), ref, workers)
+        target = StepFolder(open_backend(str(far)), ref, workers)
+        assert copy_rank([source.backend], target, 0, codec, lambda _: None)
+        assert not copy_rank([source.backend], target, 0, codec, lambda _: None)
+        part = target.fragment(0)[0]
+        assert part.file is not None
+        encoding = next(iter(part.encoded), None)
+        file = StoredFile.of(ref, part.file, encoding)
+        assert verify_files(target, [file]) == ([], file.size)
+    assert part.increments == ()
+
+
+def test_the_next_job_copies_to_a_farther_tier_with_a_capacity(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    weights = save(near, 4)
+    whole = size_of(near, 1)
+    training = Adapted()
+    with CheckpointManager([near, Tier(str(far), capacity=3 * whole)]) as manager:
+        manager.restore(training.state)
+        manager.save(training.state, 5)
+        weights[5] = training.weights()
+    assert sum(path.stat().st_size for path in far.rglob("*") if path.is_file()) <= 3 * whole
+    steps = {ref.step for ref in committed(open_backend(str(far)))}
+    assert {4, 5} <= steps
+    check(far, weights)
