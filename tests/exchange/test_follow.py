@@ -6,6 +6,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt import CheckpointManager, Tier
+from ckpt import CheckpointManager, LocalShards, Tier
 from ckpt.catalog.pins import all_pins
+from ckpt.coordination.api import Coordinator
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, NoCheckpoint
 from ckpt.exchange import follow as module
 from ckpt.exchange.follow import Follower, Version
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from tests.coordination.world import World
 from tests.exchange.weights import Trainer, digest, update, weights_of
 from tests.kit.damage import files, flip
+from tests.servers import Server
 
 
 @pytest.fixture
@@ -246,6 +250,57 @@ def test_another_cut_of_the_same_tensors_costs_no_bytes(
     assert version.step == 2
 
 
+class Shards:
+    """Two ranks that hold halves of a matrix along ``dim``, and save it in the steps from ``first``
+    on, up to 3, or in this step alone.
+    """
+
+    def __init__(self, root: Path, dim: int, first: int) -> None:
+        self.root, self.dim, self.first = root, dim, first
+        self.whole = weights_of(1)["layer0.weight"]
+        self.orders = threading.Barrier(3)
+
+    def train(self, coordinator: Coordinator) -> None:
+        part = self.whole.chunk(2, self.dim)[coordinator.rank].clone()
+        offsets = tuple(coordinator.rank * part.shape[dim] * (dim == self.dim) for dim in (0, 1))
+        state = {"model": {"w": LocalShards(tuple(self.whole.shape), [(offsets, part)])}}
+        with CheckpointManager(self.root, coordinator=coordinator, deltas="model") as manager:
+            for step in range(self.first, max(self.first, 3) + 1):
+                self.orders.wait(60)
+                manager.save(state, step)
+                self.orders.wait(60)
+                part.view(torch.int16)[::7, ::5] += 1
+
+    def save(self) -> None:
+        self.orders.wait(60)
+        self.orders.wait(60)
+
+
+def test_shards_of_several_ranks_are_one_tensor(tmp_path: Path) -> None:
+    columns = Shards(tmp_path, 1, 1)
+    with follow(tmp_path) as versions, ThreadPoolExecutor(1) as pool:
+        world = pool.submit(World(2, patience=60).run, columns.train)
+        for _ in range(3):
+            columns.save()
+            version = next(versions)
+            assert digest(version.weights) == digest(ckpt.load(tmp_path, "model"))
+        assert version.step == 3
+        assert 0 < version.read_bytes < 0.1 * version.nbytes
+        assert world.result() == {0: None, 1: None}
+
+
+def test_other_ranks_and_shards_of_the_same_bytes_cost_nothing(tmp_path: Path) -> None:
+    columns, rows = Shards(tmp_path, 1, 3), Shards(tmp_path, 0, 4)
+    with ThreadPoolExecutor(1) as pool, follow(tmp_path) as versions:
+        for shards, read_bytes in ((columns, columns.whole.nbytes), (rows, 0)):
+            world = pool.submit(World(2, patience=60).run, shards.train)
+            shards.save()
+            assert world.result() == {0: None, 1: None}
+            version = next(versions)
+            assert (version.step, version.read_bytes) == (shards.first, read_bytes)
+            assert digest(version.weights) == digest({"w": shards.whole})
+
+
 def test_a_write_of_the_caller_does_not_get_into_the_next_version(
     manager: CheckpointManager, versions: Follower, weights: dict[str, torch.Tensor]
 ) -> None:
@@ -366,6 +421,18 @@ def test_a_root_that_is_gone_leaves_the_version(
     shutil.rmtree(tmp_path / "run")
     assert is_idle(versions)
     assert digest(version.weights) == content
+
+
+@pytest.mark.server
+def test_a_bucket_is_followed(weights: dict[str, torch.Tensor], moto_server: Server) -> None:
+    options = {"endpoint_url": moto_server.url, "key": "k", "secret": "s"}
+    tier = Tier("s3://bucket/follow", options=options)
+    with CheckpointManager(tier, deltas="model") as manager, follow(tier) as versions:
+        for step in (1, 2):
+            content = saved(manager, weights, step)
+            version = next(versions)
+            assert digest(version.weights) == content
+    assert version.read_bytes < 0.05 * version.nbytes
 
 
 def test_two_followers_have_the_same_versions(
