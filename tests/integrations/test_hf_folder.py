@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from ckpt import CheckpointManager
 from ckpt.cli.main import app
+from tests.kit.worlds import world
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -65,6 +66,26 @@ def test_logits_are_equal(kind: str, names: tuple[str, ...], tmp_path: Path) -> 
     if names:
         model.save_pretrained(tmp_path / "own")
         assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "own")
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+@pytest.mark.parametrize("names", [(), ("--names", "transformers")], ids=["plain", "transformers"])
+def test_shards_of_two_ranks_are_one_model(
+    layout: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = CONFIGS["llama"]()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "config")
+    script = Path(__file__).with_name("workers") / "hf_shards.py"
+    world(2, script, tmp_path / "run", tmp_path / "config", layout, imports=["transformers"])
+    export(tmp_path / "run", tmp_path / "out", "--config", str(tmp_path / "config"), *names)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(INPUT).logits, model(INPUT).logits)
 
 
 def tensors_of(folder: Path) -> dict[str, list[int]]:
