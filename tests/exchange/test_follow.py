@@ -392,6 +392,27 @@ def test_a_delta_that_is_of_no_use_costs_bytes_and_nothing_else(
     assert version.read_bytes > 0.3 * version.nbytes
 
 
+@pytest.mark.parametrize("codec", ["zstd", "none"])
+def test_increments_are_followed_with_their_deltas(tmp_path: Path, codec: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).to(torch.bfloat16)
+    for value in model[0].parameters():
+        value.requires_grad_(False)
+    tier = Tier(str(tmp_path), codec=codec)
+    with CheckpointManager(tier, deltas="model") as manager, follow(tmp_path) as versions:
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                model.get_parameter("1.weight").view(torch.int16)[::7, ::5] += 1
+            manager.save({"model": model}, step)
+            version = next(versions)
+            assert digest(version.weights) == digest(model.state_dict())
+    assert version.changes == {"1.weight"}
+    assert 0 < version.read_bytes < 0.05 * version.nbytes
+    sizes = [files(tmp_path, step)["fragment"].parent for step in (1, 3)]
+    first, last = (sum(file.stat().st_size for file in folder.iterdir()) for folder in sizes)
+    assert last < 0.8 * first
+
+
 def test_deltas_go_with_their_step(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     with CheckpointManager(Tier(str(tmp_path), keep_last=1), deltas="model") as manager:
         for step in (1, 2, 3):
