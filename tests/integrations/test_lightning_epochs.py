@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,31 @@ def saved_and_resumed(
     }
 
 
-@pytest.mark.parametrize("limit", [EPOCHS, STEPS], ids=["max_epochs", "max_steps"])
-@pytest.mark.parametrize("trigger", ["every_n_train_steps", "every_n_epochs"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"validates": False},
-        {},
-        {"val_check_interval": 0.5},
-        {"check_val_every_n_epoch": 2},
-        {"check_val_every_n_epoch": None, "val_check_interval": 4},
-    ],
-    ids=["none", "epoch", "half", "second", "steps"],
-)
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {"validates": False},
+    "epoch": {},
+    "half": {"val_check_interval": 0.5},
+    "second": {"check_val_every_n_epoch": 2},
+    "steps": {"check_val_every_n_epoch": None, "val_check_interval": 4},
+}
+TRIGGERS = ("every_n_train_steps", "every_n_epochs")
+LIMITS = {"max_epochs": EPOCHS, "max_steps": STEPS}
+COMBINATIONS = [
+    pytest.param(
+        POLICIES[policy],
+        trigger,
+        LIMITS[limit],
+        id=f"{policy}-{trigger}-{limit}",
+        # CI takes each two of them together
+        marks=pytest.mark.torture if (i + j + k) % 2 else (),
+    )
+    for (i, policy), (j, trigger), (k, limit) in product(
+        enumerate(POLICIES), enumerate(TRIGGERS), enumerate(LIMITS)
+    )
+]
+
+
+@pytest.mark.parametrize(("policy", "trigger", "limit"), COMBINATIONS)
 def test_the_last_batch_of_an_epoch_resumes_with_a_plain_loader(
     nets: Any, tmp_path: Path, policy: dict[str, Any], trigger: str, limit: dict[str, int]
 ) -> None:
