@@ -104,6 +104,7 @@ def gcs_error(status: int):
 
 
 def examples():
+    """Return the errors here, and not as parameters: gcsfs takes seconds to import."""
     import aiohttp
     from botocore import exceptions as boto
 
@@ -178,13 +179,13 @@ def examples_of_file_servers():
     ]
 
 
-@pytest.mark.parametrize(("error", "name"), examples(), ids=lambda value: repr(value)[:50])
-def test_a_foreign_error_becomes_ours(error, name):
-    with pytest.raises(StorageError) as caught, foreign_errors.foreign("the/key"):
-        raise error
-    assert type(caught.value) is getattr(errors, name)
-    assert caught.value.key == "the/key"
-    assert caught.value.__cause__ is None
+def test_a_foreign_error_becomes_ours():
+    for error, name in examples():
+        with pytest.raises(StorageError) as caught, foreign_errors.foreign("the/key"):
+            raise error
+        assert (type(caught.value).__name__, repr(error)) == (name, repr(error))
+        assert caught.value.key == "the/key"
+        assert caught.value.__cause__ is None
 
 
 def test_the_errors_of_file_servers_and_azure_become_ours():
