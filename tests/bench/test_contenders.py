@@ -136,9 +136,9 @@ def test_thousands_of_tensors_reach_the_writing_process(name: str, tmp_path: Pat
     assert reference.differences(subject) == []
 
 
-@pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.distributed
-@pytest.mark.parametrize("rare", [False, pytest.param(True, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("rare", [False, True])
 def test_two_ranks_save_one_checkpoint_together(tmp_path: Path, rare: bool) -> None:
     names = [
         name

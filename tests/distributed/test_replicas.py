@@ -23,9 +23,15 @@ world = partial(world_of_forks, imports=("tests.kit.certificates",))
     "scene",
     [
         "on_disk",
-        "restored_stays",
         "encrypted",
-        *torture("in_racks", "on_two_buddies", "behind", "restored_again", "slow_to_hear"),
+        *torture(
+            "restored_stays",
+            "in_racks",
+            "on_two_buddies",
+            "behind",
+            "restored_again",
+            "slow_to_hear",
+        ),
     ],
 )
 def test_a_step_outlives_the_nodes_whose_buddies_are_left(tmp_path: Path, scene: str) -> None:
