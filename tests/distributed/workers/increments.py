@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
 from ckpt.storage.registry import open_backend
@@ -70,4 +71,4 @@ if __name__ == "__main__":
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")
-    dist.destroy_process_group()
+    exit_rank()
