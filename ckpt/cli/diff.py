@@ -111,7 +111,7 @@ def diff(
             name: entry for name, entry in movements.items() if reader_a.tensors[name].shape
         }
         parts = part_differences(names, difference, movements_of_arrays)
-        plain = _plain(reader_a, reader_b)
+        plain = plain_differences(reader_a, reader_b)
     if json:
         result = _as_json(reader_a, reader_b, difference, movements, plain)
         output.show_json(result | {"parts": [_part_as_json(part) for part in parts]})
@@ -146,7 +146,9 @@ def _movements(reader_a: StepReader, reader_b: StepReader, names: list[str]) -> 
     return movements
 
 
-def _plain(reader_a: StepReader, reader_b: StepReader) -> dict[str, tuple[str | None, str | None]]:
+def plain_differences(
+    reader_a: StepReader, reader_b: StepReader
+) -> dict[str, tuple[str | None, str | None]]:
     """Return a dict from the name of each plain value that differs to the text of the value in
     ``reader_a`` and its text in ``reader_b``. A text is None if that checkpoint does not have the
     value.

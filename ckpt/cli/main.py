@@ -47,6 +47,7 @@ Examples:
   ckpt pin runs/gpt 1200 --for 2h                 keep it for now
   ckpt watch runs/gpt --exec 'eval.sh {path}'     do something with each new step
   ckpt bisect runs/gpt --good 1200 --bad 2000 --run 'python eval.py {path}'
+  ckpt prove runs/gpt --run 'python train.py --root {root}'
   ckpt finalize runs/gpt                          finish a save whose job died
   ckpt export runs/gpt gpt.safetensors            for other programs
   ckpt import checkpoint.pt runs/gpt --step 0     from other programs
@@ -152,6 +153,7 @@ COMMANDS: Final = {
     "unpin": ("pin:unpin", "End the pins of a step, or of all steps."),
     "watch": ("watch:watch", "Handle each committed step once, and wait for more."),
     "bisect": ("bisect:bisect", "Find the first step for which a command fails."),
+    "prove": ("prove:prove", "Prove that a resume from a step is right, by a replay."),
     "finalize": ("finalize:finalize", "Finish a save whose first rank died before the last write."),
     "export": ("export:export", "Write a checkpoint in a format that other programs read."),
     "import": ("import_:import_", "Make a checkpoint from files of other programs."),

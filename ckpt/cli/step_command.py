@@ -1,4 +1,4 @@
-"""Run a shell command for a step, for ``ckpt watch`` and ``ckpt bisect``."""
+"""Run a shell command for a step, for ``ckpt watch``, ``ckpt bisect`` and ``ckpt prove``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -18,6 +18,8 @@ _END_SECONDS: Final = 30.0
 """The time that a stopped command, and the processes that it has started, get to end."""
 _LOOK_SECONDS: Final = 0.05
 """The time between two checks whether the processes have ended."""
+_ASK_SECONDS: Final = 0.5
+"""The time between two checks whether a command has done enough."""
 _TERMINATED_CODE: Final = 128 + signal.SIGTERM
 _PLACE: Final = re.compile(r"\{(path|step|root)\}")
 
@@ -75,6 +77,28 @@ def run_for_step(command: str, step: CommittedStep, signals: StepSignals) -> int
     SIGTERM, and SIGKILL after 30 s. This function waits until they have ended, and then raises the
     exception again.
     """
+    with _process_of(command, step, signals) as process:
+        return process.wait()
+
+
+def run_until(
+    command: str, step: CommittedStep, signals: StepSignals, is_enough: Callable[[], bool]
+) -> int | None:
+    """Run the command for a step until ``is_enough`` returns True, and then stop it as a signal
+    does (see ``run_for_step``). If the command ends before, return its exit code.
+    """
+    with _process_of(command, step, signals) as process:
+        while not is_enough():
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_ASK_SECONDS)
+        _stop(process)
+    return None
+
+
+@contextmanager
+def _process_of(
+    command: str, step: CommittedStep, signals: StepSignals
+) -> Generator[subprocess.Popen[bytes]]:
     values = {"path": step.path, "step": str(step.step), "root": step.root}
     command = _PLACE.sub(lambda place: shlex.quote(values[place[1]]), command)
     handed_on = os.environ  # noqa: TID251 - no setting is read here
@@ -85,14 +109,19 @@ def run_for_step(command: str, step: CommittedStep, signals: StepSignals) -> int
     ) as process:
         try:
             signals.release()
-            return process.wait()
+            yield process
         except BaseException:
             signals.hold()
-            # The processes may have just ended, or have changed their user.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGTERM)
-            _end_group(process)
+            _stop(process)
             raise
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM to a command and the processes that it has started, and wait for their end."""
+    # The processes may have just ended, or have changed their user.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGTERM)
+    _end_group(process)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
