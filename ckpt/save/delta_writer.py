@@ -70,6 +70,9 @@ class _Layout:
         return sum(place.end - place.start for place in self.places.values())
 
 
+_NO_LAYOUT: Final = _Layout({}, ())
+
+
 class DeltaWriter:
     """Writes the deltas of one rank on one tier.
 
@@ -85,7 +88,7 @@ class DeltaWriter:
     def __init__(self, part: str, rank: int, backend: StorageBackend) -> None:
         self._part, self._rank, self._backend = part, rank, backend
         self._plan: SavePlan | None = None
-        self._layout = _Layout({}, ())
+        self._layout = _NO_LAYOUT
         self._bytes = np.empty(0, dtype=np.uint8)
         # The last step that was written here, the one whose bytes are in memory or are put there,
         # and the one before that.
@@ -95,7 +98,7 @@ class DeltaWriter:
         self._codes: dict[int, Sequence[memoryview]] = {}
         self._indices: set[int] = set()
         self._error: Exception | None = None
-        self._lock = threading.Lock()
+        self._lock, self._has_warned = threading.Lock(), False
 
     def key(self, ref: StepRef) -> str:
         """Return the key of the delta of a step."""
@@ -105,8 +108,12 @@ class DeltaWriter:
         """Return the image of ``job``, which compares each chunk with the last step when it is
         hashed. If a write is repeated, a chunk is compared once.
         """
-        if self._ref != job.ref:
-            self._begin(job)
+        try:
+            if self._ref != job.ref:
+                self._begin(job)
+        except Exception as error:  # noqa: BLE001 - of no consequence for the save
+            self._plan, self._layout, self._ref, self._error = None, _NO_LAYOUT, job.ref, error
+            return job.image
         return _ComparedImage(job.image, self._note)
 
     def put(self, job: SaveRequest, retry: RetryPolicy) -> None:
@@ -116,12 +123,25 @@ class DeltaWriter:
                 self._copy(job, job.source.backend, retry)
             elif self._finish(job) and self._base is not None:
                 self._put(pack_delta(job.ref, self._rank, self._base, self._codes), job.ref, retry)
+            elif self._base is not None and self._error is None:
+                self._warn(
+                    "ckpt: %s has no delta of step %d: too many words of %r change in a step. "
+                    "Save the bfloat16 weights under this name, or leave deltas= out",
+                    self._backend.url,
+                    job.ref.step,
+                    self._part,
+                )
         except (CkptError, MemoryError) as error:
             _log.info(
                 "ckpt: step %d has no delta on %s: %s", job.ref.step, self._backend.url, error
             )
         finally:
             self._codes, self._last_ref = {}, job.ref
+
+    def _warn(self, text: str, *arguments: object) -> None:
+        """Log a warning, and then nothing more at this level."""
+        _log.log(logging.DEBUG if self._has_warned else logging.WARNING, text, *arguments)
+        self._has_warned = True
 
     def _begin(self, job: SaveRequest) -> None:
         if self._plan is not job.plan:
@@ -130,6 +150,12 @@ class DeltaWriter:
                 self._layout, self._ref = layout, None
                 self._bytes = np.empty(layout.nbytes, dtype=np.uint8)
             self._plan = job.plan
+            if not layout.places and self._rank == 0:
+                self._warn(
+                    "ckpt: deltas=%r fits no tensor that this rank writes: `ckpt show` lists the "
+                    "names",
+                    self._part,
+                )
         is_whole = self._ref is not None and self._error is None
         self._base = (
             self._ref if is_whole and len(self._indices) == len(self._layout.places) else None

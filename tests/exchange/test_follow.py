@@ -22,6 +22,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, NoCheckpoint
 from ckpt.exchange import follow as module
 from ckpt.exchange.follow import Follower, Version
+from ckpt.save import delta_writer
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from tests.coordination.world import World
@@ -411,6 +412,48 @@ def test_increments_are_followed_with_their_deltas(tmp_path: Path, codec: str) -
     sizes = [files(tmp_path, step)["fragment"].parent for step in (1, 3)]
     first, last = (sum(file.stat().st_size for file in folder.iterdir()) for folder in sizes)
     assert last < 0.8 * first
+
+
+def test_weights_that_change_in_every_word_have_no_deltas_and_a_warning(
+    tmp_path: Path, caplog: Any
+) -> None:
+    value = torch.randn(1 << 14)
+    with CheckpointManager(tmp_path, deltas="model") as manager, follow(tmp_path) as versions:
+        for step in (1, 2, 3):
+            value *= 0.999
+            manager.save({"model": {"weight": value}}, step)
+            assert digest(next(versions).weights) == digest({"weight": value})
+    assert caplog.text.count("too many words of 'model' change in a step") == 1
+    assert not [*tmp_path.glob("step-*/*.delta")]
+
+
+def test_a_part_of_deltas_that_fits_nothing_is_a_warning(tmp_path: Path, caplog: Any) -> None:
+    with CheckpointManager(tmp_path, deltas="modle") as manager:
+        manager.save({"model": torch.ones(3)}, 1)
+    assert "deltas='modle' fits no tensor that this rank writes" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["_layout_of", "difference"])
+def test_an_error_of_a_delta_costs_no_save(
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with CheckpointManager(tmp_path, deltas="model") as manager, follow(tmp_path) as versions:
+        with monkeypatch.context() as patch:
+            patch.setattr(delta_writer, place, fail)
+            for step in (1, 2):
+                content = saved(manager, weights, step)
+                assert digest(next(versions).weights) == content
+        for step in (3, 4):
+            content = saved(manager, weights, step)
+            version = next(versions)
+            assert digest(version.weights) == content
+    assert version.read_bytes < 0.05 * version.nbytes
 
 
 def test_deltas_go_with_their_step(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
