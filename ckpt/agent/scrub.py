@@ -228,7 +228,8 @@ class Scrub:
         )
         reason, codec = "", root.tier.tier.codec
         keys = {fault.key for fault in faults} - {ref.manifest}
-        ranks = {rank_of(key.rpartition("/")[2]) for key in keys}
+        folder_keys = (key for key in keys if key.startswith(f"{ref.folder}/"))
+        ranks = {rank_of(key.rpartition("/")[2]) for key in folder_keys}
         try:
             fragments = read_packed(folder.backend, ref)[0].fragments if ranks else ()
         except CkptError as error:

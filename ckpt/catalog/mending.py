@@ -78,6 +78,11 @@ def mend_step(
     if not is_here:  # Without an intact manifest, ``faults`` has no faults of data files
         wrong = {fault.key for fault in verify_files(folder, files)[0]}
     files = [file for file in files if file.key in wrong]
+    if foreign := next((file for file in files if file.location), None):
+        raise IntegrityError(
+            f"{foreign.location!r} is a file of another program, which ckpt never writes: put it "
+            "back as it was, or remove the step"
+        )
     try:
         _copy(origin, source, files, folder, confirm, on_bytes)
     except IntegrityError:

@@ -22,6 +22,7 @@ from ckpt.errors import IntegrityError, OutOfSpace, StorageError, UnsupportedVal
 from ckpt.exchange.inert_torch import MappedFile, Span, read_spans
 from ckpt.exchange.input_limits import open_file
 from ckpt.exchange.memory_maps import MemoryMaps
+from ckpt.exchange.safetensors_reader import mapped_tensor
 from ckpt.exchange.torch_reader import has_bytes, load
 from ckpt.exchange.torch_writer import Scratch
 from ckpt.model.box import Box
@@ -50,9 +51,9 @@ class Part:
 
 
 class Joiner(Protocol):
-    """Makes tensors of parts, which are entries of files of ``torch.save`` inside of other files.
+    """Makes tensors of parts.
 
-    A part is what ``load`` returns: a tensor, or what stands for it.
+    A part is what ``load`` or ``map_tensor`` returns: a tensor, or what stands for it.
     """
 
     def make(self, kinds: Mapping[str, Kind]) -> dict[str, torch.Tensor]:
@@ -66,6 +67,10 @@ class Joiner(Protocol):
             IntegrityError: The file is missing or damaged, or has no ordinary tensor there.
             UnsupportedValue: Only pickle could load the value.
         """
+        ...
+
+    def map_tensor(self, span: Span, data: memoryview) -> torch.Tensor:
+        """Return a tensor for the elements at a place in a file, which are mapped at ``data``."""
         ...
 
     def put(self, whole: torch.Tensor, box: Box, part: torch.Tensor) -> None:
@@ -120,6 +125,9 @@ class Copier:
             raise IntegrityError(f"a part of {name!r} is not what the table of contents says")
         return value
 
+    def map_tensor(self, span: Span, data: memoryview) -> torch.Tensor:
+        return mapped_tensor(span, data)
+
     def put(self, whole: torch.Tensor, box: Box, part: torch.Tensor) -> None:
         dtype = str(whole.dtype).removeprefix("torch.")
         region: Any = (*box.slices(), ...)
@@ -157,6 +165,9 @@ class Locator:
                 "torch.load(weights_only=True) can load",
             )
         return self.stand_in(value)
+
+    def map_tensor(self, span: Span, data: memoryview) -> torch.Tensor:  # noqa: ARG002
+        return self.stand_in(span)
 
     def put(self, whole: torch.Tensor, box: Box, part: torch.Tensor) -> None:
         if part.numel():

@@ -39,7 +39,7 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
         ConfigError: The source is one part of several, or two files have a tensor of one name.
     """
     if os.path.isfile(source):
-        tensors, metadata = safetensors_reader.read_file(source)
+        tensors, metadata = safetensors_reader.read_file(source, joiner.map_tensor)
         if _SHARDING_KEY in metadata:
             folder = os.path.dirname(source) or "."
             raise ConfigError(
@@ -49,7 +49,10 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
             )
         return Contents(tensors | _ties(tensors, metadata))
     files = choose_files(source, "safetensors")
-    read = {name: safetensors_reader.read_file(os.path.join(source, name)) for name in files.names}
+    read = {
+        name: safetensors_reader.read_file(os.path.join(source, name), joiner.map_tensor)
+        for name in files.names
+    }
     parts = {name: file for name, file in read.items() if _SHARDING_KEY in file[1]}
     if parts:
         if len(parts) < len(read):

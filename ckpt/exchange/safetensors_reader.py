@@ -10,11 +10,13 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from ckpt.errors import IntegrityError, UnsupportedValue
+from ckpt.exchange.inert_torch import Span, dense_strides
 from ckpt.exchange.input_limits import open_file
 from ckpt.exchange.safetensors_writer import STORED_AS_INTEGERS
 from ckpt.model.dtype import DTYPES, DType
@@ -29,9 +31,24 @@ _OF_CODE: Final[dict[str, DType]] = {
 }
 
 
-def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+MakeTensor = Callable[[Span, memoryview], torch.Tensor]
+"""A function that returns a tensor for the elements at a place in a file, which are mapped."""
+
+
+def mapped_tensor(span: Span, data: memoryview) -> torch.Tensor:
+    """Return a tensor whose memory is ``data``, or a copy of it if it is not aligned."""
+    kind: torch.dtype = getattr(torch, span.dtype)
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if raw.data_ptr() % kind.itemsize:  # The format does not require aligned tensors
+        raw = raw.clone()
+    return raw.view(kind).view(span.shape)
+
+
+def read_file(
+    path: str, make: MakeTensor = mapped_tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of a file by name, and its metadata. Writing to a tensor does not change
-    the file.
+    the file. ``make`` makes the tensors that have elements.
 
     Raises:
         IntegrityError: The file is missing, cut short, or not a safetensors file.
@@ -51,7 +68,16 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         }
         data = whole[_LENGTH + length :]
         _check_places([tuple(entry["data_offsets"]) for entry in header.values()], len(data))
-        return {name: _tensor(name, entry, data) for name, entry in header.items()}, metadata
+        tensors: dict[str, torch.Tensor] = {}
+        for name, entry in header.items():
+            span = _span(name, entry, path, size - len(data))
+            begin = span.offset
+            tensors[name] = (
+                make(span, whole[begin : begin + span.nbytes])
+                if span.nbytes
+                else torch.empty(span.shape, dtype=getattr(torch, span.dtype))
+            )
+        return tensors, metadata
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise IntegrityError(f"{path} is not a whole safetensors file: {error}") from None
 
@@ -72,7 +98,8 @@ def _check_places(places: list[tuple[int, ...]], size: int) -> None:
         raise ValueError(f"its tensors have {position} bytes, and {size} are there")
 
 
-def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> torch.Tensor:
+def _span(name: str, entry: dict[str, Any], path: str, begin: int) -> Span:
+    """Return the place of a tensor. ``begin`` is the position of the first byte of all tensors."""
     dtype, shape = _OF_CODE.get(entry["dtype"]), tuple(entry["shape"])
     if dtype is None:
         raise UnsupportedValue(
@@ -86,10 +113,4 @@ def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> torch.Tensor:
         raise ValueError(
             f"{name!r} of {entry['dtype']} {list(shape)} does not have {end - start} bytes"
         )
-    kind: torch.dtype = getattr(torch, dtype.name)
-    if start == end:
-        return torch.empty(shape, dtype=kind)
-    raw = torch.frombuffer(data[start:end], dtype=torch.uint8)
-    if raw.data_ptr() % dtype.itemsize:  # The format does not require aligned tensors
-        raw = raw.clone()
-    return raw.view(kind).view(shape)
+    return Span(path, begin + start, dtype.name, shape, dense_strides(shape))

@@ -12,8 +12,10 @@ from safetensors import safe_open
 from ckpt import CheckpointManager, Tier
 from ckpt import load as load_state
 from ckpt.catalog.index import committed
+from ckpt.catalog.mending import mend_step
 from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.verify import StepFolder
+from ckpt.catalog.verify import StepFolder, verify_step
+from ckpt.errors import IntegrityError
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt_backends.posix import PosixBackend
@@ -180,6 +182,26 @@ def test_tiers_of_a_job_read_an_adopted_step_where_it_is(cli: Cli) -> None:
     true_net, _ = trained()
     assert same(dict(net.state_dict()), dict(true_net.state_dict()))
     assert cli("verify", "--root", "far", 1).code == 0
+
+
+def test_the_agent_does_not_write_to_a_foreign_file(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    assert cli("adopt", "dcp", "--step", 1).code == 0
+    assert cli("copy", "runs", "copy", "--step", 1).code == 0
+    data = Path("dcp/__0_0.distcp")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + b"x")
+    with closing(open_backend("runs")) as target, closing(open_backend("copy")) as source:
+        [ref] = committed(target)
+        with Workers("test", 2) as workers:
+            folder = StepFolder(target, ref, workers)
+            faults = verify_step(target, ref, workers=workers).faults
+            with pytest.raises(IntegrityError, match="a file of another program"):
+                mend_step(
+                    [source], folder, faults, codec="none", confirm=lambda: None,
+                    on_bytes=lambda _: None,
+                )  # fmt: skip
+    assert data.read_bytes() == whole[:-1] + b"x"
 
 
 # -- the page -------------------------------------------------------------------------------------

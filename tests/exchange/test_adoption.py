@@ -355,6 +355,23 @@ def test_safetensors_with_an_index_stay_where_they_are(tmp_path: Path) -> None:
     assert content(folder) == before
 
 
+def test_tensors_that_are_not_aligned_stay_where_they_are(tmp_path: Path) -> None:
+    """DCP consolidates so: see findings/dcp-consolidated-alignment.sh."""
+    path, root = tmp_path / "c.safetensors", tmp_path / "runs"
+    values = torch.arange(5, dtype=torch.float64)
+    header = {"w": {"dtype": "F64", "shape": [5], "data_offsets": [0, 40]}}
+    text = json.dumps(header).encode()
+    text += b" " * (3 - len(text) % 8 + 8 * (len(text) % 8 > 3))
+    assert len(text) % 8 == 3
+    path.write_bytes(len(text).to_bytes(8, "little") + text + values.numpy().tobytes())
+    assert files_of(adopted(path, root)) == (1, 0)
+    assert torch.equal(load_state(str(root))["model"]["w"], values)
+    with CheckpointManager(str(root)) as manager:
+        state = {"model": {"w": torch.zeros(5, dtype=torch.float64)}}
+        manager.restore(state)
+    assert torch.equal(state["model"]["w"], values)
+
+
 def test_a_file_of_torch_save_stays_where_it_is_and_views_are_copied(tmp_path: Path) -> None:
     net, optimizer = trained()
     flat = torch.arange(10.0)
