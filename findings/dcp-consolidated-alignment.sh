@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/bash
 # Guess: the tensors of a safetensors file begin at a multiple of 8 bytes, as those that the library
 #        of Hugging Face writes do, so a program that maps the file can use them in place.
 # Behaviour: the file that DCP consolidates from the parts of the ranks has a header without padding,
