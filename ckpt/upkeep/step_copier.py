@@ -101,7 +101,8 @@ class StepCopier:
         # If the copy encodes the files in another way, their size is not known in advance.
         is_exact = encoder is None or is_alike
         if has_capacity:
-            is_whole = is_alike and not step.is_adopted
+            is_elsewhere = bool(step.bases) or step.is_adopted
+            is_whole = not is_elsewhere and (is_alike or not step.codecs)
             nbytes = step.nbytes if is_whole else step.staged_bytes
             if is_exact:
                 nbytes -= self._copied_bytes(step, is_encoded=encoder is not None)
