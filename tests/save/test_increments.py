@@ -17,6 +17,7 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.mending import mend_step
 from ckpt.catalog.transfer_by_rank import copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step
@@ -26,9 +27,13 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Packed, StoredFile
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.workers import Workers
+from ckpt.retention.policy import Retention, heirs_of
+from ckpt.retention.pruner import prune
+from ckpt.retention.removal import remove
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
+from tests.kit.examples import examples
 from tests.servers import KEY, SECRET
 
 LAYERS = 6
@@ -148,7 +153,7 @@ def test_a_changed_tensor_is_written_and_the_next_save_is_whole(tmp_path):
     keep=st.integers(1, 3),
     codec=st.sampled_from(["none", "zstd"]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_whatever_changes_and_is_pruned_each_kept_step_is_what_was_saved(
     tmp_path_factory, changes, keep, codec
 ):
@@ -381,3 +386,63 @@ def test_the_next_job_copies_to_a_farther_tier_with_a_capacity(tmp_path):
     steps = {ref.step for ref in committed(open_backend(str(far)))}
     assert {4, 5} <= steps
     check(far, weights)
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("save"), st.integers(-1, LAYERS - 1)),
+        st.tuples(st.just("back"), st.integers(0, 9)),
+        st.tuples(st.just("remove"), st.integers(0, 9)),
+        st.tuples(st.just("prune"), st.integers(1, 3)),
+        st.tuples(st.just("restart"), st.just(0)),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@given(actions=ACTIONS)
+@settings(max_examples=examples(30), deadline=None)
+def test_whatever_a_person_and_the_job_do_each_listed_step_is_what_was_saved(
+    tmp_path_factory, actions
+):
+    root = tmp_path_factory.mktemp("root")
+    tier = Tier(str(root))
+    store = open_backend(str(root))
+    training = Adapted()
+    saved: dict[StepRef, Mapping[str, torch.Tensor]] = {}
+    manager, step = CheckpointManager(tier, journal=False), 0
+    try:
+        for action, number in actions:
+            refs = committed(store)
+            if action == "save":
+                training.train()
+                if number >= 0:
+                    training.change(number)
+                step += 1
+                manager.save(training.state, step)
+                saved[next(ref for ref in committed(store) if ref not in saved)] = (
+                    training.weights()
+                )
+            elif action == "back" and refs:
+                report = manager.restore(training.state, step=refs[number % len(refs)].step)
+                assert report is not None
+                step = report.step
+            elif action == "remove" and len(refs) > 1:
+                place = Inventory(store).look()
+                victim = next(one for one in place if one.ref == refs[number % len(refs)])
+                if victim.ref not in heirs_of(place):
+                    remove(store, victim)
+            elif action == "prune":
+                prune(store, Retention(keep_last=number))
+            elif action == "restart":
+                manager.close()
+                manager = CheckpointManager(tier, journal=False)
+                report = manager.restore(training.state)
+                step = report.step if report else 0
+            for ref in committed(store):
+                loaded = ckpt.load(root / ref.folder, "model")
+                for name, value in saved[ref].items():
+                    assert torch.equal(loaded[name], value), (ref, name)
+    finally:
+        manager.close()
