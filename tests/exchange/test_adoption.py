@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,22 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, Tier
 from ckpt import load as load_state
+from ckpt.catalog.index import committed, read_manifest
 from ckpt.errors import (
     CkptError,
     ConfigError,
     ForeignFileMismatch,
     IntegrityError,
     NoCheckpoint,
+    OutOfSpace,
     StepExists,
     UnsupportedValue,
 )
-from ckpt.exchange.adoption import AdoptionReport
+from ckpt.exchange.adoption import AdoptionReport, adopt_checkpoint
+from ckpt.exchange.imports import ForeignCheckpoint
+from ckpt.storage.registry import open_backend
 from tests.exchange.adopted import adopted, check, content, restored, save_dcp
 from tests.exchange.folders.compare import compare
 from tests.exchange.states import same, trained
@@ -66,6 +71,42 @@ def test_names_step_and_root_are_checked_before_a_byte_is_read(tmp_path: Path) -
     adopted(folder, root, 7)
     with pytest.raises(StepExists):
         adopted(folder, root, 7)
+
+
+def test_an_error_while_the_records_are_written_leaves_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, root = tmp_path / "c", tmp_path / "runs"
+    save_dcp(folder)
+    before = content(folder)
+
+    def full(*_: object) -> None:
+        raise OutOfSpace("manifest.json")
+
+    monkeypatch.setattr("ckpt.exchange.adoption.commit_copy", lambda *_, **__: full())
+    with pytest.raises(OutOfSpace):
+        adopted(folder, root)
+    assert not list(root.rglob("step-*"))
+    assert content(folder) == before
+    monkeypatch.undo()
+    adopted(folder, root)
+    check(root)
+
+
+def test_a_root_that_is_no_folder_has_absolute_paths(tmp_path: Path) -> None:
+    folder, root = tmp_path / "c", f"shm://adopted-{tmp_path.name}"
+    save_dcp(folder)
+    try:
+        adopt_checkpoint(ForeignCheckpoint(path=str(folder)), Tier(root), 7)
+        assert same(load_state(root, "model/norm.weight"), trained()[0].norm.weight.detach())
+        with closing(open_backend(root)) as backend:
+            [ref] = committed(backend)
+            manifest = read_manifest(backend, ref)
+        assert [item.path for item in manifest.locations] == [str(folder / "__0_0.distcp")]
+    finally:
+        with closing(open_backend(root)) as backend:
+            for info in list(backend.list("")):
+                backend.delete(info.key)
 
 
 # -- what the foreign files may not do -------------------------------------------------------------
