@@ -252,6 +252,7 @@ class RankFiles:
         source, lengths = job.image, plan.chunks
         if tail is not None:
             source, lengths, known_chunks = tail.part_of(job)
+            counter.add(tail.start)  # These bytes are on the tier already
         write = ImageWrite(
             source=source,
             chunks=lengths,

@@ -1,7 +1,8 @@
 """Kill a job at the calls of its saves to the store, while files refer to older steps and are
 removed. Every listed step is what was saved.
 
-It runs as a script: ROOT STRIDE. The job dies before each STRIDE-th call.
+It runs as a script: ROOT BEGIN STRIDE. The job dies before each STRIDE-th call, the first time
+before call BEGIN.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ def doomed(root: Path, log: Path, number: int) -> None:
 
 def main() -> None:
     warm_up()
-    folder, stride = Path(sys.argv[1]), int(sys.argv[2])
+    folder, begin, stride = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     deaths = 0
-    for number in range(1, 10_000, stride):
+    for number in range(begin, 10_000, stride):
         root, log = folder / str(number), folder / f"{number}.log"
         code = os.waitstatus_to_exitcode(os.waitpid(fork(partial(doomed, root, log, number)), 0)[1])
         assert code in (0, -signal.SIGKILL), code

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.crash.runs import nursery
+from tests.kit.marks import torture
 
 
-@pytest.mark.parametrize("stride", [41, pytest.param(1, marks=pytest.mark.torture)])
-def test_each_listed_step_is_what_was_saved(tmp_path: Path, stride: int) -> None:
-    assert "deaths" in nursery(tmp_path, stride, script="increments.py", timeout=900)
+@pytest.mark.parametrize(("begin", "stride"), [(1, 41), *torture(*((n, 5) for n in range(1, 6)))])
+def test_each_listed_step_is_what_was_saved(tmp_path: Path, begin: int, stride: int) -> None:
+    assert "deaths" in nursery(tmp_path, begin, stride, script="increments.py")

@@ -112,6 +112,15 @@ def bases(root: Path, step: int) -> set[int]:
     return {ref.step for ref in manifest.bases}
 
 
+def test_a_save_that_leaves_out_most_is_done_in_the_end(tmp_path):
+    training = Adapted()
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            pending = manager.save_async(training.state, step)
+            pending.result()
+            assert pending.progress == 1.0
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_only_what_is_trained_is_written_again(tmp_path, codec, cli: Cli):
     weights = save(Tier(str(tmp_path), codec=codec))
