@@ -1,14 +1,18 @@
 """Read the deltas that lead from one step to a later one.
 
-A delta is a small file of a rank beside its data file. It holds the differences between the
-chunks of this step and those of an earlier step, its base. Deltas are a shorter way to the bytes of
-a step, and never the only one: one that is missing, damaged or too long means that chunks are read.
+A delta is a small file of a rank beside its data file. It holds the differences between the chunks
+of this step and those of an earlier step, its base. A difference leads back as well, so the deltas
+of an abandoned branch lead to the step from which the current one begins.
+
+Deltas are a shorter way to the bytes of a step, and never the only one: one that is missing,
+damaged or too long means that chunks are read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -31,21 +35,24 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A delta of a chain. With ``is_reverse``, it leads from its step to its base."""
+
+    delta: Delta
+    is_reverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaChains:
     """The deltas that lead to a step, for each rank in the order in which they are applied."""
 
-    by_rank: Mapping[int, Sequence[Delta]]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all deltas."""
-        return sum(delta.nbytes for chain in self.by_rank.values() for delta in chain)
+    by_rank: Mapping[int, Sequence[Link]]
 
     def has(self, chunk: ChunkId) -> bool:
         """Return True if there is a chain of differences that leads to a chunk."""
         rank, index = chunk
         chain = self.by_rank.get(rank, ())
-        return bool(chain) and all(index in delta.codes for delta in chain)
+        return bool(chain) and all(index in link.delta.codes for link in chain)
 
     def apply(self, chunk: ChunkId, data: memoryview) -> bool:
         """Change ``data``, the bytes of a chunk of the first base, to those of the step.
@@ -55,45 +62,95 @@ class DeltaChains:
         """
         rank, index = chunk
         try:
-            for delta in self.by_rank[rank]:
-                apply_difference(delta.codes[index], data)
+            for link in self.by_rank[rank]:
+                apply_difference(link.delta.codes[index], data, is_reverse=link.is_reverse)
         except ValueError:
             return False
         return True
 
 
-def read_chains(
-    stores: Sequence[StorageBackend],
-    ref: StepRef,
-    base: StepRef,
-    sizes: Mapping[int, int],
-    workers: Workers,
-) -> DeltaChains:
-    """Return the deltas that lead from the step ``base`` to the step ``ref``.
+class DeltaReader:
+    """Reads deltas, and remembers those of the last steps, since an abandoned step may be removed
+    before a reader goes back from it.
 
-    Args:
-        stores: The stores, nearest first.
-        sizes: For each rank whose chunks are wanted, the bytes of these chunks. A chain of more
-            bytes is of no use.
-        workers: The threads that read.
+    Thread safety: the owner's thread calls ``chains`` and ``forget``.
     """
-    chains = workers.run_all(
-        partial(_read_chain, stores, ref, base, rank, nbytes) for rank, nbytes in sizes.items()
-    )
-    return DeltaChains({rank: chain for rank, chain in zip(sizes, chains, strict=True) if chain})
+
+    def __init__(self) -> None:
+        self._deltas: dict[tuple[StepRef, int], Delta] = {}
+        self._lock, self.read_bytes = threading.Lock(), 0
+
+    def chains(
+        self,
+        stores: Sequence[StorageBackend],
+        ref: StepRef,
+        base: StepRef,
+        sizes: Mapping[int, int],
+        workers: Workers,
+    ) -> DeltaChains:
+        """Return the deltas that lead from the step ``base`` to the step ``ref``. ``read_bytes`` is
+        then how many bytes were read for this.
+
+        Args:
+            stores: The stores, nearest first.
+            sizes: For each rank whose chunks are wanted, the bytes of these chunks. A chain of more
+                bytes is of no use.
+            workers: The threads that read.
+        """
+        self.read_bytes = 0
+        chains = workers.run_all(
+            partial(_read_chain, partial(self._read, stores), ref, base, rank, nbytes)
+            for rank, nbytes in sizes.items()
+        )
+        return DeltaChains(
+            {rank: chain for rank, chain in zip(sizes, chains, strict=True) if chain}
+        )
+
+    def forget(self, most_bytes: int) -> None:
+        """Forget the deltas that were read first, until the others have at most ``most_bytes``."""
+        total = sum(delta.nbytes for delta in self._deltas.values())
+        while total > most_bytes:
+            total -= self._deltas.pop(next(iter(self._deltas))).nbytes
+
+    def _read(
+        self, stores: Iterable[StorageBackend], ref: StepRef, rank: int, most_bytes: int
+    ) -> Delta | None:
+        delta = self._deltas.get((ref, rank))
+        if delta is None and (delta := _read_delta(stores, ref, rank, most_bytes)) is not None:
+            with self._lock:
+                self._deltas[ref, rank] = delta
+                self.read_bytes += delta.nbytes
+        return delta
 
 
 def _read_chain(
-    stores: Sequence[StorageBackend], ref: StepRef, base: StepRef, rank: int, most_bytes: int
-) -> list[Delta]:
-    chain: list[Delta] = []
-    while ref != base and len(chain) < MOST_LINKS and most_bytes > 0:
-        delta = _read_delta(stores, ref, rank, most_bytes)
+    read: Callable[[StepRef, int, int], Delta | None],
+    ref: StepRef,
+    base: StepRef,
+    rank: int,
+    most_bytes: int,
+) -> list[Link]:
+    """Return the links from ``base`` to ``ref``: straight, or back to a step that both come from.
+
+    Return none if there is no such chain, or if it has too many links or bytes.
+    """
+    onward: dict[StepRef, list[Link]] = {ref: []}  # The links from each step to ``ref``
+    back: list[Link] = []
+    end = ref
+    while end != base and len(onward[end]) < MOST_LINKS:
+        delta = read(end, rank, most_bytes)
+        if delta is None or delta.base in onward:
+            break
+        onward[delta.base] = [Link(delta), *onward[end]]
+        end, most_bytes = delta.base, most_bytes - delta.nbytes
+    end = base
+    while end not in onward:
+        delta = read(end, rank, most_bytes) if len(back) < MOST_LINKS else None
         if delta is None:
             return []
-        chain.insert(0, delta)
-        ref, most_bytes = delta.base, most_bytes - delta.nbytes
-    return chain if ref == base else []
+        back.append(Link(delta, is_reverse=True))
+        end, most_bytes = delta.base, most_bytes - delta.nbytes
+    return [*back, *onward[end]]
 
 
 def _read_delta(

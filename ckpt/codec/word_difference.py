@@ -53,8 +53,8 @@ def difference(old: memoryview, new: memoryview, width: int) -> list[memoryview]
     return [memoryview(head), memoryview(gap_frame), memoryview(change_frame)]
 
 
-def apply_difference(code: memoryview, data: memoryview) -> None:
-    """Change ``data`` by a difference. An empty ``code`` changes nothing.
+def apply_difference(code: memoryview, data: memoryview, *, is_reverse: bool = False) -> None:
+    """Change ``data`` by a difference, or back from it. An empty ``code`` changes nothing.
 
     Raises:
         ValueError: ``code`` is no difference of a chunk of this length. ``data`` is as it was.
@@ -74,8 +74,11 @@ def apply_difference(code: memoryview, data: memoryview) -> None:
         planes = _decompress(code[end:], count * width).reshape(width, count)
     except (struct.error, zstandard.ZstdError) as error:
         raise ValueError("not a difference") from error
-    changes = np.ascontiguousarray(planes.T).view(words.dtype).reshape(count)
-    words[positions] += _unzigzag(changes)
+    changes = _unzigzag(np.ascontiguousarray(planes.T).view(words.dtype).reshape(count))
+    if is_reverse:
+        words[positions] -= changes
+    else:
+        words[positions] += changes
 
 
 def _words(data: memoryview, width: int) -> Words:

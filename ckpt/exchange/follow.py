@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, Final, Self
 
 from ckpt.catalog.candidates import Candidate, candidates
-from ckpt.catalog.delta_chain import DeltaChains, read_chains
+from ckpt.catalog.delta_chain import DeltaReader
 from ckpt.catalog.index import is_committed, list_root, step_refs, why_missing
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.catalog.watching import lease_if_allowed
@@ -30,7 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.errors.frames import frameless
 from ckpt.exchange.load import part_of, stored_names
-from ckpt.exchange.version_memory import NO_CHAINS, VersionMemory, layout_of
+from ckpt.exchange.version_memory import VersionMemory, layout_of
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.model.rollback import last_rollback
@@ -110,6 +110,7 @@ class Follower(Iterator[Version]):
         self._ref: StepRef | None = None
         self._memory: VersionMemory | None = None
         self._spare: VersionMemory | None = None
+        self._deltas = DeltaReader()
         self._damaged_refs: set[StepRef] = set()
         self._readable_stores: list[StorageBackend] = []  # They take no pins
 
@@ -224,7 +225,8 @@ class Follower(Iterator[Version]):
         manifest = reader.fill(source, memory.leaves).manifest
         plan = plan_restore(manifest, memory.leaves)
         memory.begin(plan.reads)
-        missing, chains = self._reuse(reader.sources, ref, memory, base, plan.reads)
+        self._deltas.read_bytes = 0
+        missing = self._reuse(reader.sources, ref, memory, base, plan.reads)
         rest = replace(plan, reads=tuple(missing))
         reader.read(rest, memory.sink, workers=self._workers)
         changes = {memory.name_of(read) for read in plan.reads if base is None or base.is_new(read)}
@@ -234,7 +236,7 @@ class Follower(Iterator[Version]):
             weights=part_of(source.manifest, self._name, memory.values),
             base_step=self._ref.step if base is not None and self._ref is not None else None,
             changes=self._names_of(manifest, changes if base is not None else names),
-            read_bytes=rest.read_bytes + chains.nbytes,
+            read_bytes=rest.read_bytes + self._deltas.read_bytes,
             nbytes=sum(tensor.nbytes for tensor in tensors),
         )
 
@@ -245,19 +247,20 @@ class Follower(Iterator[Version]):
         memory: VersionMemory,
         base: VersionMemory | None,
         reads: Sequence[ChunkRead],
-    ) -> tuple[list[ChunkRead], DeltaChains]:
+    ) -> list[ChunkRead]:
         """Fill ``memory`` with the chunks that ``base``, the last version, has, and with those that
-        deltas make of them. Return the other chunks, and the deltas.
+        deltas make of them. Return the other chunks.
         """
         if base is None or self._ref is None:
-            return list(reads), NO_CHAINS
+            return list(reads)
         sizes: dict[int, int] = {}
         for read in reads:
             if base.is_new(read):
                 sizes[read.rank] = sizes.get(read.rank, 0) + read.stored_nbytes
-        chains = read_chains(stores, ref, self._ref, sizes, self._workers)
+        chains = self._deltas.chains(stores, ref, self._ref, sizes, self._workers)
         takes = self._workers.run_all(partial(memory.take, read, base, chains) for read in reads)
-        return [read for read, is_there in zip(reads, takes, strict=True) if not is_there], chains
+        self._deltas.forget(sum(leaf.nbytes for leaf in memory.leaves) // 2)
+        return [read for read, is_there in zip(reads, takes, strict=True) if not is_there]
 
     def _names_of(self, manifest: Manifest, stored_names: set[str]) -> frozenset[str]:
         """Return all names of tensors, tied ones too, as the weights have them."""

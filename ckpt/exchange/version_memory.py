@@ -10,7 +10,7 @@ version can get into a later one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +22,6 @@ from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Tensor
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead
-
-NO_CHAINS: Final = DeltaChains({})
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -93,9 +91,11 @@ class VersionMemory:
         if not may_be_equal and not chains.has(read.chunk_id):
             return False
         data.view(place.dtype).reshape(place.shape)[...] = source
-        if not may_be_equal and not chains.apply(read.chunk_id, data.data):
-            return False
-        if checksum(data.data) != read.checksum:
+        is_intact = may_be_equal and checksum(data.data) == read.checksum
+        if not is_intact and chains.has(read.chunk_id):
+            is_applied = chains.apply(read.chunk_id, data.data)
+            is_intact = is_applied and checksum(data.data) == read.checksum
+        if not is_intact:
             return False
         if not is_direct:
             place[...] = data.view(place.dtype).reshape(place.shape)

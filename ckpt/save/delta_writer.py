@@ -19,6 +19,9 @@ from typing import Final
 
 import numpy as np
 
+from ckpt.catalog.fragments import Parts, load_fragment
+from ckpt.catalog.index import read_packed
+from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.codec.word_difference import difference
 from ckpt.errors import CkptError
 from ckpt.model.delta import pack_delta, unpack_delta
@@ -28,6 +31,8 @@ from ckpt.model.manifest import Tensor
 from ckpt.pipeline.image_wrapper import ImageWrapper
 from ckpt.pipeline.image_writer import Source
 from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan
 from ckpt.save.save_job import SaveRequest
 from ckpt.storage.api import StorageBackend, read_object
@@ -35,6 +40,7 @@ from ckpt.storage.api import StorageBackend, read_object
 _MOST_SHARE: Final = 0.5
 """The largest size of a delta, as a share of the bytes that it stands for. A longer one is not put.
 """
+_READERS: Final = 2
 _log = logging.getLogger("ckpt")
 
 
@@ -161,6 +167,32 @@ class DeltaWriter:
             self._ref if is_whole and len(self._indices) == len(self._layout.places) else None
         )
         self._ref, self._error, self._indices, self._codes = job.ref, None, set(), {}
+        if self._base is None and self._last_ref is None and job.restored_ref is not None:
+            self._read_restored(job.restored_ref)
+
+    def _read_restored(self, ref: StepRef) -> None:
+        """Read the bytes of the step that the job has restored, so that its first step has a delta
+        too. Whatever ranks have written the step, the bytes are those of the boxes of this rank.
+        """
+        requests: list[ReadRequest] = []
+        leaves: list[Leaf] = []
+        for tensor in self._layout.tensors:
+            for shard in tensor.shards:
+                if place := self._layout.places.get(shard.offset):
+                    nbytes = shard.box.numel * DTYPES[tensor.dtype].itemsize
+                    out = self._bytes[place.position : place.position + nbytes]
+                    requests.append(ReadRequest(tensor.name, shard.box, out.data))
+                    leaves.append(Leaf(tensor.name, tensor.dtype, tensor.shape, (shard.box,)))
+        try:
+            manifest = read_packed(self._backend, ref)[0]
+            parts = Parts(manifest, lambda *of: load_fragment(self._backend, ref, *of)[0])
+            manifest = parts.fill(leaves, key=ref.manifest)
+            with Workers("delta", _READERS) as workers:
+                StepReader(self._backend, ref, manifest, workers).read(requests)
+        except CkptError as error:
+            _log.info("ckpt: the first step of the job has no delta: %s", error)
+        else:
+            self._base = ref
 
     def _note(self, start: int, parts: Callable[[], Sequence[memoryview]]) -> None:
         """Compare the chunk that begins at ``start``, and keep its bytes. An error is kept, since

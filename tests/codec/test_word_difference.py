@@ -37,7 +37,11 @@ def test_any_change_is_applied(width: int, seed: int, changes: dict[int, int]) -
     for position, byte in changes.items():
         words[position] = byte << (8 * width - 8)
     new = words.tobytes()
-    assert applied(code_of(old, new, width), old) == new
+    code = code_of(old, new, width)
+    assert applied(code, old) == new
+    data = bytearray(new)
+    apply_difference(memoryview(code), memoryview(data), is_reverse=True)
+    assert data == old
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 1800])
