@@ -33,6 +33,7 @@ def address() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
+@pytest.mark.torture
 @pytest.mark.distributed
 def test_processes_without_a_process_group_share_the_writing_and_restore_by_a_second_manager(
     tmp_path: Path, address: str

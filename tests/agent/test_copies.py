@@ -167,6 +167,7 @@ def test_the_trainer_uploads_no_data_file(place: AgentFolder, tmp_path: Path, ga
     assert whole(tmp_path / "far") == [1]
 
 
+@pytest.mark.torture
 def test_closing_waits_until_the_far_tier_has_all(
     place: AgentFolder, tmp_path: Path, wire: Proxy, caplog
 ) -> None:
@@ -274,6 +275,7 @@ def test_the_trainer_finishes_what_its_worker_has_begun(
     assert not unfinished(far)
 
 
+@pytest.mark.torture
 @pytest.mark.server
 def test_a_worker_that_is_silent_is_ended(
     place: AgentFolder, tmp_path: Path, wire: Proxy, caplog, monkeypatch

@@ -28,6 +28,7 @@ def _no_memory_for_the_next_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "0")
 
 
+@pytest.mark.torture
 @pytest.mark.slow
 def test_nodes_may_die_at_a_random_moment(tmp_path: Path, tally: Count) -> None:
     deaths(tmp_path / "run", 3, 1, timeout=280)

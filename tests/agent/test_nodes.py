@@ -261,6 +261,7 @@ def test_a_job_that_closes_in_order_leaves_nothing_to_do(cluster: Cluster) -> No
     assert not any("ended" in name for name in listed(cluster.shared))
 
 
+@pytest.mark.torture
 def test_the_next_job_is_not_held_up_and_finds_the_step_in_memory(cluster: Cluster) -> None:
     numbers = 2_000_000
     cluster.train(1, 3, "kill", numbers)

@@ -51,6 +51,7 @@ def flip_a_bit(session: Session) -> None:
         data.write(bytes([byte[0] ^ 1]))
 
 
+@pytest.mark.torture
 def test_a_checkpoint_with_one_wrong_bit_has_no_numbers(bench: Bench) -> None:
     with Heat(bench, "case", SHAPE, bench.names) as heat:
         heat.each(0, lambda session: session.save("idle"))

@@ -6,6 +6,8 @@ import ast
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launch import ROOT
 from tests.kit.worlds import run_code
 
@@ -30,6 +32,7 @@ def ended(script: str, status: int = 0) -> str:
     return run_code(BEGIN + script, status=status, timeout=100, finalize=True)
 
 
+@pytest.mark.torture
 def test_what_aborts_when_the_interpreter_is_finalized_is_not_met() -> None:
     ended(ABORTS, status=-signal.SIGABRT)
     assert ended(ABORTS + "exit_rank()") == "begun\n"

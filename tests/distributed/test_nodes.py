@@ -26,6 +26,7 @@ pytestmark = pytest.mark.distributed
 ENVIRONMENT = os.environ | TORCHRUN
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize(
     "scenes",
     [

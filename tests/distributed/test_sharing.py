@@ -12,6 +12,7 @@ from tests.kit.worlds import world
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.torture)])
 def test_read_by_each_or_by_one_for_all(tmp_path: Path, ranks: int) -> None:
     assert "ALL WELL" in world(ranks, WORKERS / "sharing.py", tmp_path)

@@ -194,7 +194,8 @@ def test_the_lines_of_the_page_run_and_resume(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp2", marks=pytest.mark.torture)])
+@pytest.mark.torture
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_ranks_killed_in_mid_save_resume_to_the_bit(tmp_path: Path, mode: str) -> None:
     torchrun = ["--standalone", "--nproc-per-node=2", WORKER, tmp_path, mode]
     ended = run_forks(

@@ -187,6 +187,7 @@ def contained(words: Sequence[object], place: AgentFolder) -> Iterator[subproces
         yield process
 
 
+@pytest.mark.torture
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_an_agent_of_another_container_finishes_the_step_if_it_sees_the_process(

@@ -63,6 +63,7 @@ def test_a_budget_that_is_too_small_by_setting_says_so(root: str) -> None:
         assert manager.steps() == [1]
 
 
+@pytest.mark.torture
 def test_a_process_that_is_refused_memory_trains_on_and_saves_later(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.overlap.no_memory", str(tmp_path / "run")],

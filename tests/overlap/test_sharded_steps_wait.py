@@ -14,6 +14,7 @@ from tests.kit.worlds import world
 WORKER = Path(__file__).resolve().parent / "sharded.py"
 
 
+@pytest.mark.torture
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_every_rank_waits_for_its_own_copy(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 
 PLAN: dict[str, type[ParallelStyle]] = {
@@ -44,7 +45,7 @@ def main(root: str, config: str, layout: str) -> None:
         parallelize_module(model, mesh, plan)
     with CheckpointManager(root) as manager:
         manager.save({"model": model}, 1)
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main(*sys.argv[1:])
