@@ -88,10 +88,11 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
             overlap or leave a hole.
     """
     files, encodings, files_by_rank = list[File](), list[Encoding](), manifest.file_map()
+    locations = {location.rank: (location,) for location in manifest.locations}
     for rank, part in fragments.items():
         if (replace(part.file, chunks=()) if part.file else None) != files_by_rank.get(rank):
             raise ManifestCorrupt(key, f"the fragment of rank {rank} names another file")
-        if not set(part.locations) <= set(manifest.locations):
+        if part.locations != locations.get(rank, ()):
             raise ManifestCorrupt(key, f"the fragment of rank {rank} names another location")
     for file in manifest.files:
         own = fragments.get(file.rank)

@@ -18,6 +18,7 @@ from ckpt.model.manifest import (
     File,
     Fragment,
     FragmentRef,
+    Location,
     Manifest,
     Shard,
     Tensor,
@@ -143,6 +144,18 @@ RULES: dict[str, tuple[Break, str]] = {
         lambda m: replace(encoding()(m), encoded=2 * encoding()(m).encoded),
         "encoded twice",
     ),
+    "a location of no file": (edit(locations=(Location(7, "/a"),)), "a location of no file"),
+    "two locations of a file": (
+        edit(locations=(Location(1, "/a"), Location(1, "/b"))),
+        "a location of no file",
+    ),
+    "a location of an encoded file": (
+        lambda m: replace(encoding()(m), locations=(Location(1, "/a"),)),
+        "a location of no file",
+    ),
+    "an empty location": (edit(locations=(Location(1, ""),)), "is no path"),
+    "a location with a null": (edit(locations=(Location(1, "/a\0b"),)), "is no path"),
+    "a giant location": (edit(locations=(Location(1, "/a" * 4000),)), "is no path"),
     "a tensor named twice": (
         lambda m: replace(
             m, tensors=(*m.tensors, m.tensors[0]), layout_of=(*m.layout_of, m.layout_of[0])
@@ -360,6 +373,17 @@ def test_fragments_that_are_not_those_of_the_manifest_are_refused() -> None:
         fill_manifest(MANIFEST, {1: own_shard(offsets=(4, 0))(WHOLE)}, key="k")
     with pytest.raises(ManifestCorrupt, match="has another tensor"):
         fill_manifest(MANIFEST, {1: own_tensor(dtype="int32")(WHOLE)}, key="k")
+
+
+def test_a_location_that_manifest_and_fragment_do_not_share_is_refused() -> None:
+    located = replace(WHOLE, locations=(Location(1, "/a"),))
+    for manifest, fragment in (
+        (MANIFEST, located),
+        (replace(MANIFEST, locations=(Location(1, "/a"),)), WHOLE),
+        (replace(MANIFEST, locations=(Location(1, "/b"),)), located),
+    ):
+        with pytest.raises(ManifestCorrupt, match="names another location"):
+            fill_manifest(manifest, {1: fragment}, key="m")
 
 
 def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_the_file_has_chunks() -> (  # noqa: E501
