@@ -186,7 +186,7 @@ class _Adoption:
         self._chunk_bytes = SaveConfig().chunk_bytes
 
     def write(self, walk: WalkResult, shaper: Shaper, source: str) -> None:
-        """Write the step. ``source`` is the absolute path of what was elements."""
+        """Write the step. ``source`` is the absolute path of what was adopted."""
         elements = self._look(walk)
         spans: dict[str, list[Span]] = defaultdict(list)
         for _, _, span in sorted(elements.shards, key=lambda shard: shard[2].offset):
