@@ -12,19 +12,32 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
+from ckpt.catalog.index import find
+from ckpt.catalog.watching import lease_if_allowed
 from ckpt.checks import whole
 from ckpt.config import rank_of_this_process
+from ckpt.errors import CkptError
 from ckpt.events import SaveCommitted
 from ckpt.exchange.hf_folder import HfOptions, read_config
 from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
 
 _NICE: Final = 10
 _FOLDER: Final = re.compile(r"step-[0-9]{9,18}")
 _log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _PinnedStep:
+    """A step that waits for its export, and what ends its pin."""
+
+    event: SaveCommitted
+    pin: ExitStack
 
 
 class HfFolders:
@@ -75,9 +88,9 @@ class HfFolders:
         self._out, self._every, self._keep_last = os.path.abspath(out), every, keep_last
         self._part = part
         self._lock = threading.Lock()
-        self._next: SaveCommitted | None = None
+        self._next: _PinnedStep | None = None
         self._last_step = -1
-        self._workers = Workers("hf-folders", 1)
+        self._pinner, self._workers = Workers("hf-pins", 1), Workers("hf-folders", 1)
 
     def __call__(self, event: object) -> None:
         """Note a committed step, and export it in the background."""
@@ -91,12 +104,12 @@ class HfFolders:
         with self._lock:
             if event.step == self._last_step:
                 return  # A farther tier has it too
-            self._last_step, is_idle, self._next = event.step, self._next is None, event
-        if is_idle:
-            self._workers.submit(self._export_next)
+            self._last_step = event.step
+        self._pinner.submit(self._pin, event)
 
     def close(self) -> None:
-        """Wait for the exports, and end the thread."""
+        """Wait until the steps so far are exported, and end the threads."""
+        self._pinner.close()
         self._workers.close()
 
     def __enter__(self) -> Self:
@@ -110,16 +123,36 @@ class HfFolders:
     ) -> None:
         self.close()
 
+    def _pin(self, event: SaveCommitted) -> None:
+        """Pin a step, since the export begins seconds later. A step that waits is given up."""
+        with ExitStack() as stack:
+            try:
+                backend = stack.enter_context(closing(open_backend(event.tier)))
+                ref = find(backend, event.step)[0]
+                stack.enter_context(lease_if_allowed(backend, ref, "a folder of Hugging Face"))
+            except CkptError as error:
+                _log.warning("ckpt: step %d has no folder of Hugging Face: %s", event.step, error)
+                return
+            with self._lock:
+                last, self._next = self._next, _PinnedStep(event, stack.pop_all())
+        if last is None:
+            self._workers.submit(self._export_next)
+        else:
+            last.pin.close()
+
     def _export_next(self) -> None:
         with self._lock:
-            event, self._next = self._next, None
-        if event is None:
+            step, self._next = self._next, None
+        if step is None:
             return
-        try:
-            self._export(event)
-            self._prune()
-        except OSError as error:
-            _log.warning("ckpt: step %d has no folder of Hugging Face: %s", event.step, error)
+        with step.pin:
+            try:
+                self._export(step.event)
+                self._prune()
+            except OSError as error:
+                _log.warning(
+                    "ckpt: step %d has no folder of Hugging Face: %s", step.event.step, error
+                )
 
     def _export(self, event: SaveCommitted) -> None:
         place = os.path.join(self._out, f"step-{event.step:09d}")

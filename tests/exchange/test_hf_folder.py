@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.pins import all_pins
 from ckpt.cli.main import main
 from ckpt.errors import ConfigError
+from ckpt.events import SaveCommitted
 from ckpt.exchange.hf_folders import HfFolders
+from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli, cli
 from tests.exchange.exports import export_here
 from tests.kit.damage import files, flip
+from tests.kit.waiting import until
 from tests.processes import fork
 
 __all__ = ["cli"]
@@ -242,6 +247,32 @@ def test_a_job_makes_folders_beside_its_steps(
     assert folder.name == "step-000000004"
     values = read(folder)
     assert torch.equal(values["norm.bias"], model.norm.bias.detach().to(torch.bfloat16))
+
+
+def test_a_step_stays_until_it_is_exported(
+    tmp_path: Path, config: Path, model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that exports takes seconds to begin, and the job goes on meanwhile."""
+    export_here(monkeypatch)
+    begin = threading.Event()
+    export = HfFolders._export
+
+    def late(self: HfFolders, event: SaveCommitted) -> None:
+        assert begin.wait(60)
+        export(self, event)
+
+    monkeypatch.setattr(HfFolders, "_export", late)
+    folders = HfFolders(tmp_path / "hf", config, every=2)
+    tier = Tier(str(tmp_path / "run"), keep_last=1)
+    with CheckpointManager(tier, observers=[folders]) as manager, folders:
+        manager.save({"model": model}, 2)
+        backend = open_backend(tier.url)
+        assert until(lambda: all_pins(backend))
+        for step in (3, 5, 7):
+            manager.save({"model": model}, step)
+        begin.set()
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-000000002"]
+    assert all_pins(backend) == []
 
 
 def test_an_export_that_fails_is_a_warning(
