@@ -133,7 +133,7 @@ def base_after(job: SaveRequest, file: WrittenFile, base: BaseFile | None) -> Ba
     """
     if file.increment is None:
         return BaseFile(ref=job.ref, plan=job.plan, file=file, restored_ref=job.restored_ref)
-    if base is None or file.increment.count < job.plan.frozen_chunks:
+    if base is None or file.increment.count < _most_chunks(job.plan):
         return None  # Something has changed that was frozen, so the next file is whole
     return dataclasses.replace(base, increments=base.increments + 1)
 
@@ -157,7 +157,7 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
             return None
     except CkptError:
         return None
-    limit = min(plan.frozen_chunks, len(plan.chunks) - 1)
+    limit = _most_chunks(plan)
     if job.known_chunks:
         pairs = zip(base.file.chunks[:limit], job.known_chunks, strict=False)
         count = next((i for i, (old, new) in enumerate(pairs) if old != new), limit)
@@ -168,6 +168,11 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
     is_encoded = base.file.encoding is not None
     header = b"" if is_encoded else tail_header(plan.tensors, plan.chunks, count, rank)
     return Tail(base=base, start=sum(plan.chunks[:count]), header=header, count=count)
+
+
+def _most_chunks(plan: SavePlan) -> int:
+    """Return how many chunks an increment may leave out. It has the last chunk in any case."""
+    return min(plan.frozen_chunks, len(plan.chunks) - 1)
 
 
 def _count_equal(image: Source, lengths: Sequence[int], chunks: Sequence[Chunk]) -> int:

@@ -16,11 +16,11 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.mending import mend_step
 from ckpt.catalog.tensor_reader import StepReader
-from ckpt.catalog.transfer_by_rank import copy_rank
+from ckpt.catalog.transfer_by_rank import commit_parts, copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step
 from ckpt.errors import IntegrityError
 from ckpt.model.encoding import pack, unpack
@@ -222,6 +222,14 @@ def test_a_job_that_goes_back_does_not_refer_to_an_abandoned_step(tmp_path):
     assert manifest.bases == {branch}
 
 
+def test_a_rank_of_frozen_tensors_alone_writes_increments_too(tmp_path):
+    model = Adapted().model.requires_grad_(False)
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(1, 5):
+            manager.save({"model": model}, step)
+    assert [bases(tmp_path, step) for step in range(1, 5)] == [set(), {1}, {1}, {1}]
+
+
 def test_the_base_of_a_kept_step_stays_and_rm_names_the_steps(tmp_path, cli: Cli):
     weights = save(Tier(str(tmp_path), keep_last=1))
     assert [ref.step for ref in committed(open_backend(str(tmp_path)))] == [4, 1]
@@ -381,6 +389,31 @@ def test_an_agent_copies_whole_files(tmp_path, codec):
         file = StoredFile.of(ref, part.file, encoding)
         assert verify_files(target, [file]) == ([], file.size)
     assert part.increments == ()
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_an_agent_lets_the_increment_of_a_rank_stay_and_commits_it(tmp_path, codec):
+    near, far = tmp_path / "near", tmp_path / "far"
+    weights = save([Tier(str(near), local=True), Tier(str(far), codec=codec)], 3)
+    assert bases(near, 3) == set()
+    assert bases(far, 3) == {1}
+    ref = ref_of(far, 3)
+    size = size_of(far, 3)
+    with Workers("test", 1) as workers:
+        source, target = open_backend(str(near)), open_backend(str(far))
+        folder = StepFolder(target, ref, workers)
+        target.delete(ref.manifest)
+        assert not copy_rank([source], folder, 0, codec, lambda _: None)
+        commit_parts(folder, read_packed(source, ref)[0], lambda: None)
+        assert size_of(far, 3) == size
+        check(far, weights)
+        target.delete(ref.manifest)
+        for step in (1, 2):
+            shutil.rmtree(far / ref_of(far, step).folder)
+        assert copy_rank([source], folder, 0, codec, lambda _: None)
+        commit_parts(folder, read_packed(source, ref)[0], lambda: None)
+    assert bases(far, 3) == set()
+    check(far, weights)
 
 
 def test_the_next_job_copies_to_a_farther_tier_with_a_capacity(tmp_path):
