@@ -50,7 +50,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import fragment_name, marked_rank, noted_rank
 from ckpt.model.manifest import Encoding, FragmentRef, Manifest, StoredFile
-from ckpt.model.packed import read_fragment
+from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.pipeline.encoded_writer import widths_of
 from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.stored_image import StoredImage
@@ -132,16 +132,22 @@ class RankPart:
     def is_at(self, folder: StepFolder) -> bool:
         """Return True if the store of ``folder`` has the same fragment, and a data file of the
         right size.
+
+        If the data file there is an increment, it and its base have the right sizes. It stays,
+        since another process may have read its fragment, and may put a manifest that names it.
         """
         try:
-            there, data = folder.fragment(self._rank)
-            encoding = next(iter(there.encoded), None)
+            copy, data = folder.fragment(self._rank)
+            encoding = next(iter(copy.encoded), None)
         except (ObjectNotFound, IntegrityError):
             return False
+        if copy.increments:
+            data = pack(pack_fragment(msgspec.structs.replace(copy, increments=())))
         if data != self.fragment(encoding):
             return False
-        return self._part.file is None or not size_faults(
-            folder, [self._recoding.stored(self._stored(), encoding)]
+        increment = next(iter(copy.increments), None)
+        return copy.file is None or not size_faults(
+            folder, [StoredFile.of(folder.ref, copy.file, encoding, increment)]
         )
 
     def write_data(self, folder: StepFolder, on_bytes: OnBytes) -> Encoding | None:
@@ -401,6 +407,8 @@ def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], obje
 
 
 def _apart_from_files(manifest: Manifest) -> Manifest:
-    """Return a manifest without the fields that depend on the encoding of the files on a tier."""
+    """Return a manifest without the fields that depend on how a tier stores the files."""
     files = tuple(msgspec.structs.replace(file, name="", chunks=()) for file in manifest.files)
-    return msgspec.structs.replace(manifest, files=files, fragments=(), encoded=(), carried=())
+    return msgspec.structs.replace(
+        manifest, files=files, fragments=(), encoded=(), increments=(), carried=()
+    )
