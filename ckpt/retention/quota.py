@@ -26,6 +26,9 @@ from ckpt.retention.policy import StepGuard
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"
+_AMPLE: Final = b"ample"
+_LEAST_STEPS: Final = 4
+"""The least capacity of a tier whose steps refer to older ones, in whole steps."""
 _MESSAGE_NAME: Final = "the size"
 _GRACE_SECONDS: Final = 30.0
 """How much longer than the leader the other ranks wait, so that they get the leader's error."""
@@ -64,8 +67,11 @@ class Quota:
         *,
         restored_ref: StepRef | None,
         evicts: bool = True,
-    ) -> None:
+    ) -> bool:
         """Wait until the leader has made room for the images of all ranks. All ranks call this.
+
+        Return True if the capacity is that of four such steps. Then the step may refer to an older
+        one, and there is room for the next step beside the two, which stay until then.
 
         Args:
             ref: The step to save.
@@ -90,21 +96,24 @@ class Quota:
             try:
                 if evicts and (total := self._sum(ref, subject)) is not None:
                     self._evictor.free_space(ref, total, restored_ref=restored_ref)
+                    if _LEAST_STEPS * total <= (self._tier.tier.capacity_bytes or 0):
+                        answer = _AMPLE
             except BaseException as error:
                 answer = encode_json(_reason(error))
                 raise
             finally:
                 self._coordinator.set_once(subject, answer)
                 self._coordinator.forget(subject)
-        else:
-            wait = self._timeout + _GRACE_SECONDS
-            verdict = self._coordinator.verdict(subject, timeout=wait)
-            self._coordinator.forget(subject)
-            if verdict is None:
-                raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
-            if verdict != _OK:
-                reason = msgspec.json.decode(verdict, type=Abort)
-                raise rebuild(reason, ref.step, message_name=_MESSAGE_NAME)
+            return answer == _AMPLE
+        wait = self._timeout + _GRACE_SECONDS
+        verdict = self._coordinator.verdict(subject, timeout=wait)
+        self._coordinator.forget(subject)
+        if verdict is None:
+            raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
+        if verdict not in (_OK, _AMPLE):
+            reason = msgspec.json.decode(verdict, type=Abort)
+            raise rebuild(reason, ref.step, message_name=_MESSAGE_NAME)
+        return verdict == _AMPLE
 
     def give_up(self, ref: StepRef, trial: int) -> None:
         """Post that this rank has given the save up, so that the leader does not wait for its size.

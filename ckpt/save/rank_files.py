@@ -106,6 +106,8 @@ class RankFiles:
 
     Attributes:
         names: The names of the fragment file and of the data file.
+        has_room_for_base: Whether a step may refer to an older one, which then stays as long. False
+            if the tier has too small a capacity.
 
     Thread safety: one save at a time. The tier writer holds a lock while it calls a method.
     """
@@ -132,6 +134,7 @@ class RankFiles:
         # Each node removes steps of its own tier alone, and an image in memory is whole.
         is_shared = not (tier.local or tier.in_memory) and not self._in_manifest
         self._takes_increments = config.incremental and is_shared
+        self.has_room_for_base = True
         self._base: BaseFile | None = None
         self._copier, self._is_alone = copier, False
         self._deltas: DeltaWriter | None = None
@@ -176,7 +179,7 @@ class RankFiles:
         if self._deltas is not None and job.source is None:
             job = replace(job, image=self._deltas.record(job))
         tail: Tail | None = None
-        if self._base is not None and job.plan.frozen_chunks:
+        if self._base is not None and job.plan.frozen_chunks and self.has_room_for_base:
             tail = tail_of(job, self._base, self._backend, self._rank)
         if job.source is None:
             self._file_from_memory = file = self._write(job, tail, counter)

@@ -405,7 +405,7 @@ class TierWriter:
         abort = self._objection(job) if self._node.rank == LEADER else None
         if self._quota is not None:
             try:
-                self._quota.agree(
+                self._files.has_room_for_base = self._quota.agree(
                     job.ref,
                     job.trial,
                     job.plan.size,

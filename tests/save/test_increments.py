@@ -431,6 +431,26 @@ def test_the_next_job_copies_to_a_farther_tier_with_a_capacity(tmp_path):
     check(far, weights)
 
 
+@pytest.mark.parametrize(("steps", "has_increments"), [(2.2, False), (3.1, False), (4.2, True)])
+def test_a_tier_with_a_small_capacity_takes_each_step(tmp_path, steps, has_increments):
+    save(tmp_path / "size", 1)
+    capacity = int(steps * size_of(tmp_path / "size", 1))
+    root = tmp_path / "root"
+    weights = save(
+        Tier(str(root), capacity=capacity),
+        8,
+        between=lambda training, step: training.change(step % 3),
+    )
+    assert max(ref.step for ref in committed(open_backend(str(root)))) == 8
+    check(root, weights)
+    training = Adapted()
+    with CheckpointManager(Tier(str(root), capacity=capacity)) as manager:
+        manager.restore(training.state)
+        for step in range(9, 13):
+            manager.save(training.state, step)
+    assert bool(bases(root, 12)) is has_increments
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("save"), st.integers(-1, LAYERS - 1)),
