@@ -77,6 +77,10 @@ def mend_step(
     files = list(source.manifest.stored_files().values())
     if not is_here:  # Without an intact manifest, ``faults`` has no faults of data files
         wrong = {fault.key for fault in verify_files(folder, files)[0]}
+    bases = (file.base for file in files if file.base is not None and file.base.key in wrong)
+    if is_here and not all(is_committed(folder.backend, base.ref) for base in bases):
+        _encode_again(sources, folder, codec, confirm, on_bytes)
+        return
     files = [file for file in files if file.key in wrong]
     if foreign := next((file for file in files if file.location), None):
         raise IntegrityError(

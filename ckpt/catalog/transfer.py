@@ -491,16 +491,18 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
     """Return the manifest at the destination if it has the same chunks in other files: encoded in
     another way, or as increments where the source has whole files or the other way round.
 
-    Return None if it does not have them, is missing or is damaged.
+    Increments count as other files in any case, since the base of those at the source may be
+    missing at the destination. Return None if it does not have the chunks, is missing or is
+    damaged.
     """
     try:
         key = folder.ref.manifest
-        if folder.read(key, partial(_is_manifest, packed, key=key)):
+        if folder.read(key, partial(_is_manifest, packed, key=key)) and not manifest.increments:
             return None
         old = read_manifest(folder.backend, folder.ref, retry=folder.retry)
     except (ObjectNotFound, IntegrityError):
         return None
-    is_alike = (old.encoded, old.increments) == (manifest.encoded, manifest.increments)
+    is_alike = old.encoded == manifest.encoded and not (old.increments or manifest.increments)
     return old if not is_alike and same_chunks(old, manifest) else None
 
 

@@ -12,7 +12,7 @@ import typer
 from ckpt.catalog.index import is_committed, own_objects, read_manifest, read_packed
 from ckpt.catalog.rollbacks import copy_rollbacks
 from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.verify import StepFolder
+from ckpt.catalog.verify import StepFolder, size_faults
 from ckpt.cli import output, records
 from ckpt.cli.options import (
     STEP_FORMS,
@@ -201,27 +201,32 @@ def _copy(
     *,
     check: bool,
 ) -> _Outcome:
-    if not check and (nbytes := _size_of_copy(source, ref, destination)) is not None:
+    folder = StepFolder(destination, ref, workers)
+    if not check and (nbytes := _size_of_copy(source, folder)) is not None:
         return _Outcome(ref=ref, nbytes=nbytes, is_skipped=True)
     with output.progress(f"step {ref.step}") as bar:
-        report = fetch_step([source], StepFolder(destination, ref, workers), on_progress=bar)
+        report = fetch_step([source], folder, on_progress=bar)
     return _Outcome(
         ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds
     )
 
 
-def _size_of_copy(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
+def _size_of_copy(source: StorageBackend, folder: StepFolder) -> int | None:
     """Return the size of an attempt at the destination; None if the destination lacks the attempt.
 
     The destination has the attempt if the manifest there has the same chunks as the manifest at the
-    source, and its data files have the sizes that the manifest says. The encoding may differ. No
-    data file is read.
+    source, and its data files, and those of the steps that it refers to, have the sizes that the
+    manifest says. The encoding may differ. No data file is read.
     """
+    ref, destination = folder.ref, folder.backend
     _, packed_source = read_packed(source, ref)
     try:
         copy_manifest, packed_copy = read_packed(destination, ref)
         sizes = {info.key: info.size for info in own_objects(destination, ref)}
-        if any(sizes.get(file.key) != file.size for file in copy_manifest.stored_files().values()):
+        files = copy_manifest.stored_files().values()
+        if any(sizes.get(file.key) != file.size for file in files):
+            return None
+        if size_faults(folder, [file.base for file in files if file.base is not None]):
             return None
         if packed_copy == packed_source or same_chunks(
             read_manifest(destination, ref), read_manifest(source, ref)

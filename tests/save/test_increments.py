@@ -278,6 +278,32 @@ def test_a_damaged_base_or_a_base_that_is_gone_is_told_and_the_next_tier_helps(t
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_an_increment_without_its_base_is_copied_and_mended_as_a_whole(tmp_path, codec, cli: Cli):
+    source, far, part = tmp_path / "source", tmp_path / "far", tmp_path / "part"
+    weights = save([Tier(str(source), codec=codec), Tier(str(far), every=4)], 4)
+    ref = ref_of(source, 4)
+    for target in (part, tmp_path / "near"):  # As if one copied the folder by hand
+        shutil.copytree(source / ref.folder, target / ref.folder)
+        assert cli("verify", target).code == 4
+    assert cli("copy", source, part, "--step", 4).code == 0
+    backend = open_backend(str(tmp_path / "near"))
+    with Workers("test", 1) as workers:
+        folder = StepFolder(backend, ref, workers)
+        mend_step(
+            [open_backend(str(far))],
+            folder,
+            verify_step(backend, ref, workers=workers).faults,
+            codec=codec,
+            confirm=lambda: None,
+            on_bytes=lambda _: None,
+        )
+    for target in (part, tmp_path / "near"):
+        assert bases(target, 4) == set()
+        assert cli("verify", target).code == 0
+        check(target, weights)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_damaged_increment_is_mended(tmp_path, codec):
     near = Tier(str(tmp_path / "near"), codec=codec)
     far = Tier(str(tmp_path / "far"), every=4)
