@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -125,6 +126,8 @@ def prove(
             "--run does not say where to save: the command must take its root from {root}, since "
             "it must not go on with the run itself"
         )
+    if scratch is not None and not os.path.isdir(scratch):
+        raise ConfigError(f"--scratch {scratch}: there is no such folder")
     backend = open_root(one_place([argument] if argument else None, root), config, timeout=timeout)
     start = number_of([backend], parse_selector(step or "latest~1"), config)
     end = None

@@ -106,6 +106,7 @@ def test_a_training_that_is_not_deterministic_proves_nothing(
         (["--step", 9, "--run", "true {root}"], 7, "step 9 is"),
         (["--step", 3, "--until", 2, "--run", "true {root}"], 2, "must be later"),
         (["--run", "exit 3; {root}"], 5, "has ended with exit code 3 before it saved step 5"),
+        (["--run", "true {root}", "--scratch", "/proc/none"], 2, "no such folder"),
         ([], 2, "--run"),
     ],
 )
