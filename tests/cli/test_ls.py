@@ -74,6 +74,8 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "best": [],
         "stored_bytes": steps[300].manifest.nbytes,
         "codecs": [],
+        "adopted": False,
+        "bases": [],
         "pinned_until": None,
     }
 

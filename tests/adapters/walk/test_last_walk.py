@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -423,7 +424,10 @@ def assert_finds_what_is_there(state: State, last_walk: LastWalk, plans: PlanCac
     assert found(known) == found(fresh)
     assert (known.tree, known.ties) == (fresh.tree, fresh.ties)
     assert list(map(id, known.optimizers)) == list(map(id, fresh.optimizers))
-    assert plans.prepare(known).leaves == PlanCache(0, 1 << 20).prepare(fresh).leaves
+    # A plan keeps where it has put a parameter that was frozen since: only bytes depend on that.
+    leaves = plans.prepare(known).leaves, PlanCache(0, 1 << 20).prepare(fresh).leaves
+    remembered, new = ([replace(leaf, is_frozen=False) for leaf in part] for part in leaves)
+    assert remembered == new
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
