@@ -29,6 +29,7 @@ from functools import partial
 from typing import Final
 
 from ckpt.catalog.index import list_root, own_objects
+from ckpt.catalog.pins import pins_on
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
@@ -118,7 +119,8 @@ def finalize(
         raise CommitError(
             f"step {ref.step}: another process took the root over meanwhile: try again"
         )
-    _put(folder, manifest)
+    with pins_on(backend, manifest.bases):
+        _put(folder, manifest)
     return manifest
 
 

@@ -8,7 +8,7 @@ step that is complete.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -69,8 +69,9 @@ class StoredStep:
         state: A "committed" step has a manifest and all files that the manifest names. On a tier
             that holds only a part of each step, it has all files of the ranks whose fragments are
             on the tier. The bytes of the files were not read. A "damaged" step has a manifest that
-            is damaged or names files that are missing or were cut. An "incomplete" step has no
-            manifest. An "unsupported" step has a manifest in a format that this ckpt cannot read.
+            is damaged or names files that are missing or were cut, or it refers to a step that is
+            gone. An "incomplete" step has no manifest. An "unsupported" step has a manifest in a
+            format that this ckpt cannot read.
         reason: Why the step is "damaged" or "unsupported".
         created_at: When the manifest was made, in seconds since 1970.
         ranks: The number of ranks that saved the step.
@@ -229,7 +230,13 @@ class Inventory:
                 steps += self._shown_steps(new) if self._for_display else map(self._step, new)
             self.pins = all_pins(self._backend)
         self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
-        live = live_of(self.pins)
+        live, present_refs = live_of(self.pins), set(listing.refs)
+        steps = [
+            _without_base(step, step.bases - present_refs)
+            if not step.bases <= present_refs
+            else step
+            for step in steps
+        ]
         return [
             self._with_place(replace(step, pins=live[step.ref]) if step.ref in live else step)
             for step in steps
@@ -503,6 +510,28 @@ class Inventory:
                     if info.key.endswith(".json") and info.key != ref.manifest:
                         dates.append(self._read(info.key, _CreationTime).created_at)
         return max(dates, default=None)
+
+
+def heirs_of(steps: Iterable[StoredStep]) -> dict[StepRef, list[StepRef]]:
+    """Return the older steps that checkpoints of ``steps`` refer to, each with the steps that refer
+    to it.
+    """
+    heirs: dict[StepRef, list[StepRef]] = {}
+    for step in steps:
+        for base in step.bases:
+            heirs.setdefault(base, []).append(step.ref)
+    return heirs
+
+
+def _without_base(step: StoredStep, absent_refs: Collection[StepRef]) -> StoredStep:
+    """Return a committed step as a damaged one, since the older steps ``absent_refs`` that it
+    refers to are not on the tier.
+    """
+    numbers = ", ".join(str(ref.step) for ref in sorted(absent_refs))
+    reason = f"step {numbers}, which holds a part of it, is gone"
+    return StoredStep(
+        ref=step.ref, objects=step.objects, state="damaged", reason=reason, pins=step.pins
+    )
 
 
 def _newest_steps(refs: list[StepRef], count: int | None) -> tuple[list[StepRef], list[StepRef]]:

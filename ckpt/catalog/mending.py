@@ -23,6 +23,7 @@ from ckpt.catalog.transfer import (
     copy_fragments,
     fetch_step,
     has_codec,
+    require_no_heirs,
 )
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.coordination.claim_marker import clear_away, release_finish, require_finish
@@ -62,7 +63,8 @@ def mend_step(
     Raises:
         IntegrityError: Some file is intact on no store. Other damaged files may have been replaced.
             A damaged manifest stays.
-        ObjectExists: A fragment is damaged, and the sources have the files in another encoding.
+        ObjectExists: The sources have the files in another encoding, and a fragment is damaged or
+            increments of other steps refer to the files.
         StorageError: A store has failed, or the step is being removed.
     """
     _check_manifest(folder)
@@ -178,6 +180,7 @@ def _encode_again(
         on_bytes(0 if so_far is None else count - so_far)
         so_far = count
 
+    require_no_heirs(folder)
     confirm()
     _claim(folder)
     try:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -45,7 +45,7 @@ CLOCK_SKEW_SECONDS: Final = 3600.0
 LONGEST_SECONDS: Final = 366 * 24 * 3600.0
 
 _LEASE_SECONDS: Final = 600.0
-_LEASE_REASON: Final = "the running job saves increments of it"
+LEASE_REASON: Final = "the running job saves increments of it"
 _RETRY: Final = RetryPolicy()
 _MOST_BYTES: Final = 1 << 12
 _MOST_REASON: Final = 200
@@ -180,6 +180,19 @@ def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
     return ref in live_of(all_pins(backend))
 
 
+@contextmanager
+def pins_on(backend: StorageBackend, refs: Iterable[StepRef]) -> Generator[None]:
+    """Pin each of ``refs`` for some minutes, or until the block ends. Raises the errors of
+    ``put_pin``.
+    """
+    leases = Leases(backend)
+    try:
+        leases.keep(refs)
+        yield
+    finally:
+        leases.release()
+
+
 class Leases:
     """Pins on the steps that the saves of a running job refer to.
 
@@ -200,9 +213,9 @@ class Leases:
         for ref in refs:
             pin = self._pins.get(ref)
             if pin is None:
-                self._pins[ref] = put_pin(self._backend, ref, _LEASE_SECONDS, _LEASE_REASON)
+                self._pins[ref] = put_pin(self._backend, ref, _LEASE_SECONDS, LEASE_REASON)
             elif pin.until - time.time() < _LEASE_SECONDS / 2:
-                self._pins[ref] = renew_pin(self._backend, pin, _LEASE_SECONDS, _LEASE_REASON)
+                self._pins[ref] = renew_pin(self._backend, pin, _LEASE_SECONDS, LEASE_REASON)
 
     def release(self) -> None:
         """Remove the pins."""

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import own_objects, read_manifest, read_packed
+from ckpt.catalog.inventory import Inventory, heirs_of
 from ckpt.catalog.self_contained import SelfContainedStep
 from ckpt.catalog.tiered_reader import OnRepair, SourceManifest, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
@@ -256,9 +257,10 @@ def fetch_step(
         ChecksumMismatch, ManifestCorrupt, FormatUnsupported: The step is damaged on all sources, or
             its format is not supported. Any ``IntegrityError`` is about the sources.
         IntegrityError: A file is missing on all sources, or cannot be read.
-        ObjectExists: The destination has another manifest of the same attempt, which is not
-            damaged. It differs in more than the encoding of the files, or its fragments are damaged
-            or missing, or its format is not supported.
+        ObjectExists: Other steps at the destination refer to a copy of the step there, which is
+            damaged and has another encoding. Or the destination has another manifest of the same
+            attempt, which is not damaged. It differs in more than the encoding of the files, or its
+            fragments are damaged or missing, or its format is not supported.
         StorageError: The destination has failed, the step is being removed there, or the sources
             deny access or do not answer.
     """
@@ -273,6 +275,8 @@ def fetch_step(
         return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
     if codec is None and manifest.increments:
         codec = next(iter(manifest.codecs), NO_CODEC)
+    if old is not None:
+        require_no_heirs(folder)
     recoding = None if codec is None or listed else _recoding(step, manifest, codec)
     kept = _kept(manifest, folder, recoding)
     missing = [file for rank, file in manifest.stored_files().items() if rank not in kept]
@@ -414,6 +418,20 @@ def copy_fragments(
         partial(_copy_fragment, origin, folder, manifest, named, files.get(named.rank))
         for named in fragments
     )
+
+
+def require_no_heirs(folder: StepFolder) -> None:
+    """Raise ``ObjectExists`` if increments of other steps refer to the files of the step, so that
+    these must not be written in another encoding.
+    """
+    steps = Inventory(folder.backend).look()
+    if heirs := heirs_of(steps).get(folder.ref):
+        numbers = ", ".join(str(ref.step) for ref in sorted(heirs))
+        raise ObjectExists(
+            folder.ref.manifest,
+            f"steps {numbers} on {folder.backend.url} refer to its files, which would get another "
+            "encoding: copy these steps to another place first, and remove them here",
+        )
 
 
 def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) -> None:

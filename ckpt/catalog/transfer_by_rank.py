@@ -30,6 +30,7 @@ import msgspec
 from ckpt.catalog.finalize import read_fragments
 from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import is_committed, own_objects, read_packed
+from ckpt.catalog.pins import pins_on
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy, write_file
 from ckpt.catalog.verify import StepFolder, size_faults
 from ckpt.codec.registry import NO_CODEC, encoder_of
@@ -403,7 +404,8 @@ def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], obje
             f"step {folder.ref.step}: the fragments on {folder.backend.url} are not those of the "
             "checkpoint that this node has: restore it, or another step"
         )
-    commit_copy(folder, pack(manifest), look=partial(check_files, folder, manifest, confirm))
+    with pins_on(folder.backend, manifest.bases):
+        commit_copy(folder, pack(manifest), look=partial(check_files, folder, manifest, confirm))
 
 
 def _apart_from_files(manifest: Manifest) -> Manifest:

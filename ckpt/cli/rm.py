@@ -12,8 +12,8 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.index import why_missing
-from ckpt.catalog.inventory import StoredStep
-from ckpt.catalog.pins import all_pins, remove_pin
+from ckpt.catalog.inventory import StoredStep, heirs_of
+from ckpt.catalog.pins import LEASE_REASON, Pin, all_pins, note_of, remove_pin
 from ckpt.catalog.rollbacks import remove_rollbacks
 from ckpt.cli import output, records
 from ckpt.cli.options import (
@@ -34,7 +34,6 @@ from ckpt.coordination.owner import delete_owner
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
 from ckpt.observe.journal import journal_files
-from ckpt.retention.policy import heirs_of
 from ckpt.retention.removal import remove
 from ckpt.storage.places import is_folder
 
@@ -214,11 +213,14 @@ def _check(
             at work (not with ``force``).
         ConfigError: No checkpoint would be left, and the call does not name the whole run.
     """
+    if not force:
+        check_idle(tiers, consequence="may save or copy the steps again")
     for tier, step in removals:
-        if step.pins:
+        # A job that was killed leaves its pins on the bases of its increments.
+        if pins := [pin for pin in step.pins if not _is_lease(tier, pin)]:
             raise CommitError(
                 f"step {step.ref.step} on {tier.store.url} is pinned until "
-                f"{output.moment(max(pin.until for pin in step.pins))}: end the pin with "
+                f"{output.moment(max(pin.until for pin in pins))}: end the pin with "
                 f"`ckpt unpin {tier.store.url} {step.ref.step}` first"
             )
     for tier, step in removals:
@@ -230,14 +232,16 @@ def _check(
                 f"({numbers_text}): remove these too, or copy them with `ckpt copy` first, which "
                 "gives whole steps"
             )
-    if not force:
-        check_idle(tiers, consequence="may save or copy the steps again")
     numbers = _checkpoints(tiers)
     if numbers and all(map(choice.takes, numbers)) and not choice.is_run:
         raise ConfigError(
             f"{output.count(len(numbers), 'checkpoint')} would go, and none be left: to remove "
             "the whole run, give --run alone"
         )
+
+
+def _is_lease(tier: RunTier, pin: Pin) -> bool:
+    return tier.store.ask(partial(note_of, tier.store, pin)).reason == LEASE_REASON
 
 
 def _carry_out(
@@ -249,6 +253,8 @@ def _carry_out(
         CommitError: A step stays, since another process has pinned it meanwhile, or finishes it.
     """
     for tier, step in removals:
+        for pin in step.pins:  # After the check, only leases
+            remove_pin(tier.store, pin)
         if not remove(tier.store, step):
             raise CommitError(
                 f"step {step.ref.step} on {tier.store.url} stays, since another process has "

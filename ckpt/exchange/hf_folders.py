@@ -59,7 +59,7 @@ class HfFolders:
         out: The folder that gets a folder for each step.
         files: The folder with the model's ``config.json`` and the files of the tokenizer.
         every: Only steps that are multiples of this number are exported.
-        keep_last: How many of the newest folders stay; None for all.
+        keep_last: How many of the folders that were made last stay; None for all.
         part: The name of the part of the state that holds the weights.
         dtype, names: As in `ckpt.exchange.hf_folder.HfOptions`.
 
@@ -194,10 +194,14 @@ class HfFolders:
         return command
 
     def _prune(self) -> None:
-        """Remove the oldest folders. Each is renamed first, so that no half of it can be loaded."""
-        names = sorted(filter(_FOLDER.fullmatch, os.listdir(self._out)))
-        for name in names[: -self._keep_last] if self._keep_last else ():
-            _remove(os.path.join(self._out, name))
+        """Remove the folders that were made first: after the run has gone back, their numbers may
+        be higher. Each is renamed before, so that no half of it can be loaded.
+        """
+        names = filter(_FOLDER.fullmatch, os.listdir(self._out))
+        places = [os.path.join(self._out, name) for name in names]
+        places.sort(key=lambda place: os.stat(place).st_mtime_ns)
+        for place in places[: -self._keep_last] if self._keep_last else ():
+            _remove(place)
 
 
 def _remove(place: str) -> None:

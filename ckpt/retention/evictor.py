@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ckpt.catalog.index import is_committed
-from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.inventory import Inventory, StoredStep, heirs_of
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.keys import StepRef
@@ -25,7 +25,6 @@ from ckpt.retention.policy import (
     Retention,
     StepGuard,
     first_to_go,
-    heirs_of,
     judge,
     newest,
     on_branch,

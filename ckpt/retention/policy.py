@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from ckpt.catalog.index import is_committed
-from ckpt.catalog.inventory import StoredStep
+from ckpt.catalog.inventory import StoredStep, heirs_of
 from ckpt.config import Best, Tier, check_retention
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
@@ -361,17 +361,6 @@ def judge(
         else verdict
         for verdict in verdicts
     ]
-
-
-def heirs_of(steps: Iterable[StoredStep]) -> dict[StepRef, list[StepRef]]:
-    """Return the older steps that checkpoints of ``steps`` refer to, each with the steps that refer
-    to it.
-    """
-    heirs: dict[StepRef, list[StepRef]] = {}
-    for step in steps:
-        for base in step.bases:
-            heirs.setdefault(base, []).append(step.ref)
-    return heirs
 
 
 def heirs_first(steps: Iterable[StoredStep]) -> list[StoredStep]:

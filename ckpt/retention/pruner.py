@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckpt.catalog.inventory import Inventory, State, StoredStep
+from ckpt.catalog.inventory import Inventory, State, StoredStep, heirs_of
 from ckpt.catalog.pins import remove_ended
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError, StorageError, TransientStorageError
@@ -30,7 +30,6 @@ from ckpt.retention.policy import (
     StepGuard,
     Verdict,
     heirs_first,
-    heirs_of,
     is_old,
     judge,
     unknown_metric,

@@ -52,14 +52,12 @@ class BaseFile:
         ref: The step.
         plan: The save plan of the file.
         file: The file.
-        restored_ref: The step that the job continued from when it saved the step.
         increments: How many committed files refer to it.
     """
 
     ref: StepRef
     plan: SavePlan
     file: WrittenFile
-    restored_ref: StepRef | None
     increments: int = 0
 
     @property
@@ -132,7 +130,7 @@ def base_after(job: SaveRequest, file: WrittenFile, base: BaseFile | None) -> Ba
         base: The base that ``file`` refers to if it is an increment.
     """
     if file.increment is None:
-        return BaseFile(ref=job.ref, plan=job.plan, file=file, restored_ref=job.restored_ref)
+        return BaseFile(ref=job.ref, plan=job.plan, file=file)
     if base is None or file.increment.count < _most_chunks(job.plan):
         return None  # Something has changed that was frozen, so the next file is whole
     return dataclasses.replace(base, increments=base.increments + 1)
@@ -148,9 +146,8 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
         CkptError: The image has raised this error.
     """
     plan = job.plan
-    # After the job has gone back to an older step, no step refers to an abandoned one.
-    is_fit = base.plan is plan and base.restored_ref == job.restored_ref
-    if not is_fit or base.increments >= MOST_INCREMENTS:
+    # A restore makes a new plan, so no step refers to one that the job has abandoned.
+    if base.plan is not plan or base.increments >= MOST_INCREMENTS:
         return None
     try:
         if not is_committed(backend, base.ref):

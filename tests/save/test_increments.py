@@ -17,18 +17,19 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest, read_packed
-from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.inventory import Inventory, heirs_of
 from ckpt.catalog.mending import mend_step
+from ckpt.catalog.pins import Leases, is_pinned, pins_on, put_pin
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer_by_rank import commit_parts, copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step
-from ckpt.errors import IntegrityError
+from ckpt.errors import IntegrityError, NoCheckpoint, ObjectExists
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Packed, StoredFile
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.policy import Retention, heirs_of
+from ckpt.retention.policy import Retention
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import remove
 from ckpt.storage.registry import open_backend
@@ -538,3 +539,63 @@ def test_whatever_a_person_and_the_job_do_each_listed_step_is_what_was_saved(
                         assert data == value.numpy().tobytes(), (ref, name)
     finally:
         manager.close()
+
+
+def test_a_step_whose_base_was_deleted_by_hand_is_listed_as_damaged(tmp_path, cli: Cli):
+    save(tmp_path, 3)
+    shutil.rmtree(tmp_path / ref_of(tmp_path, 1).folder)
+    rows = {row["step"]: row for row in cli("ls", tmp_path, "--json").json["steps"]}
+    assert {step: row["state"] for step, row in rows.items()} == {2: "damaged", 3: "damaged"}
+    assert rows[3]["detail"] == "step 1, which holds a part of it, is gone"
+
+
+def test_a_run_whose_job_was_killed_is_removed_in_spite_of_its_leases(tmp_path, cli: Cli):
+    save(tmp_path, 3)
+    base = ref_of(tmp_path, 1)
+    Leases(open_backend(str(tmp_path))).keep([base])
+    put_pin(open_backend(str(tmp_path)), ref_of(tmp_path, 2), 60.0, "an evaluation")
+    assert "is pinned until" in cli("rm", tmp_path, "--run").err
+    assert cli("unpin", tmp_path, 2).code == 0
+    assert cli("rm", tmp_path, "--run", "--dry-run").code == 0
+    ran = cli("rm", tmp_path, "--run")
+    assert ran.code == 0, ran.err
+    assert committed(open_backend(str(tmp_path))) == []
+
+
+def test_a_base_is_not_encoded_again_under_the_steps_that_refer_to_it(tmp_path):
+    """Other lengths would move the chunks that the increments take from it."""
+    near = Tier(str(tmp_path / "near"), codec="zstd")
+    far = Tier(str(tmp_path / "far"))
+    weights = save([near, far], 3)
+    root = Path(near.url)
+    file = root / ref_of(root, 1).folder / "rank-00000.encoded"
+    intact = file.read_bytes()
+    (increment,) = read_manifest(open_backend(near.url), ref_of(root, 3)).increments
+    own = len(intact) - increment.size  # The steps after it use the bytes before
+    file.write_bytes(intact[:own] + bytes(byte ^ 1 for byte in intact[own:]))
+    with Workers("test", 1) as workers:
+        backend, ref = open_backend(near.url), ref_of(root, 1)
+        folder = StepFolder(backend, ref, workers)
+        report = verify_step(backend, ref, workers=workers)
+        with pytest.raises(ObjectExists, match=r"steps 2, 3 on .* refer to its files"):
+            mend_step(
+                [open_backend(far.url)],
+                folder,
+                report.faults,
+                codec="zstd",
+                confirm=lambda: None,
+                on_bytes=lambda _: None,
+            )
+    for step in (2, 3):
+        loaded = ckpt.load(root, "model", step=step)
+        assert all(torch.equal(loaded[name], value) for name, value in weights[step].items())
+
+
+def test_bases_are_pinned_while_another_process_finishes_a_step(tmp_path):
+    save(tmp_path, 3)
+    store, base = open_backend(str(tmp_path)), ref_of(tmp_path, 1)
+    with pins_on(store, [base]):
+        assert is_pinned(store, base)
+    assert not is_pinned(store, base)
+    with pytest.raises(NoCheckpoint), pins_on(store, [StepRef(9, "abcdef")]):
+        raise AssertionError
