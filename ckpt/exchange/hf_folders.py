@@ -89,7 +89,7 @@ class HfFolders:
         self._part = part
         self._lock = threading.Lock()
         self._next: _PinnedStep | None = None
-        self._last_step = -1
+        self._last_place: tuple[int, str] | None = None
         self._pinner, self._workers = Workers("hf-pins", 1), Workers("hf-folders", 1)
 
     def __call__(self, event: object) -> None:
@@ -102,9 +102,10 @@ class HfFolders:
         ):
             return
         with self._lock:
-            if event.step == self._last_step:
-                return  # A farther tier has it too
-            self._last_step = event.step
+            last = self._last_place
+            if last is not None and last[0] == event.step and last[1] != event.tier:
+                return  # A farther tier has it too. The same tier has it again after a rollback.
+            self._last_place = event.step, event.tier
         self._pinner.submit(self._pin, event)
 
     def close(self) -> None:

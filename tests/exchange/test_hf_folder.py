@@ -249,6 +249,28 @@ def test_a_job_makes_folders_beside_its_steps(
     assert torch.equal(values["norm.bias"], model.norm.bias.detach().to(torch.bfloat16))
 
 
+def test_a_job_that_goes_back_replaces_the_folders_of_its_abandoned_steps(
+    tmp_path: Path, config: Path, model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_here(monkeypatch)
+    folders = HfFolders(tmp_path / "hf", config, every=2, keep_last=1)
+    bias = model.norm.bias.detach()
+    with CheckpointManager(tmp_path / "run", observers=[folders]) as manager, folders:
+        for step, names in ((2, [2]), (4, [4]), (6, [6])):
+            manager.save({"model": model}, step)
+            assert until(lambda names=names: folder_numbers(tmp_path) == names)  # type: ignore[misc]
+        manager.restore({"model": model}, step=2)
+        bias.fill_(9.0)
+        manager.save({"model": model}, 4)
+        assert until(lambda: folder_numbers(tmp_path) == [4])
+    values = read(tmp_path / "hf" / "step-000000004")
+    assert torch.equal(values["norm.bias"], bias)
+
+
+def folder_numbers(tmp_path: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (tmp_path / "hf").glob("step-*"))
+
+
 def test_a_step_stays_until_it_is_exported(
     tmp_path: Path, config: Path, model: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
