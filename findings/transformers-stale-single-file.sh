@@ -5,8 +5,8 @@
 #   one stays, and `from_pretrained` loads it: the older weights, without an error or a warning.
 # Source: transformers 5.23.0, `save_pretrained` in modeling_utils.py removes only files that are
 #   named as parts; `from_pretrained` looks for the single file before the index.
-# Affected: Whoever saves into the folder of the model that was fine-tuned, or exports again with a
-#   smaller `max_shard_size`, and every program that chooses the file by its name in this order.
+# Affected: programs that save into the folder of the model that they have fine-tuned, or export again
+#   with a smaller `max_shard_size`, and programs that choose the file by its name in this order.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

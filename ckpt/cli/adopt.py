@@ -13,6 +13,8 @@ from ckpt.cli.import_ import Format, lines_of, show_notes
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     JsonOption,
+    ParamNamesOption,
+    PlainOption,
     RootOption,
     TimeoutOption,
     one_place,
@@ -46,21 +48,8 @@ def adopt(
     kind: Annotated[
         Format | None, typer.Option("--format", help="Default: what FOLDER looks like.")
     ] = None,
-    plain: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--plain",
-            metavar="NAME",
-            help="A dict of tensors that is not a model; may be given several times.",
-        ),
-    ] = None,
-    param_names: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The model's parameter names, one on each line, in the optimizer's order.",
-        ),
-    ] = None,
+    plain: PlainOption = None,
+    param_names: ParamNamesOption = None,
     root: RootOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,

@@ -12,6 +12,8 @@ from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     JsonOption,
+    ParamNamesOption,
+    PlainOption,
     RootOption,
     TimeoutOption,
     one_place,
@@ -51,21 +53,8 @@ def import_(
     kind: Annotated[
         Format | None, typer.Option("--format", help="Default: what SOURCE looks like.")
     ] = None,
-    plain: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--plain",
-            metavar="NAME",
-            help="A dict of tensors that is not a model; may be given several times.",
-        ),
-    ] = None,
-    param_names: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The model's parameter names, one on each line, in the optimizer's order.",
-        ),
-    ] = None,
+    plain: PlainOption = None,
+    param_names: ParamNamesOption = None,
     root: RootOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,

@@ -91,6 +91,22 @@ PlacesAndStepArgument = Annotated[
         show_default=False,
     ),
 ]
+PlainOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plain",
+        metavar="NAME",
+        help="A dict of tensors that is not a model; may be given several times.",
+    ),
+]
+ParamNamesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--param-names",
+        metavar="FILE",
+        help="The model's parameter names, one on each line, in the optimizer's order.",
+    ),
+]
 JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON document on standard output, and nothing else."),

@@ -1,4 +1,4 @@
-"""The difference between two chunks of equal length, for chunks of which few words change.
+"""The difference between two chunks of equal length. It is short if few words change.
 
 A difference consists of the gaps between the words that change, and of the changes: the new word
 minus the old one, as integers. A small step of a floating-point number changes its word by one or

@@ -225,7 +225,7 @@ class _Adoption:
                     candidates.append((index, part.box, part.source))
                 else:
                     elements.copies[index, part.box] = part.source
-        # Two tensors may have the same bytes, of which only one can use them where they are.
+        # If two tensors have the same bytes, only one can use them where they are.
         free = set(place([span for _, _, span in candidates]))
         for index, box, span in candidates:
             if span in free:

@@ -1,10 +1,10 @@
-"""Host memory for one version of the weights, which takes over from an earlier version what did not
+"""Host memory for one version of the weights, which copies from an earlier version what did not
 change.
 
 A version is filled chunk by chunk. A chunk that is equal in the earlier version is copied from
-there, and one of which the difference is known is made from the two. Each chunk is compared with
-its checksum where it lies, so neither damage of the store nor a write of the caller into an earlier
-version can get into a later one.
+there. A chunk whose difference is known is made from the earlier chunk and the difference. Each
+chunk is compared with its checksum in its memory, so neither damage of the store nor a write of the
+caller into an earlier version can get into a later one.
 """
 
 from __future__ import annotations

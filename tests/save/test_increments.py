@@ -43,7 +43,7 @@ WIDTH = 128
 
 
 class Adapted:
-    """A model of which only the last layer is trained, as with LoRA."""
+    """A model whose last layer alone is trained, as with LoRA."""
 
     def __init__(self, frozen: int = LAYERS - 1) -> None:
         torch.manual_seed(0)
