@@ -36,7 +36,7 @@ from ckpt.model.checksum import checksum
 from ckpt.staging import copies
 from ckpt.storage.api import StorageBackend, Upload
 from ckpt.storage.registry import open_backend
-from ckpt_backends import direct_io
+from ckpt_backends.folder import direct_io
 
 _CALLS: Final = {
     "open": ("open",),

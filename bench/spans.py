@@ -27,9 +27,9 @@ from ckpt.staging import snapshot
 from ckpt.staging.frames import Frame, Spill
 from ckpt.staging.snapshot import Snapshot
 from ckpt.staging.window import RingWindow, Window
-from ckpt_backends import posix
-from ckpt_backends.direct_io import DirectWriter
-from ckpt_backends.posix import PosixBackend
+from ckpt_backends.folder import posix
+from ckpt_backends.folder.direct_io import DirectWriter
+from ckpt_backends.folder.posix import PosixBackend
 
 _THREADS: Final = {
     "MainThread": "training",

@@ -190,9 +190,9 @@ OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "deepspeed", "gcsf
 OPTIONAL_PACKAGES |= {"adlfs", "azure", "obstore", "s3fs"}
 LATE_IMPORTS = {
     "backends/ckpt_backends/azure.py": {"fsspec"},
-    "backends/ckpt_backends/file_server.py": {"fsspec"},
+    "backends/ckpt_backends/file_server/backend.py": {"fsspec"},
     "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
-    "backends/ckpt_backends/gcs.py": {"fsspec"},
+    "backends/ckpt_backends/gcs/backend.py": {"fsspec"},
     "ckpt/agent/__main__.py": {"ckpt"},  # NumPy: only its workers need it
     "ckpt/cli/adopt.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/diff.py": {"ckpt"},  # torch: only --values needs it
@@ -212,9 +212,9 @@ This list only shrinks.
 
 FOREIGN_PRIVATES = {
     "backends/ckpt_backends/azure.py",  # how fsspec reads a URL
-    "backends/ckpt_backends/file_server.py",
-    "backends/ckpt_backends/sftp.py",  # the answers to writes, which paramiko drops at the end
-    "backends/ckpt_backends/smb.py",  # how long the client waits
+    "backends/ckpt_backends/file_server/backend.py",
+    "backends/ckpt_backends/file_server/sftp.py",  # answers to writes, which paramiko drops
+    "backends/ckpt_backends/file_server/smb.py",  # how long the client waits
     "ckpt/adapters/torch_private.py",
     "ckpt/adapters/torch_store.py",
     "ckpt/integrations/accelerate.py",
@@ -222,9 +222,9 @@ FOREIGN_PRIVATES = {
     "ckpt/integrations/deepspeed_engine.py",
     "ckpt/integrations/lightning_loops.py",
     "ckpt/integrations/lightning_strategy.py",
-    "backends/ckpt_backends/gcs.py",
-    "backends/ckpt_backends/s3.py",
-    "backends/ckpt_backends/s3_bulk.py",
+    "backends/ckpt_backends/gcs/backend.py",
+    "backends/ckpt_backends/s3/backend.py",
+    "backends/ckpt_backends/s3/bulk.py",
 }
 """Files that use private names of torch, DeepSpeed, Lightning or a client, which have no public
 ones for it.
@@ -487,7 +487,13 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["ckpt", "ckpt.cli.main", "ckpt.storage.registry", "ckpt_backends", "ckpt_backends.posix"],
+    [
+        "ckpt",
+        "ckpt.cli.main",
+        "ckpt.storage.registry",
+        "ckpt_backends",
+        "ckpt_backends.folder.posix",
+    ],
 )
 def test_importing_does_not_import_torch(module: str) -> None:
     done = bare_python("-c", f"import sys, {module}; print('torch' in sys.modules)")

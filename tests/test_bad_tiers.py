@@ -21,8 +21,8 @@ from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, ConfigError, StorageError
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
-from ckpt_backends.posix import PosixBackend
-from ckpt_backends.s3 import S3Backend, _S3Upload
+from ckpt_backends.folder.posix import PosixBackend
+from ckpt_backends.s3.backend import S3Backend, _S3Upload
 from tests.kit.stores import whole
 from tests.servers import KEY, SECRET
 

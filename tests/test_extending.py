@@ -51,7 +51,7 @@ def test_a_backend_of_another_distribution_saves_and_restores(tmp_path: Path) ->
         tmp_path,
         "ckpt_drawer",
         """
-        from ckpt_backends.posix import open_posix
+        from ckpt_backends.folder.posix import open_posix
 
         def open_drawer(url, options):
             return open_posix(url.removeprefix("drawer://"), options)

@@ -244,7 +244,7 @@ def test_the_only_good_image_in_memory_is_not_given_up_for_a_slot_that_is_empty(
 
 def test_a_step_that_cannot_be_taken_off_memory_is_not_overwritten(near, monkeypatch):
     from ckpt.errors import AccessDenied
-    from ckpt_backends.shm import ShmBackend
+    from ckpt_backends.folder.shm import ShmBackend
 
     tiers, folder = near
     with CheckpointManager(tiers) as manager:

@@ -124,7 +124,9 @@ def test_the_packages_come_from_the_wheel(clean: Path, tmp_path: Path, package: 
     assert Path(place).is_relative_to(clean.parent)
 
 
-@pytest.mark.parametrize("module", ["posix", "memory", "fsspec_bridge", "s3", "gcs"])
+@pytest.mark.parametrize(
+    "module", ["folder.posix", "memory", "fsspec_bridge", "s3.backend", "gcs.backend"]
+)
 def test_every_backend_imports(clean: Path, tmp_path: Path, module: str) -> None:
     run(clean / "python", "-c", f"import ckpt_backends.{module}", cwd=tmp_path)
 

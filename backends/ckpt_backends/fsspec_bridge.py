@@ -39,9 +39,9 @@ from ckpt.storage.api import (
 from ckpt.storage.places import OBJECT_STORES
 from ckpt.storage.registry import scheme_of
 from ckpt_backends.client_options import missing_extra, secrets_of
-from ckpt_backends.file_server import FILE_SERVERS, open_file_server
+from ckpt_backends.file_server.backend import FILE_SERVERS, open_file_server
+from ckpt_backends.folder.posix import open_posix
 from ckpt_backends.foreign_errors import clean, foreign
-from ckpt_backends.posix import open_posix
 from ckpt_backends.store_table import TRANSPARENT, check_tested
 from ckpt_backends.temporary import is_hidden, temporary_beside
 

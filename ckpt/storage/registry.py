@@ -24,21 +24,21 @@ from ckpt.storage.api import StorageBackend
 BackendFactory = Callable[[str, Mapping[str, object]], StorageBackend]
 
 BUILT_IN: Final[Mapping[str, str]] = {
-    "file": "ckpt_backends.posix:open_posix",
+    "file": "ckpt_backends.folder.posix:open_posix",
     "memory": "ckpt_backends.memory:open_memory",
-    "shm": "ckpt_backends.shm:open_shm",
-    "s3": "ckpt_backends.s3:open_s3",
-    "s3a": "ckpt_backends.s3:open_s3",
-    "gs": "ckpt_backends.gcs:open_gcs",
-    "gcs": "ckpt_backends.gcs:open_gcs",
+    "shm": "ckpt_backends.folder.shm:open_shm",
+    "s3": "ckpt_backends.s3.backend:open_s3",
+    "s3a": "ckpt_backends.s3.backend:open_s3",
+    "gs": "ckpt_backends.gcs.backend:open_gcs",
+    "gcs": "ckpt_backends.gcs.backend:open_gcs",
     "abfs": "ckpt_backends.azure:open_azure",
     "abfss": "ckpt_backends.azure:open_azure",
     "az": "ckpt_backends.azure:open_azure",
-    "sftp": "ckpt_backends.file_server:open_file_server",
-    "ssh": "ckpt_backends.file_server:open_file_server",
-    "smb": "ckpt_backends.file_server:open_file_server",
-    "ftp": "ckpt_backends.file_server:open_file_server",
-    "webdav": "ckpt_backends.file_server:open_file_server",
+    "sftp": "ckpt_backends.file_server.backend:open_file_server",
+    "ssh": "ckpt_backends.file_server.backend:open_file_server",
+    "smb": "ckpt_backends.file_server.backend:open_file_server",
+    "ftp": "ckpt_backends.file_server.backend:open_file_server",
+    "webdav": "ckpt_backends.file_server.backend:open_file_server",
 }
 FALLBACK: Final = "ckpt_backends.fsspec_bridge:open_fsspec"
 _GROUP: Final = "ckpt.backends"
@@ -89,7 +89,9 @@ def stores_in_memory() -> list[str]:
     """Return the URLs (``shm://NAME``) of the stores in this machine's memory that jobs of this
     user have made, also of jobs that have ended.
     """
-    return cast("Callable[[], list[str]]", pkgutil.resolve_name("ckpt_backends.shm:stores"))()
+    return cast(
+        "Callable[[], list[str]]", pkgutil.resolve_name("ckpt_backends.folder.shm:stores")
+    )()
 
 
 def _factory(url: str, scheme: str) -> BackendFactory:

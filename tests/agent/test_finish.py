@@ -37,7 +37,7 @@ from ckpt.processes import Process, machine
 from ckpt.retention.claim import Claim
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
-from ckpt_backends.posix import PosixBackend
+from ckpt_backends.folder.posix import PosixBackend
 from tests.agent.conftest import await_state, holders, job_of, memory_folder
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import Cli, cli

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ckpt_backends.direct_io import rename_if_absent
+from ckpt_backends.folder.direct_io import rename_if_absent
 from tests.chaos.events import KILLED, RENAME, arm
 
 EXPECTED = ["os.write", "os.pwrite", "os.ftruncate", "os.fsync", "os.link", RENAME]

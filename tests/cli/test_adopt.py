@@ -18,7 +18,7 @@ from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import IntegrityError
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from ckpt_backends.posix import PosixBackend
+from ckpt_backends.folder.posix import PosixBackend
 from tests.cli.conftest import Cli
 from tests.exchange.adopted import check, content, save_dcp
 from tests.exchange.states import same, trained

@@ -133,7 +133,7 @@ def test_a_folder_on_a_dead_server_is_given_up_while_it_is_opened(
             over.wait()
         return False
 
-    monkeypatch.setattr("ckpt_backends.posix.on_network", on_network)
+    monkeypatch.setattr("ckpt_backends.folder.posix.on_network", on_network)
     monkeypatch.setattr("ckpt.cli.store_timeout.SILENT_SECONDS", 0.1)
     far = Path("far").absolute()
     command = threading.Thread(

@@ -31,8 +31,8 @@ from ckpt import CheckpointManager, PerRank, RngState, Tier
 from ckpt.errors import ConfigError, KindMismatch, RestoreError, StepExists
 from ckpt.exchange import imports
 from ckpt.exchange.inert_pickle import Inert, read_inert
-from ckpt_backends import posix
-from ckpt_backends.posix import PosixBackend
+from ckpt_backends.folder import posix
+from ckpt_backends.folder.posix import PosixBackend
 from tests.checkpoints import Written
 from tests.cli.conftest import Cli
 from tests.exchange.states import Net, odd_state, same, trained

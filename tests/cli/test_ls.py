@@ -17,7 +17,7 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Rule
 from ckpt.storage.tiers import urls_of
-from ckpt_backends import shm
+from ckpt_backends.folder import shm
 from tests.checkpoints import Written, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
 
@@ -321,7 +321,9 @@ def memory(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     Path("ckpt.toml").write_text('[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "disk"\n')
     (url, _) = urls_of(load_config().tiers)
     true = shm.stores
-    monkeypatch.setattr("ckpt_backends.shm.stores", lambda: [one for one in true() if one == url])
+    monkeypatch.setattr(
+        "ckpt_backends.folder.shm.stores", lambda: [one for one in true() if one == url]
+    )
     backend = open_backend(url)
     for step in (1, 2):
         write_checkpoint(backend, step, ARRAYS)
@@ -383,7 +385,7 @@ def test_several_stores_in_memory_have_a_table_each(
     cli: Cli, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "shm://another-of-test-ls"
-    monkeypatch.setattr("ckpt_backends.shm.stores", lambda: [memory, other])
+    monkeypatch.setattr("ckpt_backends.folder.shm.stores", lambda: [memory, other])
     backend = open_backend(other)
     try:
         for step in (7, 8, 9):
@@ -405,7 +407,7 @@ def test_several_stores_in_memory_have_a_table_each(
 
 
 def test_without_any_memory_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt_backends.shm.stores", list)
+    monkeypatch.setattr("ckpt_backends.folder.shm.stores", list)
     ran = cli("ls", "--root", "memory", "--json")
     assert ran.code == 7
     assert "no checkpoint in memory: this user has nothing" in ran.json["message"]

@@ -283,7 +283,7 @@ def test_a_restore_that_was_cut_goes_on_where_it_was(
     kill = """
 import os, sys, threading
 from ckpt.cli.main import main
-from ckpt_backends.posix import _PosixUpload
+from ckpt_backends.folder.posix import _PosixUpload
 finish, finished, turn = _PosixUpload.finish, [], threading.Lock()
 def once(self, *args):
     with turn:

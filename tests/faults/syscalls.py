@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_backends import direct_io, posix
+from ckpt_backends.folder import direct_io, posix
 
 CHANGING = (
     "open",

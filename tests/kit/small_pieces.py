@@ -17,7 +17,8 @@ from ckpt.plan.save import SavePlan, plan_save
 from ckpt.save import host_memory
 from ckpt.staging import budget, copies, frames, image, slot
 from ckpt.staging.slots import SlotPool
-from ckpt_backends import memory, posix
+from ckpt_backends import memory
+from ckpt_backends.folder import posix
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES, ChunkReader, join_a
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
-from ckpt_backends.posix import open_posix
+from ckpt_backends.folder.posix import open_posix
 from tests.kit.sinks import ArraySink
 from tests.plan.worlds import fragment_of, merged
 

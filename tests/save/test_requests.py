@@ -13,8 +13,8 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.model.keys import StepRef
-from ckpt_backends.posix import PosixBackend
-from ckpt_backends.s3_bulk import S3Bulk
+from ckpt_backends.folder.posix import PosixBackend
+from ckpt_backends.s3.bulk import S3Bulk
 from tests.servers import KEY, SECRET, Server
 
 Calls = list[tuple[str, str]]

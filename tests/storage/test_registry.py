@@ -8,11 +8,11 @@ import pytest
 
 from ckpt.errors import ConfigError, UnknownScheme
 from ckpt.storage.registry import open_backend, scheme_of
+from ckpt_backends.folder.posix import PosixBackend
 from ckpt_backends.fsspec_bridge import StorageBackendOnFsspec
-from ckpt_backends.gcs import GCSBackend
+from ckpt_backends.gcs.backend import GCSBackend
 from ckpt_backends.memory import MemoryBackend
-from ckpt_backends.posix import PosixBackend
-from ckpt_backends.s3 import S3Backend
+from ckpt_backends.s3.backend import S3Backend
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import Retention
 from ckpt.save.job_steps import EarlierSteps
 from ckpt.storage.registry import open_backend
-from ckpt_backends.posix import PosixBackend, _PosixUpload
-from ckpt_backends.shm import ShmBackend
+from ckpt_backends.folder.posix import PosixBackend, _PosixUpload
+from ckpt_backends.folder.shm import ShmBackend
 from tests.agent.conftest import new_place
 from tests.coordination.world import World, WorldCoordinator
 from tests.crash.nursery import warm_up

@@ -36,7 +36,7 @@ from ckpt.nodes.store import NodeStore
 from ckpt.nodes.wire import Peer
 from ckpt.storage.api import Upload
 from ckpt.storage.tiers import OpenTier, open_tiers
-from ckpt_backends.posix import PosixBackend
+from ckpt_backends.folder.posix import PosixBackend
 from tests.distributed.workers import nets
 from tests.distributed.workers.nets import assert_same, shards, step
 from tests.kit.certificates import Authority

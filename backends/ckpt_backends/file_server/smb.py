@@ -11,7 +11,7 @@ import smbclient
 from smbprotocol.exceptions import SMBOSError
 
 from ckpt.errors import ObjectNotFound, TransientStorageError
-from ckpt_backends.file_server import WAIT_SECONDS, Entry
+from ckpt_backends.file_server.backend import WAIT_SECONDS, Entry
 
 _ACCESS_DENIED: Final = 0xC0000022
 _SHARE_ALL: Final = "rwd"  # By default, the client opens a file for itself alone
@@ -42,7 +42,7 @@ class _ConnectionCache(dict[str, Any]):
 
 
 class SmbConnection:
-    """See ``ckpt_backends.file_server.Connection``."""
+    """See ``ckpt_backends.file_server.backend.Connection``."""
 
     DEFAULTS: ClassVar[Mapping[str, object]] = {
         "timeout": WAIT_SECONDS,

@@ -39,7 +39,7 @@ from ckpt_backends.client_options import (
 )
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, modified_of
-from ckpt_backends.gcs_upload import ResumableUpload
+from ckpt_backends.gcs.upload import ResumableUpload
 from ckpt_backends.jitter import give_gcsfs_its_own_dice
 
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret

@@ -13,8 +13,8 @@ from ckpt.errors import ObjectNotFound, StorageError
 from ckpt.storage.api import AdoptsFiles
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch
-from ckpt_backends import shm
-from ckpt_backends.shm import open_shm, stores
+from ckpt_backends.folder import shm
+from ckpt_backends.folder.shm import open_shm, stores
 
 
 class TestShm(BackendConformance):

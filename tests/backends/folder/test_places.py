@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_backends.places import are_apart
-from ckpt_backends.posix import open_posix
-from ckpt_backends.shm import open_shm
+from ckpt_backends.folder.places import are_apart
+from ckpt_backends.folder.posix import open_posix
+from ckpt_backends.folder.shm import open_shm
 
 
 def place(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The backend for Amazon S3 and compatible stores.
 
 A large object is written with a multipart upload. Each thread of the pipeline sends one part at a
-time straight from the caller's memory (see ``s3_bulk``). ``pipe_file`` and ``open`` of s3fs are not
+time straight from the caller's memory (see ``s3.bulk``). ``pipe_file`` and ``open`` of s3fs are not
 used for large objects, since they hold hundreds of MiB and send parts in batches. s3fs makes the
 small requests, on the one thread of fsspec's event loop. If the reply of a request that creates an
 object is lost, the backend asks the store whether the object exists.
@@ -48,10 +48,10 @@ from ckpt_backends.client_options import (
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.jitter import give_botocore_its_own_dice
-from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing, session_of
-from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
-from ckpt_backends.s3_options import TOKEN, check_options
-from ckpt_backends.s3_orphans import Orphans
+from ckpt_backends.s3.bulk import S3Bulk, bulk_of, expect_nothing, session_of
+from ckpt_backends.s3.obstore import ObstoreUpload, ObstoreWriter
+from ckpt_backends.s3.options import TOKEN, check_options
+from ckpt_backends.s3.orphans import Orphans
 
 _MIB: Final = 1 << 20
 _MOST_PARTS: Final = 10_000

@@ -11,12 +11,12 @@ from urllib.parse import quote
 from webdav4.client import ResourceAlreadyExists, ResourceConflict
 
 from ckpt.errors import ObjectNotFound, StorageError
-from ckpt_backends.file_server import WAIT_SECONDS, Entry
+from ckpt_backends.file_server.backend import WAIT_SECONDS, Entry
 from ckpt_backends.temporary import TEMPORARY, is_abandoned, temporary_beside
 
 
 class WebdavConnection:
-    """See ``ckpt_backends.file_server.Connection``."""
+    """See ``ckpt_backends.file_server.backend.Connection``."""
 
     DEFAULTS: ClassVar[Mapping[str, object]] = {"timeout": WAIT_SECONDS}
     PASSES_OPTIONS: ClassVar[bool] = True

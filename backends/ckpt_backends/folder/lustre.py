@@ -18,7 +18,7 @@ import threading
 from typing import Final
 
 from ckpt.errors import ConfigError
-from ckpt_backends.mounts import kind_of
+from ckpt_backends.folder.mounts import kind_of
 
 _log = logging.getLogger("ckpt")
 _COUNT: Final = 4

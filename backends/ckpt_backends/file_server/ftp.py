@@ -11,11 +11,11 @@ from time import strptime
 from typing import Any, ClassVar
 
 from ckpt.errors import ObjectNotFound
-from ckpt_backends.file_server import WAIT_SECONDS, Entry
+from ckpt_backends.file_server.backend import WAIT_SECONDS, Entry
 
 
 class FtpConnection:
-    """See ``ckpt_backends.file_server.Connection``."""
+    """See ``ckpt_backends.file_server.backend.Connection``."""
 
     DEFAULTS: ClassVar[Mapping[str, object]] = {"timeout": WAIT_SECONDS}
     PASSES_OPTIONS: ClassVar[bool] = False

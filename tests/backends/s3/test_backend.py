@@ -26,9 +26,8 @@ from ckpt.errors import (
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, page_aligned, payload, send, store
 from ckpt.storage.testing.uploads import UploadConformance
-from ckpt_backends import s3_obstore
-from ckpt_backends.direct_io import address
-from ckpt_backends.s3 import open_s3
+from ckpt_backends.folder.direct_io import address
+from ckpt_backends.s3.backend import open_s3
 from tests.servers import KEY, SECRET
 
 pytestmark = pytest.mark.server
@@ -590,7 +589,7 @@ def test_an_upload_of_obstore_is_a_failure_if_another_has_replaced_the_object(ob
 
 
 def test_a_server_that_dies_under_obstore(rclone_s3, monkeypatch):
-    monkeypatch.setattr(s3_obstore, "_TRIES", 1)
+    monkeypatch.setattr("ckpt_backends.s3.obstore._TRIES", 1)
     options = {
         **RIGHT,
         **HASTY,

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import ckpt_backends.lustre
+import ckpt_backends.folder.lustre
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError
-from ckpt_backends.lustre import Striping
-from ckpt_backends.mounts import kind_of
-from ckpt_backends.posix import open_posix
+from ckpt_backends.folder.lustre import Striping
+from ckpt_backends.folder.mounts import kind_of
+from ckpt_backends.folder.posix import open_posix
 
 Asked = Callable[[], list[list[str]]]
 LAYOUT = ["setstripe", "-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c"]
@@ -43,7 +43,9 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(programs), prepend=":")
-    monkeypatch.setattr(ckpt_backends.lustre, "kind_of", lambda path: kind_of(path, str(mounts)))
+    monkeypatch.setattr(
+        ckpt_backends.folder.lustre, "kind_of", lambda path: kind_of(path, str(mounts))
+    )
     return lambda: (
         [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     )

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import StorageError
-from ckpt_backends import direct_io
-from ckpt_backends.direct_io import (
+from ckpt_backends.folder import direct_io
+from ckpt_backends.folder.direct_io import (
     BUFFER_BYTES,
     STRAIGHT_BYTES,
     address,
@@ -24,7 +24,7 @@ from ckpt_backends.direct_io import (
     is_cached,
     read_at,
 )
-from ckpt_backends.posix import open_posix
+from ckpt_backends.folder.posix import open_posix
 from tests.kit.examples import examples
 
 SIZE = 3 * BUFFER_BYTES + 4321

@@ -26,10 +26,10 @@ from ckpt.errors import (
 from ckpt.storage.api import KeepsUnfinishedWrites
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, page_aligned, payload, send, store
-from ckpt_backends import direct_io
-from ckpt_backends import mounts as mounts_module
-from ckpt_backends import posix as posix_module
-from ckpt_backends.posix import open_posix
+from ckpt_backends.folder import direct_io
+from ckpt_backends.folder import mounts as mounts_module
+from ckpt_backends.folder import posix as posix_module
+from ckpt_backends.folder.posix import open_posix
 
 PART = 8 << 20
 
@@ -534,7 +534,7 @@ def test_a_user_without_permission_is_denied(tmp_path):
         pytest.skip("NOT TESTED: only root can become nobody")
     script = """
         import os, sys
-        from ckpt_backends.posix import open_posix
+        from ckpt_backends.folder.posix import open_posix
         from ckpt.errors import AccessDenied
         for key in ("step/x", "names/x"):
             open_posix(sys.argv[1], {}).put(key, [b"x"])

@@ -36,7 +36,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload
-from ckpt_backends.file_server import _Folders
+from ckpt_backends.file_server.backend import _Folders
 from tests.kit.disks import mount
 from tests.kit.file_servers import SHARES, need_module, served
 from tests.kit.marks import torture
@@ -148,7 +148,7 @@ def test_many_threads_read_one_file_at_once(tier):
 def test_the_login_at_an_smb_server_has_a_limit():
     """The client has none, and asks only after the login whether the server is alive."""
     pytest.importorskip("smbprotocol")
-    from ckpt_backends.smb import _ConnectionCache
+    from ckpt_backends.file_server.smb import _ConnectionCache
 
     class Connection:
         _receive_timeout = 600.0

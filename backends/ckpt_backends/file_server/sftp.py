@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from paramiko.sftp import CMD_EXTENDED, SFTP_OK, SFTP_OP_UNSUPPORTED, SFTP_PERMISSION_DENIED
 
 from ckpt.errors import ObjectNotFound
-from ckpt_backends.file_server import WAIT_SECONDS, Entry
+from ckpt_backends.file_server.backend import WAIT_SECONDS, Entry
 
 _REQUEST_BYTES: Final = 32 << 10  # The most bytes of one write that every server takes
 _WINDOW: Final = 64  # How many writes are sent before the answers are read
@@ -20,7 +20,7 @@ _UNABLE: Final = (SFTP_OP_UNSUPPORTED, SFTP_PERMISSION_DENIED)
 
 
 class SftpConnection:
-    """See ``ckpt_backends.file_server.Connection``."""
+    """See ``ckpt_backends.file_server.backend.Connection``."""
 
     DEFAULTS: ClassVar[Mapping[str, object]] = {
         "timeout": WAIT_SECONDS,

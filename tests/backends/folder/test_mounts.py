@@ -17,7 +17,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release
 from ckpt.errors import OutOfSpace, RootInUse, RootLost
 from ckpt.storage.testing.conformance import store
-from ckpt_backends.posix import open_posix
+from ckpt_backends.folder.posix import open_posix
 from tests.kit import filesystems
 from tests.kit.filesystems import Mounts, evict, mounts, unmount
 from tests.kit.stores import whole

@@ -37,7 +37,7 @@ from ckpt.storage.api import (
     check_read,
     check_written,
 )
-from ckpt_backends.direct_io import (
+from ckpt_backends.folder.direct_io import (
     ALIGNMENT,
     DirectWriter,
     read_at,
@@ -45,10 +45,10 @@ from ckpt_backends.direct_io import (
     reserve,
     write_all,
 )
-from ckpt_backends.lustre import Striping, stripe_count
-from ckpt_backends.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
+from ckpt_backends.folder.lustre import Striping, stripe_count
+from ckpt_backends.folder.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
+from ckpt_backends.folder.places import are_apart, place_of
 from ckpt_backends.oserrors import storage_errors
-from ckpt_backends.places import are_apart, place_of
 from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporary_beside
 
 _PART_BYTES: Final = 8 << 20

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from ckpt.errors import StorageError, TransientStorageError
 from ckpt.storage.api import ObjectInfo, check_written
-from ckpt_backends.s3_options import TOKEN
+from ckpt_backends.s3.options import TOKEN
 
 _PARTS_AT_ONCE: Final = 8
 _REQUEST_SECONDS: Final = 120

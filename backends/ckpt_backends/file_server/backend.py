@@ -58,11 +58,11 @@ _TRIES: Final = 3  # A folder may be removed between its creation and the creati
 
 
 FILE_SERVERS: Final[Mapping[str, str]] = {
-    "sftp": "ckpt_backends.sftp:SftpConnection",
-    "ssh": "ckpt_backends.sftp:SftpConnection",
-    "smb": "ckpt_backends.smb:SmbConnection",
-    "ftp": "ckpt_backends.ftp:FtpConnection",
-    "webdav": "ckpt_backends.webdav:WebdavConnection",
+    "sftp": "ckpt_backends.file_server.sftp:SftpConnection",
+    "ssh": "ckpt_backends.file_server.sftp:SftpConnection",
+    "smb": "ckpt_backends.file_server.smb:SmbConnection",
+    "ftp": "ckpt_backends.file_server.ftp:FtpConnection",
+    "webdav": "ckpt_backends.file_server.webdav:WebdavConnection",
 }
 """The class of the connections for each URL scheme."""
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from typing import Final
 
-from ckpt_backends.mounts import is_network, keeps_numbers, kind_of, path_in_mount
+from ckpt_backends.folder.mounts import is_network, keeps_numbers, kind_of, path_in_mount
 
 _OWN_NUMBERS: Final = frozenset({"cifs", "smb3"})
 """Network file systems whose clients may number the folders by themselves, each mount anew."""

@@ -9,8 +9,7 @@ import pytest
 from ckpt.errors import ConfigError, ObjectExists, StorageError, TransientStorageError
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, payload, send
-from ckpt_backends import gcs
-from ckpt_backends.gcs import open_gcs
+from ckpt_backends.gcs.backend import GCSBackend, open_gcs
 from tests.servers import free_port
 
 pytestmark = [
@@ -326,7 +325,7 @@ def test_a_store_that_cannot_be_reached_is_told_in_seconds_and_prints_nothing(ca
 
 def test_a_page_of_a_listing_is_asked_for_when_the_one_before_it_was_taken(backend, monkeypatch):
     pages = []
-    page = gcs.GCSBackend._page
+    page = GCSBackend._page
 
     def recorded(self, key, /, **arguments):
         pages.append(arguments)
@@ -334,8 +333,8 @@ def test_a_page_of_a_listing_is_asked_for_when_the_one_before_it_was_taken(backe
 
     for number in range(5):
         backend.put(f"step-{number}/file", [b"x"])
-    monkeypatch.setattr(gcs, "_PAGE_KEYS", 2)
-    monkeypatch.setattr(gcs.GCSBackend, "_page", recorded)
+    monkeypatch.setattr("ckpt_backends.gcs.backend._PAGE_KEYS", 2)
+    monkeypatch.setattr(GCSBackend, "_page", recorded)
     listed = backend.list("step-")
     assert [next(listed).key, next(listed).key] == ["step-0/file", "step-1/file"]
     assert len(pages) == 1

@@ -1,0 +1,1 @@
+"""Folders, on a local disk, in shared memory, or on NFS and Lustre."""

@@ -1,0 +1,1 @@
+"""Amazon S3 and compatible stores, over s3fs, botocore and obstore."""
