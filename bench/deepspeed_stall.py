@@ -28,7 +28,7 @@ from torch import nn
 
 from bench.rank_exit import exit_rank
 from ckpt import Tier
-from ckpt.integrations.deepspeed_engine import CkptEngine
+from ckpt.integrations.deepspeed import CkptEngine
 
 
 def main() -> None:

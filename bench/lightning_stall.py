@@ -25,7 +25,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from ckpt import CheckpointManager, events
-from ckpt.integrations import lightning as door
 from ckpt.integrations.lightning import CkptCheckpoint
 
 EVERY_STEPS = 5
@@ -83,7 +82,7 @@ def main() -> None:
                     if name == "ckpt"
                     else Timed(root)
                 )
-                with patch.object(door, "CheckpointManager", observed):
+                with patch("ckpt.integrations.lightning.callback.CheckpointManager", observed):
                     _fit(args.width, callback, [AsyncCheckpointIO()] if "IO" in name else [])
                 if isinstance(callback, Timed):
                     stalls[name] += callback.seconds

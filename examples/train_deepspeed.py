@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from train_digits import digits
 
 from ckpt.integrations.data import ElasticSampler
-from ckpt.integrations.deepspeed_engine import CkptEngine
+from ckpt.integrations.deepspeed import CkptEngine
 
 
 def network() -> nn.Module:

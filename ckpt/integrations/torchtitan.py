@@ -46,10 +46,10 @@ from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.errors.base import few
 from ckpt.errors.sanitize import redact
-from ckpt.integrations.all_ranks import of_first
-from ckpt.integrations.framework_manager import FrameworkManager
-from ckpt.integrations.resizing import refusing_resize, same_or_first
-from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.shared.all_ranks import of_first
+from ckpt.integrations.shared.framework_manager import FrameworkManager
+from ckpt.integrations.shared.resizing import refusing_resize, same_or_first
+from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.integrations.worker_seeds import give_generator
 from ckpt.model.keys import StepRef
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt import CheckpointManager
-from ckpt.integrations import lightning
+from ckpt.integrations.lightning import callback
 from tests.chaos.record import Record
 
 EPOCHS: Final = 3
@@ -66,8 +66,8 @@ def main(way: str, out: str) -> None:
     if way == "ckpt":
         # The callback takes no observers.
         manager = partial(CheckpointManager, observers=[record.observe])
-        lightning.CheckpointManager = manager  # type: ignore[attr-defined, misc, assignment]
-        saver: Callback = lightning.CkptCheckpoint(out, every_n_epochs=1)
+        callback.CheckpointManager = manager  # type: ignore[attr-defined, misc, assignment]
+        saver: Callback = callback.CkptCheckpoint(out, every_n_epochs=1)
     else:
         saver = ModelCheckpoint(out, every_n_epochs=1, save_top_k=-1, save_last=True)
     teller = Teller(record, tells_saves=way != "ckpt")

@@ -22,8 +22,8 @@ from accelerate.utils import DistributedType
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
-from ckpt.integrations import tested
 from ckpt.integrations.accelerate import AcceleratorCheckpoints
+from ckpt.integrations.shared import tested
 from tests.distributed.launch import TORCHRUN
 from tests.integrations.accelerate_job import BATCHES, Job, accelerator, forget
 from tests.kit.worlds import run_forks

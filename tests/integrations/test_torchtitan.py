@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.integrations.resizing import same_or_first
+from ckpt.integrations.shared.resizing import same_or_first
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 

@@ -1,4 +1,4 @@
-"""A small training for `tests.integrations.test_lightning`, and its worker on several ranks.
+"""A small training for the tests of Lightning, and its worker on several ranks.
 
 lightning_nets.py ROOT kill STEP      trains and is killed right after the save of STEP began
 lightning_nets.py ROOT MODE           under torchrun: trains, then resumes in the same process;

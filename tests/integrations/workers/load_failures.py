@@ -12,8 +12,8 @@ from torch import distributed as dist
 
 from bench.rank_exit import exit_rank
 from ckpt.errors import CkptError
-from ckpt.integrations.all_ranks import of_all
-from ckpt.integrations.deepspeed_tags import check_loads, check_same_files
+from ckpt.integrations.deepspeed.tags import check_loads, check_same_files
+from ckpt.integrations.shared.all_ranks import of_all
 
 
 def engine_of(case: str) -> Any:

@@ -37,7 +37,7 @@ from ckpt.errors import (
     RootInUse,
     UnsupportedValue,
 )
-from ckpt.integrations.deepspeed_engine import CkptEngine
+from ckpt.integrations.deepspeed import CkptEngine
 from tests.kit.damage import files
 from tests.kit.deadly import die_in_the_save_of
 from tests.servers import free_port

@@ -38,10 +38,10 @@ from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
-from ckpt.integrations.all_ranks import of_all, of_first
-from ckpt.integrations.own_state import saved_as
-from ckpt.integrations.tested import warn_of_untested
-from ckpt.integrations.trainer_folder import (
+from ckpt.integrations.shared.all_ranks import of_all, of_first
+from ckpt.integrations.shared.own_state import saved_as
+from ckpt.integrations.shared.tested import warn_of_untested
+from ckpt.integrations.transformers.trainer_folder import (
     SaveLimit,
     check_is_checkpoint,
     folder_of,

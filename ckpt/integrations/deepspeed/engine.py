@@ -15,7 +15,7 @@ to each rank, so it does not restore on another number of ranks. For such restor
 `ckpt.integrations.deepspeed.zero_state`.
 
 This module does not import deepspeed itself. A save or a load imports deepspeed when it meets a
-value that is no tensor, array, container or plain value (see ``deepspeed_values``).
+value that is no tensor, array, container or plain value (see ``deepspeed.values``).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import Event, SaveCommitted, SaveFailed
-from ckpt.integrations.all_ranks import of_all
-from ckpt.integrations.deepspeed_tags import check_loads, check_same_files
-from ckpt.integrations.deepspeed_values import OptimizerMemory, StoredTensor, pack, unpack
-from ckpt.integrations.stored import FailedEntry, build_and_fill, open_readers
-from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.deepspeed.tags import check_loads, check_same_files
+from ckpt.integrations.deepspeed.values import OptimizerMemory, StoredTensor, pack, unpack
+from ckpt.integrations.shared.all_ranks import of_all
+from ckpt.integrations.shared.stored import FailedEntry, build_and_fill, open_readers
+from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.model.values import check_structure, parse

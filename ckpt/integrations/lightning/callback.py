@@ -35,7 +35,7 @@ from ckpt.catalog.index import committed, creation_time
 from ckpt.catalog.inventory import Inventory
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
 from ckpt.errors import CkptError, ConfigError
-from ckpt.integrations.lightning_loops import (
+from ckpt.integrations.lightning.loops import (
     begin_next_epoch,
     continues_epoch,
     ends_epoch,
@@ -44,10 +44,10 @@ from ckpt.integrations.lightning_loops import (
     reloads_train_loader,
     start_loader_again,
 )
-from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of, step_of
-from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
-from ckpt.integrations.own_state import saved_as
-from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.lightning.paths import BEST, NEWEST, Candidate, path_of, step_of
+from ckpt.integrations.lightning.strategy import MODULE, CkptStrategy, mix_in
+from ckpt.integrations.shared.own_state import saved_as
+from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.pending import PendingSave

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests import processes
-from tests.integrations.on_deepspeed import MARKS
+from tests.integrations.deepspeed.on_deepspeed import MARKS
 from tests.kit.worlds import ENVIRONMENT, ROOT, environment_of, run_forks, world
 from tests.servers import free_port
 
-WORKER = Path(__file__).parent / "workers" / "zero_engine.py"
-PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "deepspeed.md"
+WORKER = Path(__file__).parents[1] / "workers" / "zero_engine.py"
+PAGE = ROOT / "docs" / "integrations" / "deepspeed.md"
 KINDS = ("0-fp32", "0-bf16", "1-fp32", "1-bf16-sums", "2-bf16", "3-fp32", "3-bf16")
 OFFLOADED = ("2-bf16-offload", "3-bf16-offload")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.integrations import tested
-from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.shared import tested
+from ckpt.integrations.shared.tested import warn_of_untested
 
-FOLDER = Path(tested.__file__).parent
+FOLDER = Path(tested.__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,21 @@ def test_one_tested_release_is_no_range(
     assert "tested with frame 3.0 only" in caplog.text
 
 
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+
+
 CALLS = {
-    path.stem: found[1]
-    for path in sorted(FOLDER.glob("*.py"))
+    name_of(path): found[1]
+    for path in sorted(FOLDER.rglob("*.py"))
     if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)", TESTED_RANGE', path.read_text()))
 }
 
 
 def test_every_integration_with_a_range_reports() -> None:
-    ranges = {path.stem for path in FOLDER.glob("*.py") if "\nTESTED_RANGE: " in path.read_text()}
+    ranges = {
+        name_of(path) for path in FOLDER.rglob("*.py") if "\nTESTED_RANGE: " in path.read_text()
+    }
     assert ranges == CALLS.keys()
 
 

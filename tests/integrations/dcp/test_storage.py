@@ -54,7 +54,7 @@ from tests.kit.stores import faulty
 from tests.kit.worlds import run_forks, world
 from tests.processes import run
 
-WORKER = Path(__file__).parent / "workers" / "dcp.py"
+WORKER = Path(__file__).parents[1] / "workers" / "dcp.py"
 
 # DCP says so whenever there is no process group
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

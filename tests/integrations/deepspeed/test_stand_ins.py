@@ -18,7 +18,7 @@ from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed import zero_state
 from tests.adapters.saving import manifest_of, new_root, restored, saved
-from tests.integrations.flat_engine import Engine
+from tests.integrations.deepspeed.flat_engine import Engine
 from tests.overlap.conftest import window  # noqa: F401
 from tests.overlap.window import Window
 

@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from bench.rank_exit import exit_rank
 from ckpt.errors import UnsupportedValue
 from ckpt.integrations.lightning import CkptCheckpoint
-from ckpt.integrations.own_state import OwnState, saved_as
+from ckpt.integrations.shared.own_state import OwnState, saved_as
 from tests.integrations.conftest import after
 from tests.kit.worlds import world
 

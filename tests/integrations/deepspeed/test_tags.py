@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit.worlds import world
 
-WORKER = Path(__file__).parent / "workers" / "load_failures.py"
+WORKER = Path(__file__).parents[1] / "workers" / "load_failures.py"
 
 pytestmark = pytest.mark.distributed
 

@@ -3,7 +3,7 @@
 It has 16-bit parameters in one flat buffer per group, fp32 master weights, and a real AdamW over
 them.
 
-The real one needs a C++ compiler and seconds to start. ``test_deepspeed.py`` uses it to show what
+The real one needs a C++ compiler and seconds to start. ``test_zero.py`` uses it to show what
 differs with stages and ranks.
 """
 

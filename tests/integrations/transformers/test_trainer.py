@@ -30,8 +30,8 @@ import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, RestoreError, RootInUse
-from ckpt.integrations import trainer_folder
-from ckpt.integrations import transformers as door
+from ckpt.integrations.transformers import trainer as door
+from ckpt.integrations.transformers import trainer_folder
 from ckpt.model.metrics import metrics_of
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
@@ -53,7 +53,7 @@ from tests.integrations.trainers import (
 )
 from tests.kit.stores import faulty
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SHORT = "max_steps=4, save_steps=2"
 ROOT = HERE.parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

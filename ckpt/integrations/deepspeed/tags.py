@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from ckpt.errors import NoCheckpoint, RestoreError
 from ckpt.errors.base import few
-from ckpt.integrations.all_ranks import of_all
+from ckpt.integrations.shared.all_ranks import of_all
 
 Tags = Callable[[], list[str]]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import LocalShards
-from ckpt.integrations.zero_layout import Span, span_of_rank, span_within
+from ckpt.integrations.deepspeed.zero_layout import Span, span_of_rank, span_within
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 worlds = st.integers(1, 5)

@@ -47,9 +47,9 @@ from ckpt.errors import (
     StepExists,
 )
 from ckpt.errors.sanitize import redact
-from ckpt.integrations.dcp_items import Entries, Path, gather_lists, leaves, state_of
-from ckpt.integrations.framework_manager import FrameworkManager
-from ckpt.integrations.stored import FailedEntry, fill_targets, open_readers, opened_step
+from ckpt.integrations.dcp.items import Entries, Path, gather_lists, leaves, state_of
+from ckpt.integrations.shared.framework_manager import FrameworkManager
+from ckpt.integrations.shared.stored import FailedEntry, fill_targets, open_readers, opened_step
 from ckpt.model.keys import StepRef
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
@@ -82,7 +82,7 @@ class _Order:
         rank: The number of the rank in the group of ranks that save.
         world_size: The number of ranks in that group.
         token: A text that no other save of the job has.
-        spread: The paths of the lists that are stored as dicts. See ``dcp_items.gather_lists``.
+        spread: The paths of the lists that are stored as dicts. See ``dcp.items.gather_lists``.
     """
 
     step: int
@@ -236,7 +236,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose the step for all ranks, and give the entries of a list to one rank (see
-        ``dcp_items.gather_lists``).
+        ``dcp.items.gather_lists``).
 
         Only DCP's coordinator rank calls this.
         """

@@ -14,7 +14,7 @@ saved with the values of rank 0. The optimizer's entry contains the learning rat
 scale and the engine's counters.
 
 In this module, the inner optimizer is the torch optimizer inside of DeepSpeed's own optimizer, and
-a partition is a flat tensor of master weights (see `ckpt.integrations.zero_layout`). Master weights
+a partition is a flat tensor of master weights (see ``deepspeed.zero_layout``). Master weights
 and optimizer state are copied while training goes on: only a step of the inner optimizer changes
 them, and this step waits for the copy. Everything else is copied before ``save_async`` returns.
 
@@ -39,7 +39,7 @@ from ckpt.adapters.walk.items import Entry, ModuleItems, Part
 from ckpt.adapters.walk.modules import entries
 from ckpt.adapters.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.errors import ConfigError, RestoreError
-from ckpt.integrations.zero_layout import Partition, Piece, partitions_of, span_of_shard
+from ckpt.integrations.deepspeed.zero_layout import Partition, Piece, partitions_of, span_of_shard
 
 _ZERO: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps")

@@ -16,9 +16,9 @@ import torch
 
 from ckpt import CheckpointManager
 from tests.distributed.launch import torchrun
-from tests.integrations.on_deepspeed import MARKS
+from tests.integrations.deepspeed.on_deepspeed import MARKS
 
-WORKER = Path(__file__).parent / "workers" / "zero.py"
+WORKER = Path(__file__).parents[1] / "workers" / "zero.py"
 STAGES, DTYPES = ("1", "2", "3"), ("fp32", "bf16")
 VARIANTS = ("2-bf16-robin", "1-bf16-sums", "3-fp32-groups", "2-bf16-offload", "3-bf16-offload")
 

@@ -18,14 +18,14 @@ from lightning.pytorch.strategies import FSDPStrategy
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError
 from ckpt.integrations.lightning import CkptCheckpoint
-from ckpt.integrations.lightning_strategy import mix_in
+from ckpt.integrations.lightning.strategy import mix_in
 from tests.integrations.conftest import after
 from tests.kit.marks import torture
 from tests.kit.worlds import run_forks, world
 
-WORKER = Path(__file__).parent / "workers" / "lightning_nets.py"
+WORKER = Path(__file__).parents[1] / "workers" / "lightning_nets.py"
 IMPORTS = ("lightning.pytorch",)
-PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "lightning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "lightning.md"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ConfigError
-from ckpt.integrations.trainer_folder import check_is_checkpoint, remove_folders, write_folder
+from ckpt.integrations.transformers.trainer_folder import (
+    check_is_checkpoint,
+    remove_folders,
+    write_folder,
+)
 
 
 def test_a_folder_that_is_suggested_exists(tmp_path: Path) -> None:
