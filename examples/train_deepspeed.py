@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from train_digits import digits
 
-from ckpt.integrations.data import ElasticSampler
+from ckpt.data import ElasticSampler
 from ckpt.integrations.deepspeed import CkptEngine
 
 

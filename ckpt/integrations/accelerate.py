@@ -31,13 +31,13 @@ from torch.optim import Optimizer
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.adapters.walk.objects import declares_state
 from ckpt.config import MEMORY, Tier
+from ckpt.data.worker_seeds import give_generator
 from ckpt.errors import CkptError, ConfigError, EntryMissing, EntryUnexpected, RestoreError
 from ckpt.errors.base import few
 from ckpt.events import Event, Restored
 from ckpt.integrations.shared.own_state import saved_as
 from ckpt.integrations.shared.resizing import refusing_resize, same_or_first
 from ckpt.integrations.shared.tested import warn_of_untested, warn_once
-from ckpt.integrations.worker_seeds import give_generator
 from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave

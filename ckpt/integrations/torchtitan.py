@@ -43,6 +43,7 @@ from ckpt.adapters.walk.items import Entry, ModuleItems, Part
 from ckpt.adapters.walk.modules import canonical
 from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.config import MEMORY, Tier
+from ckpt.data.worker_seeds import give_generator
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.errors.base import few
 from ckpt.errors.sanitize import redact
@@ -50,7 +51,6 @@ from ckpt.integrations.shared.all_ranks import of_first
 from ckpt.integrations.shared.framework_manager import FrameworkManager
 from ckpt.integrations.shared.resizing import refusing_resize, same_or_first
 from ckpt.integrations.shared.tested import warn_of_untested
-from ckpt.integrations.worker_seeds import give_generator
 from ckpt.model.keys import StepRef
 
 TESTED_RANGE: Final = ("0.3", "0.3")

@@ -32,7 +32,7 @@ _RANDOM: Final = (
 )
 _LOADER: Final = (
     "leave it out, and put the position in the data into the state: an ElasticSampler of "
-    "ckpt.integrations.data as the sampler of the loader (docs/data.md)"
+    "ckpt.data as the sampler of the loader (docs/data.md)"
 )
 _STATELESS: Final = "it has no state, so leave it out"
 _CODE: Final = (

@@ -504,7 +504,7 @@ class Settings:
         (dt.datetime(2026, 1, 1, tzinfo=dt.UTC), ".isoformat()"),
         (
             torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(1))),
-            "an ElasticSampler of ckpt.integrations.data",
+            "an ElasticSampler of ckpt.data",
         ),
         (random.SystemRandom(), "it has no state, so leave it out"),
         (iter([1]), "the position that it has reached"),

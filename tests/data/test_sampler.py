@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt import CheckpointManager
+from ckpt.data import ElasticSampler
 from ckpt.errors import CkptError, ConfigError, RestoreError
-from ckpt.integrations.data import ElasticSampler
 from tests.kit.worlds import world
 
 WORKER = Path(__file__).parent / "workers" / "dealt.py"

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
-from ckpt.integrations.data import ElasticSampler, ElasticStream
+from ckpt.data import ElasticSampler, ElasticStream
 
 EPOCHS = 2
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt import CheckpointManager, PerRank, RngState
-from ckpt.integrations.data import ElasticSampler, ElasticStream
+from ckpt.data import ElasticSampler, ElasticStream
 
 LENGTH, SIZE, EPOCHS = 24, 4, 3
 

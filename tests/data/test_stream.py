@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckpt import CheckpointManager
+from ckpt.data import ElasticSampler, ElasticStream
 from ckpt.errors import ConfigError, RestoreError
-from ckpt.integrations.data import ElasticSampler, ElasticStream
 from tests.kit.examples import examples
 from tests.kit.pages import block
 from tests.kit.worlds import world
