@@ -44,9 +44,9 @@ from ckpt.agent.messages import Job
 from ckpt.agent.reports import Order, Report, Verifying
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.config import SaveConfig
-from ckpt.coordination.owner import NO_PROCESS, Owner
 from ckpt.events import Event, NodeReplicated
 from ckpt.restore.report import RestoreReport
+from ckpt.root.owner import NO_PROCESS, Owner
 
 _WIDTH: Final = 1024
 _BYTES_PER_PARAMETER: Final = 12  # float32: the weight and AdamW's two moments

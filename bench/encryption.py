@@ -25,7 +25,7 @@ import torch
 
 from ckpt import CheckpointManager, Tls
 from ckpt.catalog.fragments import load_fragment
-from ckpt.catalog.index import read_packed, step_refs
+from ckpt.catalog.index import read_packed
 from ckpt.catalog.transfer import copy_files
 from ckpt.catalog.verify import StepFolder
 from ckpt.model.keys import StepRef
@@ -37,6 +37,7 @@ from ckpt.pipeline.chunk_reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead
+from ckpt.root.attempts import step_refs
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.tls import encryption_of

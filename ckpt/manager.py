@@ -30,7 +30,6 @@ from ckpt.config import Metadata, Mode, SaveConfig, Settings, load_config, with_
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.coordination.nodes import agree
-from ckpt.coordination.owner import attend
 from ckpt.elastic.call_guard import CallGuard, one_at_a_time
 from ckpt.elastic.planned_stop import StopSignals
 from ckpt.elastic.stop_listener import StopListener
@@ -48,6 +47,7 @@ from ckpt.pipeline.workers import Workers, close_at_exit, has_script_ended
 from ckpt.restore.branch import BranchPoint, begin_branch
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
+from ckpt.root.owner import attend
 from ckpt.save.active_save import EARLIER_FAILED, NO_SLOT, HandOver, MissedSteps, Reports
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.reserver import Reserver

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ckpt.coordination.owner import Owner
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
@@ -24,6 +23,7 @@ from ckpt.model.packed import fragment_of, pack_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.save import plan_save
+from ckpt.root.owner import Owner
 from ckpt.storage.api import StorageBackend
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]

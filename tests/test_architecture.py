@@ -585,12 +585,12 @@ def test_mypy_checks_every_module() -> None:
 
 STEP_FILES = "ckpt/coordination/step_files.py"
 OTHER_DELETIONS = {
-    "ckpt/catalog/pins.py": "pins",
+    "ckpt/root/pins.py": "pins",
     "ckpt/catalog/rollbacks.py": "rollbacks",
     "ckpt/catalog/watching.py": "the records of watchers",
     "ckpt/cli/pin.py": "pins",
-    "ckpt/coordination/claim_marker.py": "claim markers",
-    "ckpt/coordination/owner.py": "the record of the owner of a root",
+    "ckpt/root/claim_marker.py": "claim markers",
+    "ckpt/root/owner.py": "the record of the owner of a root",
     "ckpt/coordination/tombstone.py": "tombstones",
 }
 """The modules that delete objects which are no files of a step."""

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from ckpt import CheckpointManager, Tier
 from ckpt.config import load_config
-from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, ConfigError, StorageError
 from ckpt.model.keys import OWNER
+from ckpt.root.owner import Owner
 from ckpt.storage.registry import open_backend
 from ckpt_backends.folder.posix import PosixBackend
 from ckpt_backends.s3.backend import S3Backend, _S3Upload

@@ -16,14 +16,15 @@ import ckpt.coordination.committer
 import ckpt.retention.pruner
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, own_objects, step_refs
+from ckpt.catalog.index import committed, own_objects
 from ckpt.catalog.inventory import Inventory
-from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
 from ckpt.model.keys import OWNER
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import remove
+from ckpt.root.attempts import step_refs
+from ckpt.root.owner import Owner, claim, read_owner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers
 from tests.kit.states import IMAGE, state

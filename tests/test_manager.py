@@ -25,7 +25,6 @@ from torch import nn
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank, RngState, SaveConfig, Tier
 from ckpt.catalog.index import committed, find, read_manifest
-from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -40,6 +39,7 @@ from ckpt.errors import (
 from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.model.keys import OWNER
 from ckpt.processes import Process
+from ckpt.root.owner import Owner, claim, read_owner
 from ckpt.save.active_save import HandOver
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import is_committed, step_refs
-from ckpt.coordination.owner import Owner, claim
+from ckpt.catalog.index import is_committed
 from ckpt.errors import (
     AccessDenied,
     NoCheckpoint,
@@ -33,6 +32,8 @@ from ckpt.model.keys import OWNER
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune
+from ckpt.root.attempts import step_refs
+from ckpt.root.owner import Owner, claim
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.checkpoints import write_checkpoint

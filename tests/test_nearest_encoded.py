@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import step_refs
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.cli.main import main
 from ckpt.pipeline.workers import Workers
+from ckpt.root.attempts import step_refs
 from ckpt.storage.registry import open_backend
 from tests.kit.damage import flip
 from tests.kit.stores import whole

@@ -34,22 +34,23 @@ from ckpt.agent.messages import Job
 from ckpt.agent.node_parts import NodeParts
 from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
 from ckpt.catalog.finalize import finalize
-from ckpt.catalog.index import is_committed, unfinished_of
+from ckpt.catalog.index import branch_attempts_of, is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer_by_rank import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.owner import NO_PROCESS, Owner, delete_owner, owner_of, read_owner
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, errors_of
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import rank_list
 from ckpt.model.rollback import last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim, attempts_of, branch_attempts_of
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention, history
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import discard, remove
+from ckpt.root.attempts import attempts_of
+from ckpt.root.claim import Claim
+from ckpt.root.owner import NO_PROCESS, Owner, delete_owner, owner_of, read_owner
 from ckpt.staging.slot_files import remove_orphans
 from ckpt.storage.tiers import OpenTier
 from ckpt.upkeep.step_copier import StepCopier

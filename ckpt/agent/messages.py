@@ -18,9 +18,9 @@ import msgspec
 
 from ckpt.config import Tier
 from ckpt.coordination.abort_reason import Abort
-from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.processes import Process
+from ckpt.root.owner import Owner
 from ckpt.version import __version__
 
 PROTOCOL: Final = 7

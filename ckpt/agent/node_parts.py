@@ -29,7 +29,7 @@ from typing import Final
 
 from ckpt.agent.messages import Job
 from ckpt.agent.reports import Copied, OnReport, progress_of
-from ckpt.catalog.index import is_committed, own_objects, read_packed
+from ckpt.catalog.index import branch_attempts_of, is_committed, own_objects, read_packed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer_by_rank import (
     brought_ranks,
@@ -56,7 +56,6 @@ from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import branch_attempts_of
 from ckpt.storage.api import StorageBackend
 from ckpt.upkeep.step_copier import StepCopier
 

@@ -17,12 +17,12 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.catalog.transfer import fetch_step, has_codec
 from ckpt.catalog.verify import OnProgress, StepFolder
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import OutOfSpace, RootInUse
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size
 from ckpt.pipeline.workers import Workers
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.api import HasSpace, StorageBackend
 from ckpt.storage.tiers import OpenTier
 

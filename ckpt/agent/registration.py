@@ -24,11 +24,11 @@ from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.json_message import encode_json
 from ckpt.coordination.nodes import on_node
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.api import HoldsRoot
 from ckpt.storage.places import canonical, is_folder
 from ckpt.storage.registry import scheme_of

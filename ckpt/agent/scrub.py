@@ -29,7 +29,7 @@ from ckpt.model.keys import StepRef, rank_of
 from ckpt.observe.journal import note_verified
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim
+from ckpt.root.claim import Claim
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 

@@ -12,7 +12,7 @@ decision:
 2. A leader goes on to the next save. So it must not have written to a later step, or to a later try
    at this step.
 3. Each rank of a refused save removes its own files. So every fragment must exist, and must still
-   exist after the claim marker (``coordination.claim_marker``) of this process keeps the ranks from
+   exist after the claim marker (``root.claim_marker``) of this process keeps the ranks from
    removing any. Every byte of data is compared with its checksum too. With ``read_data=False``,
    only the size of each file is compared.
 
@@ -29,11 +29,8 @@ from functools import partial
 from typing import Final
 
 from ckpt.catalog.index import list_root, own_objects
-from ckpt.catalog.pins import pins_on
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.claim_marker import claim_for_finish, release_finish
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.coordination.step_files import put_manifest
 from ckpt.coordination.tombstone import delete_tombstone
 from ckpt.errors import (
@@ -54,6 +51,9 @@ from ckpt.model.packed import fragment_of
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
+from ckpt.root.claim_marker import claim_for_finish, release_finish
+from ckpt.root.leases import pins_on
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.api import StorageBackend
 
 _PRUNE_NOTE: Final = (

@@ -14,7 +14,6 @@ from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import fill, load_fragment
 from ckpt.catalog.rollbacks import newest_rollback
-from ckpt.coordination.claim_marker import is_being_removed
 from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, has_tombstone, is_of_manifest
 from ckpt.errors import (
     AccessDenied,
@@ -42,7 +41,8 @@ from ckpt.model.keys import (
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.rollback import Rollback, current_branch, last_rollback, on_branch
 from ckpt.model.validate import check_manifest
-from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.retry import RetryPolicy, ask
+from ckpt.root.claim_marker import is_being_removed
 from ckpt.storage.api import (
     HasRoot,
     KeepsUnfinishedWrites,
@@ -67,15 +67,6 @@ _KEYS_PER_REQUEST: Final = 100
 """How many keys are listed at most for each request that the listing may save."""
 _MOST_NUMBERS: Final = 5
 _MOST_FOREIGN: Final = 1000  # How many objects are listed to describe a root that has no steps
-
-
-def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
-    """Return the result of ``work``, which sends a request to a store.
-
-    Transient errors are retried. A storage error names the store.
-    """
-    with errors_of(backend.url):
-        return _RETRY.call(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +97,11 @@ def list_root(backend: StorageBackend) -> RootContents:
     return RootContents(refs, newest_rollback(backend) if ROLLBACKS in names else None)
 
 
-def step_refs(backend: StorageBackend) -> list[StepRef]:
-    """Return every attempt at a step on a store, committed or not, newest step first.
-
-    Folders whose names are not those of steps are ignored.
+def branch_attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
+    """Return the attempts at steps that one job has made and no rollback has abandoned, newest step
+    first.
     """
-    refs = map(parse_folder, ask(backend, lambda: list(backend.folders(""))))
-    return sorted((ref for ref in refs if ref is not None), reverse=True)
+    return [ref for ref in list_root(backend).on_branch if ref.job == job]
 
 
 def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:

@@ -27,8 +27,6 @@ from ckpt.catalog.index import (
     unfinished_of,
 )
 from ckpt.catalog.late_metrics import late_metrics, with_late
-from ckpt.catalog.pins import Pin, all_pins, live_of
-from ckpt.coordination.claim_marker import is_removal_marker
 from ckpt.coordination.tombstone import is_of_manifest
 from ckpt.errors import (
     AccessDenied,
@@ -50,6 +48,8 @@ from ckpt.model.rollback import Rollback
 from ckpt.model.values import parse
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.root.claim_marker import is_removal_marker
+from ckpt.root.pins import Pin, all_pins, live_of
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
 from ckpt.storage.locations import LocatedStore, as_change
 

@@ -26,12 +26,12 @@ from ckpt.catalog.transfer import (
     require_no_heirs,
 )
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
-from ckpt.coordination.claim_marker import clear_away, release_finish, require_finish
 from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.image_writer import OnBytes
+from ckpt.root.claim_marker import clear_away, release_finish, require_finish
 from ckpt.storage.api import StorageBackend
 
 

@@ -11,7 +11,7 @@ go to farther tiers through `ckpt.save.tier_writer`.
 3. The fragments follow, and the manifest comes last, since a step is a checkpoint if and only if
    its manifest exists. Fragments and manifest are copied byte for byte, unless the destination has
    another codec. In that case they are written with the new encoding of the files. Before the
-   manifest is put, the claim marker (``coordination.claim_marker``) is put and all files are
+   manifest is put, the claim marker (``root.claim_marker``) is put and all files are
    checked once more, as for any save that is finished from outside of its job.
 
 Each worker needs memory for one part of a file, and for the chunks at the ends of the part. A store
@@ -36,7 +36,6 @@ from ckpt.catalog.self_contained import SelfContainedStep
 from ckpt.catalog.tiered_reader import OnRepair, SourceManifest, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
-from ckpt.coordination.claim_marker import release_finish, require_finish
 from ckpt.coordination.step_files import delete_files, put_manifest
 from ckpt.coordination.tombstone import delete_tombstone, has_manifest
 from ckpt.errors import (
@@ -70,6 +69,7 @@ from ckpt.plan.merge import merge
 from ckpt.plan.rebase import same_chunks
 from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.plan.save import tail_header
+from ckpt.root.claim_marker import release_finish, require_finish
 from ckpt.storage.api import StorageBackend
 
 Fetch = Callable[[Sequence[ChunkRead], Sink], int]

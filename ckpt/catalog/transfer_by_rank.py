@@ -12,7 +12,7 @@ nothing but the destination store, so they coordinate through the folder of the 
 If a node is lost, there are no notes for its ranks, or their files are never copied. A process that
 has copies of these files on another node then copies them. A rank without a note may be alive, so
 the process first puts a marker that keeps the rank from removing its files
-(``ckpt.coordination.claim_marker``).
+(``ckpt.root.claim_marker``).
 
 The notes and these markers stay in the folder of the step, and are removed with the step.
 """
@@ -30,15 +30,9 @@ import msgspec
 from ckpt.catalog.finalize import read_fragments
 from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import is_committed, own_objects, read_packed
-from ckpt.catalog.pins import pins_on
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy, write_file
 from ckpt.catalog.verify import StepFolder, size_faults
 from ckpt.codec.registry import NO_CODEC, encoder_of
-from ckpt.coordination.claim_marker import (
-    claim_rank_to_bring,
-    clear_away,
-    is_marker_to_bring,
-)
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -57,6 +51,12 @@ from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
+from ckpt.root.claim_marker import (
+    claim_rank_to_bring,
+    clear_away,
+    is_marker_to_bring,
+)
+from ckpt.root.leases import pins_on
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")

@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import threading
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckpt.catalog.index import ask, is_committed, list_root
-from ckpt.catalog.pins import put_pin, remove_pin, renew_pin
+from ckpt.catalog.index import is_committed, list_root
 from ckpt.errors import (
-    CkptError,
     ConfigError,
     NoCheckpoint,
-    StorageError,
     TransientStorageError,
 )
 from ckpt.model.keys import WATCHERS, StepRef, parse_folder
-from ckpt.pipeline.workers import Workers
+from ckpt.pipeline.retry import ask
+from ckpt.root.leases import lease
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 
 POLL_SECONDS: Final = 10.0
-LEASE_SECONDS: Final = 900.0
-"""The duration in seconds of the pin of a lease, which renews the pin until its block has ended.
-
-If the process is killed, the pin keeps the step for this time and ``pins.CLOCK_SKEW_SECONDS``.
-"""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _log = logging.getLogger("ckpt")
@@ -144,62 +136,6 @@ class Watcher:
         """Return ``ref`` with the root and the path by which other programs find it."""
         root = self._backend.url
         return CommittedStep(ref=ref, root=root, path=f"{root.rstrip('/')}/{ref.folder}")
-
-
-@contextmanager
-def lease(backend: StorageBackend, ref: StepRef, reason: str) -> Generator[None]:
-    """Pin the step ``ref`` of a tier while the block runs.
-
-    Raises:
-        NoCheckpoint: The step was removed before, or is being removed.
-        StorageError: The pin cannot be put.
-        ThreadLimit: The system does not start the thread that renews the pin.
-    """
-    pin = put_pin(backend, ref, LEASE_SECONDS, reason)
-    stop = threading.Event()
-
-    def renew() -> None:
-        nonlocal pin
-        while not stop.wait(LEASE_SECONDS / 3):
-            try:
-                pin = renew_pin(backend, pin, LEASE_SECONDS, reason)
-            except CkptError as error:  # The next try may succeed before the pin ends
-                _log.warning("ckpt: the pin on step %d was not renewed: %s", ref.step, error)
-
-    workers = Workers("watch", 1)
-    try:
-        renewal = workers.submit(renew)
-        yield
-    finally:
-        stop.set()
-        # When the interpreter exits, the thread has already ended. The pin then ends by itself.
-        if not sys.is_finalizing():
-            workers.close()
-            remove_pin(backend, pin)
-    if renewal.done():  # If the interpreter exits, ``renew`` has not returned
-        renewal.result()
-
-
-@contextmanager
-def lease_if_allowed(backend: StorageBackend, ref: StepRef, reason: str) -> Generator[bool]:
-    """Pin the step ``ref`` of a tier while the block runs, and yield True. If the tier takes no
-    pin, since it may only be read, yield False.
-
-    Raises:
-        NoCheckpoint: The step was removed before, or is being removed.
-        TransientStorageError: The tier does not answer.
-        ThreadLimit: The system does not start the thread that renews the pin.
-    """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lease(backend, ref, reason))
-        except TransientStorageError:
-            raise
-        except StorageError as error:
-            _log.info("ckpt: step %d is read without a pin: %s", ref.step, error)
-            yield False
-        else:
-            yield True
 
 
 def watch(

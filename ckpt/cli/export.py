@@ -11,7 +11,6 @@ import typer
 from ckpt.catalog.index import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.verify import Meter
-from ckpt.catalog.watching import lease_if_allowed
 from ckpt.checks import as_bytes
 from ckpt.cli import output, records
 from ckpt.cli.options import (
@@ -30,6 +29,7 @@ from ckpt.cli.options import (
 from ckpt.cli.records import Field
 from ckpt.errors import ConfigError
 from ckpt.model.selector import selector_of
+from ckpt.root.leases import lease_if_allowed
 
 if TYPE_CHECKING:
     from ckpt.exchange.export import ExportReport

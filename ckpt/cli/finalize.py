@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt.catalog.finalize import finalize as finish
-from ckpt.catalog.index import is_committed, step_refs, why_missing
+from ckpt.catalog.index import is_committed, why_missing
 from ckpt.catalog.inventory import Inventory
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -27,6 +27,7 @@ from ckpt.errors import CkptError, CommitError, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.pipeline.workers import Workers
+from ckpt.root.attempts import step_refs
 from ckpt.storage.api import StorageBackend
 
 

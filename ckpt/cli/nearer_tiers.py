@@ -8,11 +8,11 @@ from functools import partial
 
 from ckpt.agent.client import known_jobs
 from ckpt.agent.messages import JobStatus
-from ckpt.catalog.index import step_refs
 from ckpt.cli import output
 from ckpt.cli.store_timeout import WatchedStore, open_watched
-from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
+from ckpt.root.attempts import step_refs
+from ckpt.root.owner import read_owner
 from ckpt.storage.places import is_folder, relation, without_query
 from ckpt.storage.registry import stores_in_memory
 

@@ -9,7 +9,6 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.index import find
-from ckpt.catalog.pins import Pin, PinNote, all_pins, note_of, put_pin
 from ckpt.cli import output, records
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
@@ -26,6 +25,7 @@ from ckpt.cli.options import (
     seconds,
 )
 from ckpt.cli.records import Field
+from ckpt.root.pins import Pin, PinNote, all_pins, note_of, put_pin
 
 _FIELDS: Final[Sequence[Field[tuple[Pin, PinNote]]]] = (
     Field("", lambda pair: pair[0].ref, kind="step"),

@@ -20,7 +20,7 @@ from ckpt.catalog.late_metrics import add_metrics
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
-from ckpt.catalog.watching import CommittedStep, lease
+from ckpt.catalog.watching import CommittedStep
 from ckpt.cli import output
 from ckpt.cli.diff import plain_differences
 from ckpt.cli.options import (
@@ -41,6 +41,7 @@ from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.metrics import metrics_of
 from ckpt.model.selector import parse_selector
+from ckpt.root.leases import lease
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 

@@ -24,7 +24,6 @@ from ckpt.cli.options import (
 from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import open_watched, silence_notes
 from ckpt.config import Best, Tier, load_config
-from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.retention.policy import (
@@ -38,6 +37,7 @@ from ckpt.retention.policy import (
     unknown_metric,
 )
 from ckpt.retention.pruner import Removal, carry_out
+from ckpt.root.owner import NO_PROCESS, Owner, read_owner
 from ckpt.storage.tiers import resolve_tier
 from ckpt.upkeep.look import checkpoints
 from ckpt.upkeep.plan import missing_steps

@@ -13,7 +13,6 @@ import typer
 
 from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import StoredStep, heirs_of
-from ckpt.catalog.pins import LEASE_REASON, Pin, all_pins, note_of, remove_pin
 from ckpt.catalog.rollbacks import remove_rollbacks
 from ckpt.cli import output, records
 from ckpt.cli.options import (
@@ -30,11 +29,13 @@ from ckpt.cli.prune import of_bytes
 from ckpt.cli.records import Field
 from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run
 from ckpt.cli.store_timeout import silence_notes
-from ckpt.coordination.owner import delete_owner
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
 from ckpt.observe.journal import journal_files
 from ckpt.retention.removal import remove
+from ckpt.root.leases import LEASE_REASON
+from ckpt.root.owner import delete_owner
+from ckpt.root.pins import Pin, all_pins, note_of, remove_pin
 from ckpt.storage.places import is_folder
 
 _FIELDS: Final[Sequence[Field[tuple[RunTier, StoredStep]]]] = (

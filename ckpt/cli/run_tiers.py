@@ -12,9 +12,9 @@ from ckpt.cli.options import ask_each, open_each
 from ckpt.cli.prune import activity
 from ckpt.cli.store_timeout import WatchedStore
 from ckpt.config import MEMORY, Tier, load_config
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, CommitError
 from ckpt.model.rollback import Rollback, last_rollback
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.registry import scheme_of, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 

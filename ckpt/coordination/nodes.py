@@ -14,6 +14,7 @@ succeeded when all nodes have the manifest.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -28,11 +29,11 @@ from ckpt.coordination.committer import SharedStore
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.json_message import encode_json
 from ckpt.coordination.long_message import drop, receive, send
-from ckpt.coordination.owner import Owner
 from ckpt.errors import CkptError, CommitError, ConfigError, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
+from ckpt.processes import machine
 from ckpt.storage.api import HasRoot, StorageBackend
 from ckpt.storage.tiers import Nodes, OpenTier
 from ckpt.tls import encryption_of
@@ -173,8 +174,7 @@ def _identity(backend: StorageBackend) -> str:
     if isinstance(backend, HasRoot):
         with suppress(CkptError):  # The first save reports this error of the tier
             root = backend.identity()
-    owner = Owner.of_this_process("")
-    place = f"{owner.host} {owner.machine} {root}"
+    place = f"{socket.gethostname()} {machine()} {root}"
     return checksum(place.encode(errors="surrogateescape"))[:16]
 
 

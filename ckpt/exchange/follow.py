@@ -15,9 +15,8 @@ from typing import Any, Final, Self
 
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.delta_chain import DeltaReader
-from ckpt.catalog.index import is_committed, list_root, step_refs, why_missing
+from ckpt.catalog.index import is_committed, list_root, why_missing
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
-from ckpt.catalog.watching import lease_if_allowed
 from ckpt.config import Tier
 from ckpt.errors import (
     ConfigError,
@@ -37,6 +36,8 @@ from ckpt.model.rollback import last_rollback
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, plan_restore
+from ckpt.root.attempts import step_refs
+from ckpt.root.leases import lease_if_allowed
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 

@@ -18,13 +18,13 @@ from types import TracebackType
 from typing import Final, Self
 
 from ckpt.catalog.index import find
-from ckpt.catalog.watching import lease_if_allowed
 from ckpt.checks import whole
 from ckpt.config import rank_of_this_process
 from ckpt.errors import CkptError
 from ckpt.events import SaveCommitted
 from ckpt.exchange.hf_folder import HfOptions, read_config
 from ckpt.pipeline.workers import Workers
+from ckpt.root.leases import lease_if_allowed
 from ckpt.storage.registry import open_backend
 
 _NICE: Final = 10

@@ -107,7 +107,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         metrics: The metrics of the step; NaN and infinite values are None.
         modes: For ``OPEN_EVENT``: which values of a metric are the best, by its name.
         host, machine, pid, start_time: For ``OPEN_EVENT``: the process of rank 0, as in
-            ``ckpt.coordination.owner.Owner``.
+            ``ckpt.root.owner.Owner``.
     """
 
     at: float

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -22,7 +22,8 @@ from tenacity import (
     wait_exponential,
 )
 
-from ckpt.errors import TransientStorageError
+from ckpt.errors import TransientStorageError, errors_of
+from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
 
@@ -80,3 +81,15 @@ class RetryPolicy:
             time.sleep(seconds)
         else:
             self.hurry.wait(seconds)
+
+
+_RETRY: Final = RetryPolicy()
+
+
+def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
+    """Return the result of ``work``, which sends a request to a store.
+
+    Transient errors are retried. A storage error names the store.
+    """
+    with errors_of(backend.url):
+        return _RETRY.call(work)

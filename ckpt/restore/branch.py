@@ -21,13 +21,13 @@ from ckpt.catalog.candidates import LISTING_SECONDS
 from ckpt.catalog.rollbacks import all_rollbacks, put_rollback
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.gather import Wait, leader_decides
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AccessDenied, CkptError, LinkRefused, StorageError
 from ckpt.events import RolledBack
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, is_newest, roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.restore.restorer import RestoreContext
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 

@@ -31,8 +31,6 @@ from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.claim_marker import clear_away
-from ckpt.coordination.owner import Owner
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import CkptError, IntegrityError, OutOfSpace, RootInUse, StorageError
 from ckpt.model import readable
@@ -45,9 +43,11 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import without
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
-from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
+from ckpt.root.claim import Claim
+from ckpt.root.claim_marker import clear_away
+from ckpt.root.owner import Owner
 from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
 

@@ -53,7 +53,7 @@ from ckpt.plan.copies_per_node import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.restore.read_through import CacheContext, ReadThrough, no_claim
 from ckpt.restore.report import RestoreReport
-from ckpt.retention.claim import Claim
+from ckpt.root.claim import Claim
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0

@@ -19,7 +19,6 @@ from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.retention.claim import Claim
 from ckpt.retention.policy import (
     PruneContext,
     Retention,
@@ -30,6 +29,7 @@ from ckpt.retention.policy import (
     on_branch,
 )
 from ckpt.retention.removal import remove
+from ckpt.root.claim import Claim
 from ckpt.storage.tiers import OpenTier
 
 _CAPACITY_REACHED: Final = "its capacity is reached"

@@ -20,7 +20,7 @@ from ckpt.config import Best, Tier, check_retention
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
 from ckpt.model.metrics import best_steps
-from ckpt.retention.claim import Claim
+from ckpt.root.claim import Claim
 from ckpt.storage.api import StorageBackend
 
 GRACE_SECONDS: Final = 24 * 3600.0

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ckpt.catalog.inventory import Inventory, State, StoredStep, heirs_of
-from ckpt.catalog.pins import remove_ended
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim
 from ckpt.retention.policy import (
     GRACE_SECONDS,
     NEWEST,
@@ -35,6 +33,8 @@ from ckpt.retention.policy import (
     unknown_metric,
 )
 from ckpt.retention.removal import discard_left, remove
+from ckpt.root.claim import Claim
+from ckpt.root.pins import remove_ended
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 

@@ -20,9 +20,9 @@ from ckpt.coordination.gather import Wait, arrivals
 from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CkptError, CommitTimeout
 from ckpt.model.keys import StepRef
-from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
+from ckpt.root.claim import Claim
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"

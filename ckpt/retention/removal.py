@@ -6,7 +6,7 @@ step that lacks files is never listed as a checkpoint.
 
 * ``save.slot_steps`` deletes the files of a step in memory before its slot is filled again.
 * ``save.tier_writer`` deletes the fragment of a rank whose job has lost the root.
-* ``coordination.claim_marker`` deletes the files of a rank, mostly after an aborted save.
+* ``root.claim_marker`` deletes the files of a rank, mostly after an aborted save.
 * ``nodes.replica_fetch`` deletes copies of the files of other nodes.
 * ``restore.read_through`` deletes files that a restore has just put into a cache that is full.
 * ``catalog.transfer`` deletes damaged manifests, and files in an encoding that was replaced.
@@ -21,22 +21,22 @@ from typing import Final
 
 from ckpt.catalog.index import own_objects, unfinished_of
 from ckpt.catalog.inventory import StoredStep
-from ckpt.catalog.pins import is_pinned
-from ckpt.coordination.claim_marker import (
-    claim_committed_for_removal,
-    claim_for_removal,
-    is_removal_marker,
-    release_marker,
-    release_removal,
-)
 from ckpt.coordination.step_files import delete_files
 from ckpt.coordination.tombstone import bury
 from ckpt.errors import OutOfSpace
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.retention.claim import Claim
 from ckpt.retention.policy import GRACE_SECONDS
+from ckpt.root.claim import Claim
+from ckpt.root.claim_marker import (
+    claim_committed_for_removal,
+    claim_for_removal,
+    is_removal_marker,
+    release_marker,
+    release_removal,
+)
+from ckpt.root.pins import is_pinned
 from ckpt.storage.api import HasRoot, KeepsUnfinishedWrites, StorageBackend, UnfinishedWrite
 
 _RETRY: Final = RetryPolicy()

@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.index import step_refs
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError, IntegrityError
@@ -33,6 +32,7 @@ from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import FixedGuard, history
+from ckpt.root.attempts import step_refs
 from ckpt.save.job_steps import EarlierSteps, JobSteps
 from ckpt.save.tier_writer import TierWriter
 from ckpt.upkeep.step_copier import StepCopier

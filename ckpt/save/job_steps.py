@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckpt.catalog.index import step_refs
 from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import CkptError
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback
+from ckpt.root.attempts import step_refs
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""

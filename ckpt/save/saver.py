@@ -29,7 +29,7 @@ from ckpt.model.keys import StepRef
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
-from ckpt.retention.claim import Claim
+from ckpt.root.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
 from ckpt.save.detach import await_detaches, await_removals, leave_roots

@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from ckpt.catalog.index import is_committed, step_refs
-from ckpt.catalog.pins import Leases
+from ckpt.catalog.index import is_committed
 from ckpt.catalog.rollbacks import put_rollback
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Abort, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.claim_marker import claim_rank_to_remove, clear_away
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure, Unknown
 from ckpt.coordination.committer import CommitStore, Committer, SharedStore, in_turn
 from ckpt.coordination.nodes import NodeLocalStore, on_node
-from ckpt.coordination.owner import Owner
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import (
     CkptError,
@@ -44,9 +41,13 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import MergeCache
-from ckpt.retention.claim import Claim, TakeoverPost
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
+from ckpt.root.attempts import step_refs
+from ckpt.root.claim import Claim, TakeoverPost
+from ckpt.root.claim_marker import claim_rank_to_remove, clear_away
+from ckpt.root.leases import Leases
+from ckpt.root.owner import Owner
 from ckpt.save.increments import WrittenFile
 from ckpt.save.job_steps import TierSteps
 from ckpt.save.out_of_space import RetryWhenFull

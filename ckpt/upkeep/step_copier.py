@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.catalog.index import is_committed, own_objects, step_refs
+from ckpt.catalog.index import is_committed, own_objects
 from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
@@ -19,9 +19,10 @@ from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef, data_name
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
+from ckpt.root.attempts import step_refs
+from ckpt.root.claim import Claim
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 from ckpt.upkeep.look import checkpoints

@@ -16,8 +16,8 @@ from ckpt import Tier
 from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import AgentStatus, Job, JobStatus
-from ckpt.coordination.owner import Owner
 from ckpt.processes import Process
+from ckpt.root.owner import Owner
 from ckpt.storage.tiers import urls_of
 from tests.kit.waiting import until
 

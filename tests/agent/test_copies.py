@@ -38,7 +38,7 @@ from ckpt.agent.messages import (
     fields_of,
 )
 from ckpt.agent.reports import Order
-from ckpt.catalog.index import read_manifest, step_refs, unfinished_of
+from ckpt.catalog.index import read_manifest, unfinished_of
 from ckpt.config import AgentMode
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import AgentError, CkptError, LeftToAgent, OutOfSpace, RootLost
@@ -46,6 +46,7 @@ from ckpt.model.keys import StepRef, data_name
 from ckpt.model.manifest import Manifest
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers
+from ckpt.root.attempts import step_refs
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders, job
 from tests.coordination.world import World

@@ -16,13 +16,13 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.registration import Registration
-from ckpt.catalog.index import step_refs
 from ckpt.catalog.verify import verify_step
-from ckpt.coordination.owner import read_owner
 from ckpt.errors import AccessDenied, CommitError, LeftToAgent, TransientStorageError
 from ckpt.events import Event, SaveCommitted
 from ckpt.model.keys import OWNER, is_fragment
 from ckpt.pipeline.workers import Workers
+from ckpt.root.attempts import step_refs
+from ckpt.root.owner import read_owner
 from ckpt.save import detach
 from ckpt.save.detach import await_detaches
 from ckpt.storage.registry import open_backend

@@ -29,12 +29,12 @@ from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import Job
 from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse, RootLost
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process, machine
-from ckpt.retention.claim import Claim
+from ckpt.root.claim import Claim
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
 from ckpt_backends.folder.posix import PosixBackend

@@ -22,10 +22,10 @@ from ckpt.agent.finish import Finish
 from ckpt.agent.messages import Job, fields_of
 from ckpt.agent.reports import Copied, Ended, Order
 from ckpt.catalog.index import committed
-from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import OutOfSpace
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
+from ckpt.root.owner import NO_PROCESS, Owner, read_owner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import urls_of
 from tests.agent.conftest import memory_folder
@@ -35,7 +35,7 @@ from tests.kit.worlds import run_code
 TRAINER = """
 import os, sys, msgspec, torch
 from ckpt import CheckpointManager
-from ckpt.coordination.owner import Owner
+from ckpt.root.owner import Owner
 manager = CheckpointManager(sys.argv[1:])
 for step in (1, 2, 3):
     manager.save({"x": torch.full((1000,), step)}, step)

@@ -26,9 +26,9 @@ from ckpt.agent.messages import (
     frames,
     receive,
 )
-from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.processes import Process
+from ckpt.root.owner import Owner
 
 FIELDS = {
     7: {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.catalog.index import step_refs
+from ckpt.root.attempts import step_refs
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders
 from tests.agent.two_nodes import Cluster, cluster, holds, listed

@@ -23,13 +23,13 @@ from ckpt.agent.messages import Job, ScrubStatus, fields_of
 from ckpt.agent.reports import Ended, Order, Verified
 from ckpt.agent.scrub import Scrub
 from ckpt.config import SaveConfig
-from ckpt.coordination.owner import NO_PROCESS, Owner
 from ckpt.errors import ConfigError, TransientStorageError
 from ckpt.events import Event, Observer, StepVerified
 from ckpt.model.keys import OWNER
 from ckpt.observe import Journal
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.pipeline.workers import Workers
+from ckpt.root.owner import NO_PROCESS, Owner
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule

@@ -13,10 +13,10 @@ import torch
 from msgspec.structs import replace
 
 from ckpt import CheckpointManager
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import NoCheckpoint
 from ckpt.events import CommitFinished, Event
 from ckpt.model.keys import OWNER
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.registry import open_backend
 
 

@@ -7,16 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import (
-    Listing,
-    committed,
-    find,
-    is_committed,
-    read_manifest,
-    step_refs,
-)
+from ckpt.catalog.index import Listing, committed, find, is_committed, read_manifest
 from ckpt.catalog.inventory import Inventory
-from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
@@ -31,6 +23,8 @@ from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.runs import Run
+from ckpt.root.attempts import step_refs
+from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule

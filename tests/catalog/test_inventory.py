@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import step_refs
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.late_metrics import put_late
 from ckpt.errors import StorageError
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
+from ckpt.root.attempts import step_refs
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule

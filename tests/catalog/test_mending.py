@@ -15,10 +15,10 @@ from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.mending import mend_step
 from ckpt.catalog.verify import StepFolder
-from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.errors import IntegrityError, ObjectExists, RootInUse, StorageError
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.removal import remove
+from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.storage.registry import open_backend
 from tests.kit.damage import cut, data_of, flip, folder_of, look
 from tests.kit.stores import whole

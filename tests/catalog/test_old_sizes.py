@@ -18,15 +18,15 @@ from ckpt.catalog.finalize import read_fragments
 from ckpt.catalog.index import creation_time, read_manifest
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.late_metrics import add_metrics
-from ckpt.catalog.pins import all_pins, note_of, put_pin
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.coordination.committer import SharedStore
-from ckpt.coordination.owner import Owner, claim, confirm, read_owner
 from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import ManifestCorrupt, ObjectNotFound
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
+from ckpt.root.owner import Owner, claim, confirm, read_owner
+from ckpt.root.pins import all_pins, note_of, put_pin
 from ckpt.storage.api import ObjectInfo, read_record
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint

@@ -10,7 +10,6 @@ import pytest
 from ckpt.catalog.index import is_committed, read_manifest
 from ckpt.catalog.transfer import _clear_unnamed, fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
-from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -26,6 +25,7 @@ from ckpt.model.keys import StepRef, data_name
 from ckpt.pipeline import stored_image
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks
+from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.storage.api import (
     Buffer,
     Capabilities,

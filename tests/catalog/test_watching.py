@@ -12,12 +12,14 @@ import torch
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog import index, pins, watching
+from ckpt.catalog import watching
 from ckpt.catalog.index import RootContents, committed, list_root
-from ckpt.catalog.pins import all_pins
 from ckpt.catalog.watching import Watcher, each_step
 from ckpt.errors import AccessDenied, ConfigError, ThreadLimit, TransientStorageError
+from ckpt.pipeline import retry
 from ckpt.pipeline.retry import RetryPolicy
+from ckpt.root import pins
+from ckpt.root.pins import all_pins
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
@@ -173,7 +175,7 @@ def test_a_step_comes_again_if_the_store_does_not_answer(
         return put(key, *args, **how)
 
     monkeypatch.setattr(backend, "put", odd)
-    monkeypatch.setattr(index, "_RETRY", RetryPolicy(attempts=1))
+    monkeypatch.setattr(retry, "_RETRY", RetryPolicy(attempts=1))
     monkeypatch.setattr(pins, "_RETRY", RetryPolicy(attempts=1))
     found, stop = [], threading.Event()
     for step in each_step(Watcher(backend, "eval"), 0.01, stop):

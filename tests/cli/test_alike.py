@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt import CheckpointManager
-from ckpt.coordination.owner import Owner
+from ckpt.root.owner import Owner
 from tests.cli.conftest import Cli, Written
 from tests.kit.states import state
 

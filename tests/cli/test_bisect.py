@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.catalog.pins import all_pins
 from ckpt.cli.bisect import Outcome, search
 from ckpt.model.keys import StepRef
+from ckpt.root.pins import all_pins
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli

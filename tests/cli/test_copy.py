@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
-from ckpt.coordination.claim_marker import claim_committed_for_removal
+from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import Written, write_checkpoint

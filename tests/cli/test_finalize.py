@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ckpt.coordination.owner import Owner
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import OWNER
 from ckpt.model.manifest import Packed
+from ckpt.root.owner import Owner
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import DEAD, Written, own, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli, data_file, flip
@@ -98,7 +98,7 @@ def test_a_fragment_of_another_save_is_told(cli: Cli, left: Written) -> None:
 def no_ended_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the jobs of this process that other tests with the same attempt have ended."""
     for name in ("_ended_attempts", "_collected_attempts"):
-        monkeypatch.setattr(f"ckpt.coordination.owner.{name}", set())
+        monkeypatch.setattr(f"ckpt.root.owner.{name}", set())
 
 
 def test_a_job_that_lives_commits_by_itself(

@@ -14,8 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from ckpt import CheckpointManager
-from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import RootInUse
+from ckpt.root.owner import Owner, claim
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import Cli

@@ -9,8 +9,8 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.catalog.rollbacks import all_rollbacks
-from ckpt.coordination.owner import Owner, put_owner
 from ckpt.model.keys import rollback_key
+from ckpt.root.owner import Owner, put_owner
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli, run_on_two_tiers
 from tests.kit.states import restored

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from ckpt.config import load_config
-from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
+from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Rule

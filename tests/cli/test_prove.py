@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.index import committed
-from ckpt.catalog.pins import all_pins
+from ckpt.root.pins import all_pins
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint

@@ -13,10 +13,10 @@ import ckpt.cli.run_tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.cli.run_tiers import with_own_memory
 from ckpt.config import load_config
-from ckpt.coordination.owner import Owner, put_owner
 from ckpt.coordination.step_files import delete_files
 from ckpt.model.keys import data_name, fragment_name
 from ckpt.observe.journal import Journal
+from ckpt.root.owner import Owner, put_owner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import urls_of
 from tests.checkpoints import write_checkpoint

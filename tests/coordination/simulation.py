@@ -21,7 +21,6 @@ import numpy as np
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.abort_reason import Abort
-from ckpt.coordination.claim_marker import clear_away
 from ckpt.coordination.commit_state_machine import (
     Bounds,
     Committed,
@@ -31,7 +30,6 @@ from ckpt.coordination.commit_state_machine import (
     Verdict,
 )
 from ckpt.coordination.committer import Committer, SharedStore
-from ckpt.coordination.owner import Owner, claim, confirm
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -48,6 +46,8 @@ from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.retention.removal import remove
+from ckpt.root.claim_marker import clear_away
+from ckpt.root.owner import Owner, claim, confirm
 from ckpt.storage.api import Capabilities, ObjectInfo
 from tests.plan.worlds import fragment_of
 

@@ -10,20 +10,21 @@ from pathlib import Path
 import pytest
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, find, is_committed, read_packed, step_refs
+from ckpt.catalog.index import committed, find, is_committed, read_packed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
-from ckpt.coordination.owner import Owner
 from ckpt.coordination.step_files import put_manifest
 from ckpt.coordination.tombstone import TOMBSTONE, bury, delete_tombstone
 from ckpt.errors import AccessDenied, CkptError, CommitError, NoCheckpoint, ObjectNotFound
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import remove
+from ckpt.root.attempts import step_refs
+from ckpt.root.claim import Claim
+from ckpt.root.owner import Owner
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
@@ -46,7 +47,7 @@ class Stopping(Wrapped):
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("ckpt.coordination.owner.machine", lambda: f"{name}/1")
+    monkeypatch.setattr("ckpt.root.owner.machine", lambda: f"{name}/1")
 
 
 def test_a_job_that_stops_before_its_put_lists_no_step_that_another_job_removed(

@@ -53,8 +53,8 @@ def merged_again(root: Path, step: int, tmp_path: Path) -> tuple[bytes, bytes]:
     import shutil
 
     from ckpt.catalog.finalize import finalize
-    from ckpt.catalog.index import step_refs
     from ckpt.pipeline.workers import Workers
+    from ckpt.root.attempts import step_refs
     from ckpt.storage.registry import open_backend
 
     shutil.copytree(root, tmp_path / "copy")

@@ -17,11 +17,11 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, LocalShards, Tier
-from ckpt.catalog.pins import all_pins
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, NoCheckpoint
 from ckpt.exchange import follow as module
 from ckpt.exchange.follow import Follower, Version
+from ckpt.root.pins import all_pins
 from ckpt.save import delta_writer
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule

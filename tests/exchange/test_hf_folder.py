@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.pins import all_pins
 from ckpt.cli.main import main
 from ckpt.errors import ConfigError
 from ckpt.events import SaveCommitted
 from ckpt.exchange.hf_folders import HfFolders
+from ckpt.root.pins import all_pins
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli, cli
 from tests.exchange.exports import export_here

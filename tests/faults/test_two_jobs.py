@@ -19,7 +19,7 @@ from tests.kit.worlds import paused, run_code, run_forks
 JOB = r"""
 import os, sys, torch
 from ckpt import CheckpointManager, Tier
-from ckpt.coordination.owner import Owner
+from ckpt.root.owner import Owner
 from ckpt.errors import CkptError
 torch.set_num_threads(1)
 Owner.alive = property(lambda self: False)  # of another machine, as far as anybody can tell

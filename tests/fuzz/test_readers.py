@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from ckpt import CheckpointManager
 from ckpt.adapters.match.load import match
 from ckpt.catalog.index import committed, read_manifest, read_packed
-from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
@@ -24,6 +23,7 @@ from ckpt.model.packed import fragment_of
 from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
+from ckpt.root.owner import read_owner
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count, tally

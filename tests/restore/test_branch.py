@@ -22,13 +22,13 @@ from ckpt.catalog.index import committed, find
 from ckpt.catalog.rollbacks import all_rollbacks, newest_rollback
 from ckpt.catalog.watching import Watcher
 from ckpt.config import SaveConfig
-from ckpt.coordination.owner import Owner, put_owner
 from ckpt.errors import AccessDenied, NoCheckpoint, StorageError, TransientStorageError
 from ckpt.events import Observers, RolledBack
 from ckpt.model.keys import rollback_key
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Workers
 from ckpt.retention import pruner
+from ckpt.root.owner import Owner, put_owner
 from ckpt.save.ledger import SaveLedger
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, Raise, Rule, SimulatedCrash

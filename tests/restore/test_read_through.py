@@ -17,7 +17,6 @@ from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.catalog.verify import verify_step
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.claim_marker import claim_for_finish
 from ckpt.errors import OutOfSpace, TransientStorageError
 from ckpt.model.box import Box, even_slab
 from ckpt.model.keys import StepRef
@@ -26,6 +25,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.restore.read_through import CacheContext, ReadThrough
+from ckpt.root.claim_marker import claim_for_finish
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule, flip_byte

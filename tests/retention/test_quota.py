@@ -9,7 +9,6 @@ import pytest
 
 from ckpt.config import Tier
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.owner import Owner
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -19,10 +18,11 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.keys import StepRef
-from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard
 from ckpt.retention.quota import Quota
+from ckpt.root.claim import Claim
+from ckpt.root.owner import Owner
 from ckpt.storage.tiers import open_tiers
 from tests.coordination.world import World
 

@@ -15,19 +15,19 @@ from msgspec.structs import replace
 
 from ckpt.catalog.inventory import Inventory
 from ckpt.config import SaveConfig, Tier
-from ckpt.coordination.claim_marker import claim_for_finish
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import AccessDenied, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.manifest import FORMAT
-from ckpt.retention.claim import Claim, Takeover, TakeoverPost
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention
 from ckpt.retention.pruner import Pruner, prune, sweep
 from ckpt.retention.quota import Quota
 from ckpt.retention.removal import remove
+from ckpt.root.claim import Claim, Takeover, TakeoverPost
+from ckpt.root.claim_marker import claim_for_finish
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt.storage.tiers import OpenTier, open_tiers
 
@@ -37,7 +37,7 @@ ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 @pytest.fixture(autouse=True)
 def no_ended_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget which attempts other tests have ended in this process."""
-    monkeypatch.setattr("ckpt.coordination.owner._ended_attempts", set[str]())
+    monkeypatch.setattr("ckpt.root.owner._ended_attempts", set[str]())
 
 
 def attempt(

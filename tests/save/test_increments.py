@@ -19,7 +19,6 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.catalog.inventory import Inventory, heirs_of
 from ckpt.catalog.mending import mend_step
-from ckpt.catalog.pins import Leases, is_pinned, pins_on, put_pin
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer_by_rank import commit_parts, copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step
@@ -32,6 +31,8 @@ from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import Retention
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import remove
+from ckpt.root.leases import Leases, pins_on
+from ckpt.root.pins import is_pinned, put_pin
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli

@@ -13,12 +13,12 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.codec import registry
-from ckpt.coordination.owner import Owner
 from ckpt.model.keys import data_name
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard
+from ckpt.root.claim import Claim
+from ckpt.root.owner import Owner
 from ckpt.storage.tiers import open_tiers
 from ckpt.upkeep.step_copier import StepCopier
 

@@ -16,7 +16,7 @@ from ckpt.adapters.tensors.layout import empty_in_order
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.finalize import Finisher
-from ckpt.catalog.index import step_refs, why_missing
+from ckpt.catalog.index import why_missing
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.config import Tier
 from ckpt.errors import NoCheckpoint, StorageError
@@ -26,6 +26,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
+from ckpt.root.attempts import step_refs
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import open_tiers
 

@@ -22,7 +22,6 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
-from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import (
     AccessDenied,
     ConfigError,
@@ -33,6 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.root.owner import Owner, claim
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload

@@ -14,8 +14,8 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.inventory import Inventory
-from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release
 from ckpt.errors import OutOfSpace, RootInUse, RootLost
+from ckpt.root.owner import Owner, claim, confirm, read_owner, release
 from ckpt.storage.testing.conformance import store
 from ckpt_backends.folder.posix import open_posix
 from tests.kit import filesystems

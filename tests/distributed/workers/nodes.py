@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt.nodes.store
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, RestoreReport, Tier
-from ckpt.coordination.owner import Owner
 from ckpt.errors import NoCheckpoint, TierNotShared
 from ckpt.model.keys import OWNER
+from ckpt.root.owner import Owner
 from tests.distributed.workers import nets
 from tests.distributed.workers.nets import assert_same, full, step
 

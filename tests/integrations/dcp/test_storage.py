@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpt import CheckpointManager, Tier
-from ckpt.coordination.owner import read_owner
 from ckpt.errors import (
     ChecksumMismatch,
     CkptError,
@@ -44,6 +43,7 @@ from ckpt.errors import (
 )
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.model.keys import OWNER
+from ckpt.root.owner import read_owner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.integrations.workers.dcp import build as trained_as_sharded

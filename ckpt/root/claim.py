@@ -8,15 +8,18 @@ Before each removal it reads ``writer.json`` again, the record of the owner of t
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from ckpt.catalog.index import list_root, step_refs
-from ckpt.catalog.inventory import StoredStep
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.owner import (
+from ckpt.errors import RootInUse
+from ckpt.model.keys import OWNER, StepRef, parse_folder
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.root.attempts import step_refs
+from ckpt.root.owner import (
     Owner,
     confirm,
     detach,
@@ -26,10 +29,7 @@ from ckpt.coordination.owner import (
     release,
     succeed,
 )
-from ckpt.errors import RootInUse
-from ckpt.model.keys import OWNER, StepRef, parse_folder
-from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import ObjectInfo, StorageBackend
 
 _RETRY: Final = RetryPolicy()
 _log = logging.getLogger("ckpt")
@@ -47,6 +47,18 @@ class Takeover:
 
     refs: frozenset[StepRef]
     date: float | None
+
+
+class Checkpoint(Protocol):
+    """A committed step."""
+
+    @property
+    def ref(self) -> StepRef: ...
+
+    @property
+    def objects(self) -> Sequence[ObjectInfo]:
+        """The files in the folder of the step that have names of checkpoint files."""
+        ...
 
 
 class Claim:
@@ -238,7 +250,7 @@ class Claim:
         """Return True if this job copies ``ref``, a step of another job, into the root."""
         return ref in self._copied_refs
 
-    def may_remove(self, checkpoint: StoredStep) -> bool:
+    def may_remove(self, checkpoint: Checkpoint) -> bool:
         """Return True if this job may remove the checkpoint."""
         # The job has not taken the root, and only uses it. No living job owns the root.
         if self._takeover is None and self._takeover_post is None:
@@ -248,7 +260,7 @@ class Claim:
             return True
         return ref in self.listing and (not self.may_come(ref) or self._is_older(checkpoint))
 
-    def _is_older(self, checkpoint: StoredStep) -> bool:
+    def _is_older(self, checkpoint: Checkpoint) -> bool:
         """Return True if the manifest was put before ``writer.json``, by the clock of the store."""
         dates = {info.key: info.modified for info in checkpoint.objects}
         date, takeover = dates.get(checkpoint.ref.manifest), self.takeover
@@ -309,13 +321,3 @@ class TakeoverPost:
                 refs = map(parse_folder, folders)
                 self._takeover = Takeover(frozenset(ref for ref in refs if ref is not None), date)
         return self._takeover
-
-
-def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
-    """Return the attempts at steps on a store that one job has made, newest step first."""
-    return [ref for ref in step_refs(backend) if ref.job == job]
-
-
-def branch_attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
-    """Return those of ``attempts_of`` that no rollback has abandoned."""
-    return [ref for ref in list_root(backend).on_branch if ref.job == job]

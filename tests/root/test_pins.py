@@ -14,13 +14,13 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, find
 from ckpt.catalog.inventory import Inventory
-from ckpt.catalog.pins import all_pins, is_pinned, note_of, put_pin, remove_pin, renew_pin
-from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, CkptError, ConfigError, NoCheckpoint, OutOfSpace
-from ckpt.retention.claim import Claim
 from ckpt.retention.policy import PIN, Retention, judge
 from ckpt.retention.pruner import prune, sweep
 from ckpt.retention.removal import remove
+from ckpt.root.claim import Claim
+from ckpt.root.owner import Owner
+from ckpt.root.pins import all_pins, is_pinned, note_of, put_pin, remove_pin, renew_pin
 from ckpt.storage.api import StorageBackend, is_there
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash

@@ -10,15 +10,6 @@ from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
-from ckpt.coordination.claim_marker import (
-    claim_for_finish,
-    claim_for_removal,
-    claim_rank_to_bring,
-    claim_rank_to_remove,
-    clear_away,
-    release_marker,
-)
-from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -32,6 +23,15 @@ from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import remove
+from ckpt.root.claim_marker import (
+    claim_for_finish,
+    claim_for_removal,
+    claim_rank_to_bring,
+    claim_rank_to_remove,
+    clear_away,
+    release_marker,
+)
+from ckpt.root.owner import Owner, claim
 from ckpt.storage.api import read_object
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
 from ckpt_backends.memory import forget_memory, open_memory

@@ -14,15 +14,15 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import msgspec
 
-from ckpt.catalog.index import ask, is_committed
+from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -36,7 +36,7 @@ from ckpt.errors import (
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import PINS, StepRef, parse_folder
 from ckpt.model.manifest import FORMAT
-from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.retry import RetryPolicy, ask
 from ckpt.processes import user_at_host
 from ckpt.storage.api import StorageBackend, is_there, read_record
 
@@ -44,8 +44,6 @@ CLOCK_SKEW_SECONDS: Final = 3600.0
 """A pin keeps its step for this long after its end, since the clocks of machines may differ."""
 LONGEST_SECONDS: Final = 366 * 24 * 3600.0
 
-_LEASE_SECONDS: Final = 600.0
-LEASE_REASON: Final = "the running job saves increments of it"
 _RETRY: Final = RetryPolicy()
 _MOST_BYTES: Final = 1 << 12
 _MOST_REASON: Final = 200
@@ -125,7 +123,7 @@ def _put(
             has_marker = look_for_removal and _RETRY.call(
                 partial(is_there, backend, ref.claim_marker)
             )
-            stays = not has_marker and is_committed(backend, ref)
+            stays = not has_marker and _RETRY.call(partial(has_manifest, backend, ref))
         except CkptError:
             remove_pin(backend, pin)
             raise
@@ -178,50 +176,6 @@ def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
 def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
     """Return True if a pin on ``ref`` has not ended."""
     return ref in live_of(all_pins(backend))
-
-
-@contextmanager
-def pins_on(backend: StorageBackend, refs: Iterable[StepRef]) -> Generator[None]:
-    """Pin each of ``refs`` for some minutes, or until the block ends. Raises the errors of
-    ``put_pin``.
-    """
-    leases = Leases(backend)
-    try:
-        leases.keep(refs)
-        yield
-    finally:
-        leases.release()
-
-
-class Leases:
-    """Pins on the steps that the saves of a running job refer to.
-
-    The pins are renewed as long as ``keep`` is called, and end by themselves if the job is killed.
-
-    Args:
-        backend: The store of the steps.
-
-    Thread safety: one thread at a time.
-    """
-
-    def __init__(self, backend: StorageBackend) -> None:
-        self._backend = backend
-        self._pins: dict[StepRef, Pin] = {}
-
-    def keep(self, refs: Iterable[StepRef]) -> None:
-        """Pin each of ``refs`` for some minutes. Raises the errors of ``put_pin``."""
-        for ref in refs:
-            pin = self._pins.get(ref)
-            if pin is None:
-                self._pins[ref] = put_pin(self._backend, ref, _LEASE_SECONDS, LEASE_REASON)
-            elif pin.until - time.time() < _LEASE_SECONDS / 2:
-                self._pins[ref] = renew_pin(self._backend, pin, _LEASE_SECONDS, LEASE_REASON)
-
-    def release(self) -> None:
-        """Remove the pins."""
-        for pin in self._pins.values():
-            remove_pin(self._backend, pin)
-        self._pins.clear()
 
 
 def _parse(key: str) -> Pin | None:

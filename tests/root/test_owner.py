@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ckpt.coordination.owner import Owner, attend, claim, confirm, read_owner, release
 from ckpt.errors import RootInUse, StorageError
 from ckpt.model.keys import OWNER
+from ckpt.root.owner import Owner, attend, claim, confirm, read_owner, release
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory

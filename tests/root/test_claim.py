@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from ckpt import CheckpointManager
 from ckpt.catalog.inventory import Inventory
-from ckpt.coordination.owner import Owner, read_owner
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.model.keys import OWNER
-from ckpt.retention.claim import Claim, TakeoverPost
+from ckpt.root.claim import Claim, TakeoverPost
+from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend
 
@@ -28,9 +28,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         manager.save({"x": 1}, 1)
         owner = read_owner(open_backend(str(tmp_path)))
     assert owner is not None
-    monkeypatch.setattr(
-        "ckpt.coordination.owner._ended_attempts", set[str]()
-    )  # The job is not known here
+    monkeypatch.setattr("ckpt.root.owner._ended_attempts", set[str]())  # The job is not known here
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(owner, machine="another")))
     return tmp_path
 
