@@ -126,7 +126,7 @@ def words(ranks: int) -> dict[str, float]:
     """
     import torch.distributed as dist
 
-    from ckpt.adapters.torch_store import TorchStoreCoordinator
+    from ckpt.coordination.torch_store import TorchStoreCoordinator
 
     make: Any = dist  # torch's stub does not export it
     store = make.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -16,13 +16,9 @@ from ckpt.errors.sanitize import CleanLog
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.adapters.joined import join, join_horovod, join_mpi
-    from ckpt.adapters.tensors.declared import declare_part
-    from ckpt.adapters.tensors.local_shards import LocalShards
-    from ckpt.adapters.tensors.per_rank import PerRank, RngState
-    from ckpt.adapters.walk.trainable import trainable
     from ckpt.catalog.watching import watch
     from ckpt.config import SaveConfig, Tier, Tls
+    from ckpt.coordination.joined import join, join_horovod, join_mpi
     from ckpt.errors import CkptError
     from ckpt.exchange.follow import follow
     from ckpt.exchange.load import load
@@ -32,28 +28,32 @@ if TYPE_CHECKING:
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
     from ckpt.restore.report import RestoreReport
+    from ckpt.state.tensors.declared import declare_part
+    from ckpt.state.tensors.local_shards import LocalShards
+    from ckpt.state.tensors.per_rank import PerRank, RngState
+    from ckpt.state.walk.trainable import trainable
 
 logging.getLogger("ckpt").addFilter(CleanLog())
 
 _HOMES = {
     "CheckpointManager": "ckpt.manager",
     "CkptError": "ckpt.errors",
-    "LocalShards": "ckpt.adapters.tensors.local_shards",
+    "LocalShards": "ckpt.state.tensors.local_shards",
     "PendingSave": "ckpt.pending",
-    "PerRank": "ckpt.adapters.tensors.per_rank",
+    "PerRank": "ckpt.state.tensors.per_rank",
     "RestoreReport": "ckpt.restore.report",
-    "RngState": "ckpt.adapters.tensors.per_rank",
+    "RngState": "ckpt.state.tensors.per_rank",
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",
     "Tls": "ckpt.config",
-    "declare_part": "ckpt.adapters.tensors.declared",
+    "declare_part": "ckpt.state.tensors.declared",
     "follow": "ckpt.exchange.follow",
-    "join": "ckpt.adapters.joined",
-    "join_horovod": "ckpt.adapters.joined",
-    "join_mpi": "ckpt.adapters.joined",
+    "join": "ckpt.coordination.joined",
+    "join_horovod": "ckpt.coordination.joined",
+    "join_mpi": "ckpt.coordination.joined",
     "load": "ckpt.exchange.load",
     "open": "ckpt.exchange.opened",
-    "trainable": "ckpt.adapters.walk.trainable",
+    "trainable": "ckpt.state.walk.trainable",
     "watch": "ckpt.catalog.watching",
 }
 # In its own module, a function with the name ``open`` would hide the built-in function.

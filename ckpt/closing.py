@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ckpt.adapters.walk.last_walk import LastWalk
-from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.agent.registration import Registration, check_detach
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER
@@ -29,6 +27,8 @@ from ckpt.pipeline.workers import Workers, await_at_exit, workers_at_exit
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
+from ckpt.state.walk.last_walk import LastWalk
+from ckpt.state.walk.prepare import PlanCache
 from ckpt.storage.tiers import OpenTier
 
 _LIST_SECONDS: Final = 1.0

@@ -12,15 +12,6 @@ from typing import Any, Final, NoReturn, Self, Unpack
 
 import torch
 
-from ckpt.adapters.match.renaming import Rename
-from ckpt.adapters.match.selection import Selection
-from ckpt.adapters.torch_private import warn_of_untested
-from ckpt.adapters.torch_store import find_coordinator
-from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.last_walk import LastWalk
-from ckpt.adapters.walk.objects import StateView, without_plain
-from ckpt.adapters.walk.origin import Origin
-from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.agent.registration import register
 from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics
 from ckpt.catalog.index import Listing
@@ -30,6 +21,7 @@ from ckpt.config import Metadata, Mode, SaveConfig, Settings, load_config, with_
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.coordination.nodes import agree
+from ckpt.coordination.torch_store import find_coordinator
 from ckpt.elastic.call_guard import CallGuard, one_at_a_time
 from ckpt.elastic.planned_stop import StopSignals
 from ckpt.elastic.stop_listener import StopListener
@@ -54,7 +46,15 @@ from ckpt.save.reserver import Reserver
 from ckpt.save.save_job import SaveRequests
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
+from ckpt.state.match.renaming import Rename
+from ckpt.state.match.selection import Selection
+from ckpt.state.walk.collect import collect
+from ckpt.state.walk.last_walk import LastWalk
+from ckpt.state.walk.objects import StateView, without_plain
+from ckpt.state.walk.origin import Origin
+from ckpt.state.walk.prepare import PlanCache
 from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
+from ckpt.torch_private import warn_of_untested
 
 _log = logging.getLogger("ckpt")
 _READERS: Final = 4  # A restore has the machine to itself, so it may use more threads than a save

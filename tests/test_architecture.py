@@ -215,8 +215,8 @@ FOREIGN_PRIVATES = {
     "backends/ckpt_backends/file_server/backend.py",
     "backends/ckpt_backends/file_server/sftp.py",  # answers to writes, which paramiko drops
     "backends/ckpt_backends/file_server/smb.py",  # how long the client waits
-    "ckpt/adapters/torch_private.py",
-    "ckpt/adapters/torch_store.py",
+    "ckpt/torch_private.py",
+    "ckpt/coordination/torch_store.py",
     "ckpt/integrations/accelerate.py",
     "ckpt/integrations/deepspeed/zero.py",
     "ckpt/integrations/deepspeed/engine.py",
@@ -231,7 +231,7 @@ ones for it.
 """
 PRIVATES = {"_replace", "_fields", "_exit", "_getframe", "_register_atexit", "_foreach_copy_"}
 """Names of Python's and torch's own that any file may use."""
-# see ckpt/adapters/torch_private.py
+# see ckpt/torch_private.py
 PRIVATES |= {"_version", "_local_tensor", "_spec", "_modules", "_save_to_state_dict"}
 
 

@@ -27,7 +27,7 @@ from ckpt.errors import (
     RestoreError,
     ShapeMismatch,
 )
-from tests.adapters.saving import assert_same
+from tests.state.saving import assert_same
 
 
 def whole() -> dict[str, Any]:

@@ -198,7 +198,7 @@ def test_the_sdist_holds_no_environment_or_cache(sdist_names: set[str]) -> None:
 
 
 def test_what_builds_the_distribution_and_what_it_was_tested_on_are_pinned_in_one_way() -> None:
-    from ckpt.adapters.torch_private import TESTED_TORCH, is_tested
+    from ckpt.torch_private import TESTED_TORCH, is_tested
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = (ROOT / "constraints.txt").read_text().splitlines()

@@ -24,7 +24,7 @@ from ckpt.errors import (
     RestoreError,
     ShapeMismatch,
 )
-from tests.adapters.saving import assert_same, restored
+from tests.state.saving import assert_same, restored
 
 
 class Net(nn.Module):

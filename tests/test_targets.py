@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.errors import EntryMissing, RestoreError, ShapeMismatch
-from tests.adapters.saving import restored
 from tests.kit.models import compiled
+from tests.state.saving import restored
 
 
 class Net(nn.Module):

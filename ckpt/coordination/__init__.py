@@ -1,4 +1,4 @@
 """Agreement between ranks without collectives: coordinators, exchanges and the commit protocol.
 
-This package does not import torch.
+Only ``torch_store`` and ``joined`` import torch.
 """

@@ -9,11 +9,11 @@ from typing import Any, Final
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from ckpt.adapters.torch_store import world_of_launcher
-from ckpt.adapters.walk.stand_in import Checkable
 from ckpt.checks import whole
+from ckpt.coordination.torch_store import world_of_launcher
 from ckpt.data.worker_seeds import seed_loader
 from ckpt.errors import ConfigError, RestoreError
+from ckpt.state.walk.stand_in import Checkable
 
 MAX_SAMPLES: Final = (1 << 63) - 1
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ckpt.adapters.tensors.per_rank import RngState
-from ckpt.adapters.torch_private import outside_of_workers
 from ckpt.checks import text_of
 from ckpt.data.datasets_order import check_undivided, order_of
 from ckpt.data.position import MAX_SAMPLES, Position, place_of
 from ckpt.errors import ConfigError
+from ckpt.state.tensors.per_rank import RngState
+from ckpt.torch_private import outside_of_workers
 
 
 class ElasticStream(Position, IterableDataset[Any]):

@@ -24,8 +24,6 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from ckpt.adapters.tensors.layout import leaf_of
-from ckpt.adapters.walk.collect import WalkResult, collect
 from ckpt.catalog.index import committed, is_committed, own_objects
 from ckpt.catalog.transfer import check_files, commit_copy, write_file
 from ckpt.catalog.verify import StepFolder
@@ -71,6 +69,8 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.save import plan_save
+from ckpt.state.tensors.layout import leaf_of
+from ckpt.state.walk.collect import WalkResult, collect
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.locations import location_of
 from ckpt.storage.registry import open_backend

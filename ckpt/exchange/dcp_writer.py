@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckpt.adapters.match.tree import Notes
 from ckpt.errors import ConfigError
+from ckpt.state.match.tree import Notes
 
 Read = Callable[[str], torch.Tensor]
 

@@ -16,7 +16,6 @@ from typing import Final, Literal
 
 import torch
 
-from ckpt.adapters.match.tree import Notes, StateTree, is_selected
 from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.errors.base import few
@@ -26,6 +25,7 @@ from ckpt.exchange.opened import TensorView
 from ckpt.exchange.safetensors_writer import FileForm
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import check_structure, exact
+from ckpt.state.match.tree import Notes, StateTree, is_selected
 from ckpt.storage.places import is_folder, local_path
 
 Format = Literal["safetensors", "torch", "dcp", "hf"]

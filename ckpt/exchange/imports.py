@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ckpt.adapters.match.saved import EQUAL
-from ckpt.adapters.match.wrapper_prefix import REMOVED_PREFIX
 from ckpt.catalog.index import committed
 from ckpt.config import SaveConfig, Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError
@@ -27,6 +25,8 @@ from ckpt.exchange.shaper import ImportReport, Shaper, digest_of
 from ckpt.exchange.sources import kind_of, read_contents
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
+from ckpt.state.match.saved import EQUAL
+from ckpt.state.match.wrapper_prefix import REMOVED_PREFIX
 from ckpt.storage.places import is_folder, relation
 from ckpt.storage.registry import open_backend
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 
-from ckpt.adapters.match.tree import MakeTensor, StateTree
 from ckpt.catalog.tensor_reader import LIST_NAMES, ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError, EntryMissing
@@ -18,6 +17,7 @@ from ckpt.exchange.torch_writer import in_saved_order
 from ckpt.model.box import Box
 from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.values import join
+from ckpt.state.match.tree import MakeTensor, StateTree
 
 _CPU: Final = torch.device("cpu")
 

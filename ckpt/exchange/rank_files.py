@@ -23,8 +23,6 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt.adapters.tensors.layout import boxes_of, local
-from ckpt.adapters.torch_private import ranks_of_mesh, writer_of_mesh
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
 from ckpt.errors.base import few
 from ckpt.exchange.joined_tensors import Joiner
@@ -33,6 +31,8 @@ from ckpt.model.box import Box, tiling_fault
 from ckpt.model.cuts import local_regions
 from ckpt.model.values import join
 from ckpt.staging.image import copyable
+from ckpt.state.tensors.layout import boxes_of, local
+from ckpt.torch_private import ranks_of_mesh, writer_of_mesh
 
 _NAME: Final = re.compile(
     r"(.+?)([_-]world_size[_-][0-9]+)?([_-]?rank)?[_-]?([0-9]{1,7})\.(?:pt|pth|bin|ckpt)"

@@ -16,12 +16,12 @@ from typing import Final
 
 import torch
 
-from ckpt.adapters.match.tree import Notes
 from ckpt.catalog.tensor_reader import Piece, StepReader
 from ckpt.errors import ConfigError
 from ckpt.exchange.load import bytes_of
 from ckpt.model.dtype import DTYPES, safetensors_entry
 from ckpt.model.manifest import Tensor
+from ckpt.state.match.tree import Notes
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import torch
 
-from ckpt.adapters.tensors.layout import empty_in_order
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
 from ckpt.staging.image import copyable
+from ckpt.state.tensors.layout import empty_in_order
 
 _ALIGNMENT: Final = 64
 

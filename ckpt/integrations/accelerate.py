@@ -28,8 +28,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.per_rank import PerRank, RngState
-from ckpt.adapters.walk.objects import declares_state
 from ckpt.config import MEMORY, Tier
 from ckpt.data.worker_seeds import give_generator
 from ckpt.errors import CkptError, ConfigError, EntryMissing, EntryUnexpected, RestoreError
@@ -42,6 +40,8 @@ from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
+from ckpt.state.tensors.per_rank import PerRank, RngState
+from ckpt.state.walk.objects import declares_state
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.tiers import Tiers, as_tiers
 

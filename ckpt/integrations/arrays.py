@@ -28,10 +28,10 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.dlpack import from_dlpack
 
-from ckpt.adapters.tensors.local_shards import LocalShards
-from ckpt.adapters.walk.stand_in import Refillable
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.model.dtype import DTYPES
+from ckpt.state.tensors.local_shards import LocalShards
+from ckpt.state.walk.stand_in import Refillable
 
 _ROOT: Final = "value"
 """The name of the value in the state if it is a single array or plain value, and no container."""

@@ -36,12 +36,6 @@ from torchtitan.components.checkpointer import (  # pyright: ignore[reportMissin
 from torchtitan.tools import filesystem  # pyright: ignore[reportMissingImports]
 
 from ckpt import manager
-from ckpt.adapters.tensors.layout import holders_of
-from ckpt.adapters.tensors.per_rank import PerRank, RngState
-from ckpt.adapters.tensors.sharded import hookless_state
-from ckpt.adapters.walk.items import Entry, ModuleItems, Part
-from ckpt.adapters.walk.modules import canonical
-from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.config import MEMORY, Tier
 from ckpt.data.worker_seeds import give_generator
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
@@ -52,6 +46,12 @@ from ckpt.integrations.shared.framework_manager import FrameworkManager
 from ckpt.integrations.shared.resizing import refusing_resize, same_or_first
 from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.model.keys import StepRef
+from ckpt.state.tensors.layout import holders_of
+from ckpt.state.tensors.per_rank import PerRank, RngState
+from ckpt.state.tensors.sharded import hookless_state
+from ckpt.state.walk.items import Entry, ModuleItems, Part
+from ckpt.state.walk.modules import canonical
+from ckpt.state.walk.stand_in import ModuleStandIn
 
 TESTED_RANGE: Final = ("0.3", "0.3")
 _RNG: Final = "rng"

@@ -4,9 +4,9 @@ A *node* is a value that JSON can represent. A *tree* is the node of a whole sta
 finite floats, 64-bit ints, lists, and dicts whose keys are strings that do not begin with '$' are
 nodes themselves. Any other value becomes a *tagged* node ``{"$": tag, ...}``. This module has the
 tags tuple, set, frozenset, bytes, bytearray, complex, float (nan, inf), int (large), dict (other
-keys), OrderedDict, Counter and numpy (scalars). The adapters handle the tags tensor, module,
-optimizer, object, dtype, device, Size and per_rank in the hooks that they pass to ``encode`` and
-``decode``.
+keys), OrderedDict, Counter and numpy (scalars). ``ckpt.state`` handles the tags tensor,
+module, optimizer, object, dtype, device, Size and per_rank in the hooks that it passes to
+``encode`` and ``decode``.
 """
 
 from __future__ import annotations

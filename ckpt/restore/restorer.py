@@ -24,11 +24,6 @@ from typing import Any, Final
 
 import msgspec
 
-from ckpt.adapters.match.broadcast import Broadcast, can_broadcast
-from ckpt.adapters.match.load import match
-from ckpt.adapters.match.matching import StateMatch
-from ckpt.adapters.match.selection import WHOLE_STATE, Selection
-from ckpt.adapters.match.sink import TensorSink
 from ckpt.catalog.branch_metrics import step_on
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.finalize import Finisher
@@ -54,6 +49,11 @@ from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.restore.read_through import CacheContext, ReadThrough, no_claim
 from ckpt.restore.report import RestoreReport
 from ckpt.root.claim import Claim
+from ckpt.state.match.broadcast import Broadcast, can_broadcast
+from ckpt.state.match.load import match
+from ckpt.state.match.matching import StateMatch
+from ckpt.state.match.selection import WHOLE_STATE, Selection
+from ckpt.state.match.sink import TensorSink
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0

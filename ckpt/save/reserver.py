@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ckpt.adapters.walk.collect import WalkResult
-from ckpt.adapters.walk.objects import has_optimizer
-from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.config import SaveConfig
 from ckpt.save.saver import Saver
+from ckpt.state.walk.collect import WalkResult
+from ckpt.state.walk.objects import has_optimizer
+from ckpt.state.walk.prepare import PlanCache, growth_of
 
 _log = logging.getLogger("ckpt")
 

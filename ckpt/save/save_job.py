@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ckpt.adapters.walk.collect import WalkResult
-from ckpt.adapters.walk.prepare import PreparedPlan
 from ckpt.config import Metadata
 from ckpt.errors import ConfigError
 from ckpt.model.keys import StepRef
@@ -20,6 +18,8 @@ from ckpt.pipeline.image_writer import Source
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.plan.save import SavePlan
 from ckpt.staging.snapshot import Snapshot
+from ckpt.state.walk.collect import WalkResult
+from ckpt.state.walk.prepare import PreparedPlan
 from ckpt.storage.tiers import OpenTier
 
 

@@ -21,7 +21,6 @@ from typing import Final
 
 import msgspec
 
-from ckpt.adapters.walk.collect import WalkResult
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather, leader_decides
@@ -33,6 +32,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_job import SaveRequest
 from ckpt.save.trained import Chunks, ScannedImage, Trainable
+from ckpt.state.walk.collect import WalkResult
 
 _log = logging.getLogger("ckpt")
 _WAIT_SECONDS: Final = 60.0

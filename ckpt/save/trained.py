@@ -10,12 +10,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ckpt.adapters.walk.collect import WalkResult
-from ckpt.adapters.walk.segments import Segment
-from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.pipeline.image_wrapper import ImageWrapper
 from ckpt.pipeline.image_writer import Source
 from ckpt.plan.save import SavePlan
+from ckpt.state.walk.collect import WalkResult
+from ckpt.state.walk.segments import Segment
+from ckpt.state.walk.stand_in import OptimizerStandIn
 
 _EXPONENTS: Final[Mapping[str, np.unsignedinteger[Any]]] = {
     "float64": np.uint64(0x7FF0_0000_0000_0000),

@@ -13,8 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 from ckpt import CheckpointManager
-from tests.adapters.wrapping import Blocks, Quantised
 from tests.cli.conftest import Cli
+from tests.state.wrapping import Blocks, Quantised
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ INSIDE = {
 def test_show_has_each_tensor_and_the_class(cli: Cli, root: Path) -> None:
     found = cli("show", root, "--json").json
     assert {tensor["name"] for tensor in found["tensors"]} >= INSIDE
-    assert found["tree"]["alone"]["class"] == "tests.adapters.wrapping.Blocks"
+    assert found["tree"]["alone"]["class"] == "tests.state.wrapping.Blocks"
     reported = cli("show", root)
     assert reported.code == 0, reported.err
     assert "alone/codes" in reported.out

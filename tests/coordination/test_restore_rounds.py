@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.coordination import restore_rounds
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.restore_rounds import ConnectionLost, DamageError, RestoreRounds, common
+from ckpt.coordination.torch_store import TorchStoreCoordinator
 from ckpt.errors import ChecksumMismatch, RestoreError
 from tests.coordination.world import World
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
-from ckpt.adapters.match import sink
 from ckpt.errors import CkptError
 from ckpt.staging import copies
 from ckpt.staging.copies import LateCopies
 from ckpt.staging.device import side_stream
 from ckpt.staging.fence import Fence
+from ckpt.state.match import sink
 from tests.device.accelerator import SECONDS, content, device, keep_busy
 from tests.device.accelerator import trained as made
 

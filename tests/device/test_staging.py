@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, PerRank, RngState
-from ckpt.adapters.walk import prepare
 from ckpt.staging import copies
 from ckpt.staging.copies import Copy, LateCopies, copy_now
 from ckpt.staging.device import background, is_ordered, side_stream, use_stream
 from ckpt.staging.slot import Slot
+from ckpt.state.walk import prepare
 from tests.device.accelerator import SECONDS, content, device, keep_busy, trained
 
 pytestmark = pytest.mark.device

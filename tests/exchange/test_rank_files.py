@@ -14,11 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from ckpt import CheckpointManager
-from tests.adapters.ranks import mesh_of, rank_of
 from tests.cli.conftest import Cli
 from tests.exchange.folders.compare import compare
 from tests.exchange.folders.write_torch_checkpointing import main
 from tests.kit.worlds import world
+from tests.state.ranks import mesh_of, rank_of
 
 WRITER = Path(__file__).parent / "folders" / "write_rank_files.py"
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import strategies as st
 
 from ckpt import CheckpointManager
-from ckpt.adapters.match.load import match
 from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
@@ -24,6 +23,7 @@ from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
 from ckpt.root.owner import read_owner
+from ckpt.state.match.load import match
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count, tally

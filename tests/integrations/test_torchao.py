@@ -15,9 +15,9 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager
 from ckpt.errors import KindMismatch
-from tests.adapters.saving import bits
 from tests.kit.worlds import world
 from tests.processes import run
+from tests.state.saving import bits
 
 pytest.importorskip("torchao", reason="torchao is not installed", exc_type=ImportError)
 HERE = Path(__file__).resolve()

@@ -36,11 +36,11 @@ from ckpt.errors import CkptError, ConfigError, RestoreError
 from ckpt.integrations import torchtitan as door
 from ckpt.integrations.torchtitan import CkptManager
 from tests import processes, servers
-from tests.adapters.saving import manifest_of
 from tests.distributed.launch import TORCHRUN
 from tests.integrations.titan_job import assets
 from tests.integrations.titan_parts import Job, Net
 from tests.kit.worlds import world
+from tests.state.saving import manifest_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "titan.py"

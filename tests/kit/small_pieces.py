@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-from ckpt.adapters.walk import prepare
 from ckpt.pipeline import image_writer
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
 from ckpt.save import host_memory
 from ckpt.staging import budget, copies, frames, image, slot
 from ckpt.staging.slots import SlotPool
+from ckpt.state.walk import prepare
 from ckpt_backends import memory
 from ckpt_backends.folder import posix
 

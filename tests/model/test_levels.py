@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
-from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.objects import walk_objects, walk_tensors
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model import values
 from ckpt.model.levels import is_plain
 from ckpt.model.values import decode, dumps, encode, plain_node, to_json
+from ckpt.state.walk.collect import collect
+from ckpt.state.walk.objects import walk_objects, walk_tensors
 from tests.kit.marks import torture
 
 

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, TensorChanged, UnsupportedValue
-from tests.adapters.saving import assert_same
 from tests.overlap.jobs import WIDTH, Net
 from tests.overlap.window import Window, assert_restores, content
+from tests.state.saving import assert_same
 
 MODES = ("fully_shard", "tensor parallel", "DDP", "FSDP1", "FSDP1 flat", "ZeRO")
 COPIES = ("DDP", "ZeRO")

@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt import CheckpointManager, LocalShards
-from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.modules import methods_beyond_step
 from ckpt.errors import UnsupportedValue
-from tests.adapters.saving import assert_same
+from ckpt.state.walk.collect import collect
+from ckpt.state.walk.modules import methods_beyond_step
 from tests.overlap.jobs import forward_backward, train, trained
 from tests.overlap.sam import SAM
 from tests.overlap.window import Window, assert_restores, content
+from tests.state.saving import assert_same
 
 Parameters = Iterable[nn.Parameter]
 

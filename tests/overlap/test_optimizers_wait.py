@@ -30,9 +30,9 @@ from torch.optim import (
 )
 
 from ckpt import CheckpointManager
-from tests.adapters.saving import assert_same
 from tests.overlap.jobs import Build, forward_backward, train, trained
 from tests.overlap.window import Window, assert_restores, content
+from tests.state.saving import assert_same
 
 OPTIMIZERS: dict[str, Build] = {
     **{

@@ -16,9 +16,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from ckpt import CheckpointManager
 from ckpt.errors import TensorChanged
-from tests.adapters.saving import assert_same
 from tests.overlap.jobs import Net, forward_backward
 from tests.overlap.window import Window, assert_restores, content
+from tests.state.saving import assert_same
 
 
 def by_hooks(seed: int) -> dict[str, Any]:

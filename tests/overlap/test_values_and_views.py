@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager
-from tests.adapters.saving import bits
 from tests.overlap.jobs import WIDTH, train, trained
 from tests.overlap.window import Window, assert_restores, content
+from tests.state.saving import bits
 
 ODD = {
     torch.float32: [

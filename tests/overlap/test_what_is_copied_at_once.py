@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from ckpt import CheckpointManager, PerRank, RngState
-from tests.adapters.saving import assert_same
 from tests.overlap.jobs import WIDTH, Net, forward_backward, train, trained
 from tests.overlap.window import Window, assert_restores, content
+from tests.state.saving import assert_same
 
 State = dict[str, Any]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
-from tests.adapters.saving import assert_same
 from tests.overlap.jobs import WIDTH, trained
 from tests.overlap.window import Window, assert_restores, content
+from tests.state.saving import assert_same
 
 
 def batch(number: int) -> torch.Tensor:

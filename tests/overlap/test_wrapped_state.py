@@ -11,8 +11,8 @@ from torch import nn
 
 from ckpt import CheckpointManager
 from ckpt.errors import TensorChanged
-from tests.adapters.wrapping import Blocks, Quantised
 from tests.overlap.window import Window, assert_restores
+from tests.state.wrapping import Blocks, Quantised
 
 State = dict[str, Any]
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ckpt import CheckpointManager, PendingSave, PerRank
 from ckpt.pipeline.workers import Workers
-from tests.adapters.saving import assert_same, bits
+from tests.state.saving import assert_same, bits
 
 COPIER = "copy"
 PATIENCE = 0.06

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from ckpt import CheckpointManager
 from ckpt.config import CheckMode
 from ckpt.errors import CkptError
-from tests.adapters.saving import assert_same
 from tests.overlap.window import Window, content
 from tests.safety.cases import Case
 from tests.safety.jobs import Job
+from tests.state.saving import assert_same
 
 Outcome = Literal["correct", "named error", "silent"]
 

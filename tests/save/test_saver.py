@@ -24,8 +24,8 @@ from ckpt.save.suspicion import Suspicions
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
 from ckpt.storage.testing.faulty import Verb
-from tests.adapters.saving import bits
 from tests.kit.stores import faulty, whole
+from tests.state.saving import bits
 
 KNOWN = [
     name

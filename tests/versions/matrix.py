@@ -27,7 +27,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from ckpt.adapters.torch_private import TESTED_TORCH
+from ckpt.torch_private import TESTED_TORCH
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 BUILD: Final = ROOT / ".build" / "matrix"
@@ -35,10 +35,13 @@ RESULTS: Final = BUILD / "results.json"
 PAGE: Final = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- measured: make matrix -->", "<!-- end of what is measured -->"
 TESTS: Final = (
-    "tests/adapters",
+    "tests/state",
     "tests/staging",
     "tests/restore",
     "tests/test_manager.py",
+    "tests/test_torch_private.py",
+    "tests/coordination/test_joined.py",
+    "tests/coordination/test_torch_store.py",
     "tests/distributed/test_layouts.py",
     "tests/distributed/test_in_layouts.py",
 )

@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from ckpt.adapters.match.tree import StateTree
-from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.manifest import Manifest
 from ckpt.plan.leaf import Leaf
+from ckpt.state.match.tree import StateTree
+from ckpt.state.tensors.local_shards import LocalShards
 
 Path = tuple[str | int, ...]
 

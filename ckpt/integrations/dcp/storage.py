@@ -35,10 +35,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ckpt.adapters.tensors.local_shards import LocalShards
-from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.config import SaveConfig, Settings, Tier
 from ckpt.coordination.single import SingleCoordinator, new_attempt
+from ckpt.coordination.torch_store import TorchStoreCoordinator
 from ckpt.errors import (
     ConfigError,
     HistoryHidden,
@@ -51,6 +50,7 @@ from ckpt.integrations.dcp.items import Entries, Path, gather_lists, leaves, sta
 from ckpt.integrations.shared.framework_manager import FrameworkManager
 from ckpt.integrations.shared.stored import FailedEntry, fill_targets, open_readers, opened_step
 from ckpt.model.keys import StepRef
+from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 State = dict[str, Any]

@@ -32,7 +32,6 @@ from typing import Any, Final
 
 import torch
 
-from ckpt.adapters.match.tree import MakeTensor, StateTree
 from ckpt.catalog.tiered_reader import SourceManifest, TieredReader
 from ckpt.errors import (
     ConfigError,
@@ -52,6 +51,7 @@ from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.model.values import check_structure, parse
 from ckpt.pending import PendingSave
+from ckpt.state.match.tree import MakeTensor, StateTree
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 TESTED_RANGE: Final = ("0.19", "0.19")

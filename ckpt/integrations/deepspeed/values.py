@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.model.values import join
+from ckpt.state.tensors.local_shards import LocalShards
 
 _KIND, _VALUE, _METADATA = "ckpt.kind", "value", "metadata"
 _STATE_DICT, _ARRAY = "state_dict", "numpy"

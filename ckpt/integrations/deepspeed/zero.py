@@ -33,13 +33,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.local_shards import LocalShards, Source
-from ckpt.adapters.tensors.sharded import ranks_of
-from ckpt.adapters.walk.items import Entry, ModuleItems, Part
-from ckpt.adapters.walk.modules import entries
-from ckpt.adapters.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed.zero_layout import Partition, Piece, partitions_of, span_of_shard
+from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.sharded import ranks_of
+from ckpt.state.walk.items import Entry, ModuleItems, Part
+from ckpt.state.walk.modules import entries
+from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
 
 _ZERO: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps")

@@ -30,7 +30,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.catalog.index import committed, creation_time
 from ckpt.catalog.inventory import Inventory
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
@@ -51,6 +50,7 @@ from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.pending import PendingSave
+from ckpt.state.tensors.per_rank import PerRank, RngState
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of

@@ -16,11 +16,11 @@ import fsspec
 import torch
 from fsspec import AbstractFileSystem
 
-from ckpt.adapters.match.tree import MakeTensor, StateTree
 from ckpt.catalog.tiered_reader import SourceManifest
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning.strategy import MODULE, SCHEME
 from ckpt.integrations.shared.stored import build_and_fill, opened_step
+from ckpt.state.match.tree import MakeTensor, StateTree
 from ckpt.storage.tiers import as_tiers
 
 NEWEST, BEST = "newest", "best"

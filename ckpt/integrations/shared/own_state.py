@@ -8,9 +8,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.zero import is_zero
-from ckpt.adapters.walk.modules import check_kind, unwrap
-from ckpt.adapters.walk.stand_in import OptimizerStandIn
+from ckpt.state.tensors.zero import is_zero
+from ckpt.state.walk.modules import check_kind, unwrap
+from ckpt.state.walk.stand_in import OptimizerStandIn
 
 
 class OwnState:

@@ -6,8 +6,8 @@ of the save whose value the calling rank takes.
 
 from __future__ import annotations
 
-from ckpt.adapters.tensors.per_rank import OnResize
 from ckpt.errors import ConfigError
+from ckpt.state.tensors.per_rank import OnResize
 
 
 def same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:

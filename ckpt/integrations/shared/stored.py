@@ -9,11 +9,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ckpt.adapters.match.overlaps import read_apart
-from ckpt.adapters.match.sink import TensorSink
-from ckpt.adapters.match.tree import MakeTensor
-from ckpt.adapters.tensors.layout import empty_in_order
-from ckpt.adapters.tensors.local_shards import Source
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.index import why_missing
@@ -27,6 +22,11 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
 from ckpt.root.attempts import step_refs
+from ckpt.state.match.overlaps import read_apart
+from ckpt.state.match.sink import TensorSink
+from ckpt.state.match.tree import MakeTensor
+from ckpt.state.tensors.layout import empty_in_order
+from ckpt.state.tensors.local_shards import Source
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import open_tiers
 

@@ -34,7 +34,6 @@ from transformers.trainer_utils import (  # pyright: ignore[reportMissingImports
 )
 from transformers.training_args import TrainingArguments  # pyright: ignore[reportMissingImports]
 
-from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
@@ -52,6 +51,7 @@ from ckpt.integrations.transformers.trainer_folder import (
     write_folder,
 )
 from ckpt.manager import CheckpointManager
+from ckpt.state.tensors.per_rank import PerRank, RngState
 from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED_RANGE: Final = ("5.23", "5.23")  # The first and the last release that every test ran with

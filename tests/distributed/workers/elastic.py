@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt import CheckpointManager, PerRank
-from ckpt.adapters.torch_store import TorchStoreCoordinator
+from ckpt.coordination.torch_store import TorchStoreCoordinator
 from ckpt.errors import CommitTimeout
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
 from tests.kit.signals import stop_this_process

@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, ReplicasDiverged, UnsupportedValue
-from tests.adapters.stateful import KINDS, Net, state_with, train
 from tests.kit.models import compiled, sharded
+from tests.state.stateful import KINDS, Net, state_with, train
 
 CASES: list[Callable[[Path], None]] = []
 

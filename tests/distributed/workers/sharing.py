@@ -22,12 +22,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import ckpt.adapters.match.broadcast as broadcast
-import ckpt.adapters.match.sink as sink
+import ckpt.state.match.broadcast as broadcast
+import ckpt.state.match.sink as sink
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank, Tier
-from ckpt.adapters.match.sink import TensorSink
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError
+from ckpt.state.match.sink import TensorSink
 from ckpt.storage.api import aligned_memory
 
 WIDTH = 256

@@ -13,14 +13,14 @@ from torch import distributed as dist
 from torch import nn
 
 from ckpt import CheckpointManager
-from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed import zero_state
-from tests.adapters.saving import manifest_of, new_root, restored, saved
+from ckpt.state.walk.collect import collect
+from ckpt.state.walk.last_walk import LastWalk
 from tests.integrations.deepspeed.flat_engine import Engine
 from tests.overlap.conftest import window  # noqa: F401
 from tests.overlap.window import Window
+from tests.state.saving import manifest_of, new_root, restored, saved
 
 KEYS = ("exp_avg", "exp_avg_sq")
 

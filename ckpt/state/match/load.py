@@ -1,0 +1,408 @@
+"""Match a manifest with a state.
+
+A restore first matches the whole state, and changes none of its values meanwhile. Then it reads
+bytes into the tensors. Then it sets all other values.
+
+A restore fills existing tensors in place. It makes tensors that do not exist yet: the state of an
+optimizer that has not stepped, and the tensors in the saved ``state_dict()`` of an object whose
+present tensors are not filled in place (see ``_live_state``). Plain values replace the present
+values, and the ``load_state_dict`` of objects is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.errors import ConfigError, KindMismatch, RestoreError
+from ckpt.model.manifest import Manifest
+from ckpt.model.values import Node, join
+from ckpt.state.match.fill_tensor import fill_tensor
+from ckpt.state.match.load_module import match_module
+from ckpt.state.match.load_optimizer import match_optimizer
+from ckpt.state.match.matching import Matcher, StateMatch
+from ckpt.state.match.renaming import RenameRules
+from ckpt.state.match.saved import ABSENT, SavedState, holds_tensors, is_mapping, kind, tag
+from ckpt.state.match.selection import WHOLE_STATE, Selection
+from ckpt.state.match.slots import Holders, fill_slots, tensors_of
+from ckpt.state.match.targets import has_live, has_sharded, holds_names
+from ckpt.state.match.wrapper_prefix import removed_from, with_prefix
+from ckpt.state.tensors.arrays import is_fillable
+from ckpt.state.tensors.gathered import forget_copies, release
+from ckpt.state.tensors.local_shards import LocalShards
+from ckpt.state.tensors.per_rank import PerRank
+from ckpt.state.tensors.sharded import as_source
+from ckpt.state.walk.adapted import adapt
+from ckpt.state.walk.collect import find_parameters
+from ckpt.state.walk.modules import items_of, state_dict_errors, unwrap
+from ckpt.state.walk.objects import (
+    check_all_bounded,
+    check_mode,
+    declares_state,
+    has_only_values,
+    is_stateful,
+    look_again,
+    walk_objects,
+    walk_tensors,
+)
+from ckpt.state.walk.stand_in import Checkable, ModuleStandIn, Refillable, StandIn
+
+_LIVE: Final = ("module", "optimizer", "object", "per_rank", "subclass")
+_EXTRA: Final = "_extra_state"  # The last part of the key under which torch saves extra state
+
+
+def match(
+    state: MutableMapping[str, Any],
+    manifest: Manifest,
+    *,
+    rank: int,
+    world_size: int,
+    selection: Selection = WHOLE_STATE,
+) -> StateMatch:
+    """Match ``manifest`` with the part of ``state`` that ``selection`` chooses, and return the work
+    that the restore must do. The values of the state do not change.
+
+    The call frees the parameters that FSDP has gathered, so all ranks make it in the same order
+    (see ``gathered.release``). It also calls the ``state_dict()`` of some objects of the state.
+
+    Raises:
+        EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: The manifest
+            does not fit the state.
+        ConfigError: A ``PerRank`` value was saved by another number of ranks, and its ``on_resize``
+            is "error" or chooses a rank that does not exist. Or a renaming fails.
+        RestoreError: The state is no dict, the manifest has a tree that ckpt does not write, an
+            object of the state raises an error, or a tensor cannot be restored. For example, two
+            tensors share their memory in the state, but were saved as different tensors.
+        ManifestCorrupt, FormatUnsupported: The manifest has a value that cannot be made.
+        UnsupportedValue: A tensor of the state cannot be filled, for example under
+            ``FakeTensorMode``, or a ``state_dict()`` raises an error.
+    """
+    if not isinstance(state, MutableMapping):
+        way = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
+        raise RestoreError(f"restore({type(state).__name__}): {way}")
+    try:
+        return _Match(state, manifest, rank, world_size, selection).run()
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RestoreError(
+            f"step {manifest.step} cannot be matched with the state: {error!r}"
+        ) from error
+
+
+class _Match:
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        manifest: Manifest,
+        rank: int,
+        world_size: int,
+        selection: Selection,
+    ) -> None:
+        self._state, self._rank, self._world = state, rank, world_size
+        # Each plain value is looked at once. It may be large, and it is replaced as a whole.
+        live = {key: value for key, value in state.items() if not has_only_values(value)}
+        self._plain_names = {join("", key) for key in state.keys() - live.keys()}
+        check_all_bounded(live)
+        self._live, self._objects = live, list(walk_objects(live))
+        check_mode(live, self._objects)
+        look_again(self._objects)
+        for _, value in self._objects:
+            if isinstance(value, nn.Module):
+                release(value)
+        self._checkpoint = SavedState(manifest)
+        selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
+        self._matcher = Matcher(self._checkpoint, selection, find_parameters(live, self._objects))
+        self._actions = self._matcher.actions
+        self._in_object = False
+        self._targets: list[nn.Module | Optimizer] = []
+
+    def _rename_rules(self, rules: RenameRules) -> RenameRules:
+        if not removed_from(self._checkpoint):
+            return rules
+        entries = {
+            path: [entry.fqn for entry in items_of(path, value).entries]
+            for path, value in self._objects
+            if isinstance(value, nn.Module)
+        }
+        return with_prefix(rules, self._checkpoint, entries)
+
+    def run(self) -> StateMatch:
+        modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]
+        self._actions.append(self._matcher.real.change_places)
+        self._mapping(self._state, "", "")
+        self._fill_slots([module for _, module in modules])
+        state_match = self._matcher.finish()
+        state_match.actions += [
+            value.settle for value in self._targets if isinstance(value, StandIn)
+        ]
+        state_match.actions += self._matcher.last_actions
+        state_match.actions.append(forget_copies)
+        state_match.meta_names = tuple(
+            name
+            for path, module in modules
+            for name in self._matcher.real.left_out(path, _keyed_by(module))
+        )
+        return state_match
+
+    def _fill_slots(self, modules: Sequence[nn.Module]) -> None:
+        if not self._matcher.slots:
+            return
+        optimizers = [
+            (path, unwrap(value))
+            for path, value in self._objects
+            if isinstance(value, Optimizer) and not declares_state(value)
+        ]
+        other_tensors = (tensor for _, tensor in walk_tensors(self._live))
+        holders = Holders(optimizers, chain(tensors_of(modules), other_tensors))
+        fill_slots(
+            self._matcher.slots, holders, dict(self._matcher.fills), self._matcher.values.buffers
+        )
+
+    # -- containers --------------------------------------------------------------------------------
+
+    def _child(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
+        """Match one value of a container with the value in the checkpoint that has its name.
+
+        ``put`` replaces the value in its container.
+        """
+        source = self._matcher.source(name)
+        node = self._checkpoint.node(source)
+        is_container = name not in self._plain_names and holds_names(value)
+        if not self._matcher.takes(name) and not (
+            is_container and self._matcher.selection.reaches(name)
+        ):
+            self._matcher.claim(name, source, silent=True)
+            self._exclude(value, name)
+        elif node is not ABSENT:
+            self._item(value, node, name, source, put)
+        elif is_container and self._matcher.selection.rename_rules:
+            # With a renaming, the checkpoint may have the values inside of this one elsewhere.
+            with self._matcher.as_one(name, source):
+                self._item(value, node, name, source, put)
+        else:
+            self._matcher.lack(name, source)
+
+    def _exclude(self, value: Any, name: str) -> None:
+        for path, tensor in walk_tensors(value, name):
+            self._matcher.exclude_tensor(path, tensor)
+        for path, module in walk_objects(value, name):
+            if isinstance(module, nn.Module):
+                for tensor in tensors_of([module]):
+                    self._matcher.exclude_tensor(path, tensor)
+
+    def _mapping(self, target: MutableMapping[Any, Any], path: str, source: str) -> None:
+        self._matcher.open(path, source)
+        for key, value in target.items():
+            self._child(value, join(path, key), partial(target.__setitem__, key))
+
+    def _sequence(
+        self, target: Sequence[Any], node: Node, path: str, source: str, put: Callable[[Any], None]
+    ) -> None:
+        items = node["v"] if tag(node) == "tuple" else node
+        if node is not ABSENT and not (isinstance(items, list) and len(items) == len(target)):
+            raise KindMismatch(path, kind(node), f"{type(target).__name__} of {len(target)}")
+        self._matcher.open(path, source)
+        fresh = list(target)
+        for index, value in enumerate(target):
+            self._child(value, join(path, str(index)), partial(fresh.__setitem__, index))
+        if isinstance(target, list):
+            self._actions.append(lambda: target.__setitem__(slice(None), fresh))
+        else:
+            self._actions.append(lambda: put(tuple(fresh)))
+
+    # -- one value ---------------------------------------------------------------------------------
+
+    def _item(
+        self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
+    ) -> None:
+        """Match ``node`` with ``target``, the value at ``path`` of the state. ``put`` replaces this
+        value in its container.
+
+        ``node`` is ``ABSENT`` only if the renaming may find the values inside of ``target``
+        elsewhere in the checkpoint.
+        """
+        if path in self._plain_names:
+            self._matcher.claim(path, source)
+            self._leaf(target, node, path, source, put)
+            return
+        if not is_stateful(target):
+            target = adapt(target)
+        match target:
+            case nn.Module():
+                match_module(self._matcher, target, node, path, source)
+                self._targets.append(target)
+            case Optimizer() if not declares_state(target):
+                match_optimizer(self._matcher, unwrap(target), node, path, source)
+                self._targets.append(target)
+            case MutableMapping() if not is_stateful(target) and has_live(target):
+                if (
+                    node is not ABSENT
+                    and not is_mapping(node)
+                    and tag(node) not in ("module", "object")
+                ):
+                    raise KindMismatch(path, kind(node), "dict")
+                self._mapping(target, path, source)
+            case list() | tuple() if has_live(target):
+                self._sequence(target, node, path, source, put)
+            case _ if (live := self._live_state(target, node, path)) is not None:
+                self._object(target, live, path, source)
+            case _:
+                self._matcher.claim(path, source)
+                self._leaf(target, node, path, source, put)
+
+    def _live_state(self, target: Any, node: Node, path: str) -> MutableMapping[str, Any] | None:
+        """Return the ``state_dict()`` (or ``targets()``) of an object whose tensors a restore fills
+        in place, or None for any other value.
+
+        Such an object is ``Stateful`` (see ``declares_state``), or its ``state_dict()`` has sharded
+        tensors and ``torch.distributed`` is initialized. In both cases, ``node`` must have tensors
+        inside.
+        """
+        if not (
+            is_stateful(target)
+            and (tag(node) == "object" or is_mapping(node))
+            and holds_tensors(node)
+        ):
+            return None
+        is_declared = declares_state(target)
+        if not is_declared and not (dist.is_available() and dist.is_initialized()):
+            return None
+        with state_dict_errors(path, target):
+            live = target.targets() if isinstance(target, Refillable) else target.state_dict()
+        if not isinstance(live, MutableMapping) or not (is_declared or has_sharded(live)):
+            return None
+        return live
+
+    def _object(self, target: Any, live: MutableMapping[str, Any], path: str, source: str) -> None:
+        """Match the values of ``live``, the ``state_dict()`` of ``target``. After the restore has
+        set them, it passes this dict to ``target.load_state_dict``, as
+        ``torch.distributed.checkpoint.load`` does.
+        """
+        # The tensors of a ``Refillable`` object keep their shapes. In any other object, the restore
+        # replaces a tensor that was saved with another shape (see ``_leaf``).
+        was_in_object, self._in_object = self._in_object, not isinstance(target, Refillable)
+        self._mapping(live, path, source)
+        self._in_object = was_in_object
+        self._actions.append(lambda: target.load_state_dict(live))
+
+    def _leaf(
+        self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
+    ) -> None:
+        if self._in_object and self._is_resized(target, node):
+            # The restore makes a new tensor in place of one with another shape, such as a queue of
+            # samples.
+            target = None
+        match target:
+            case torch.Tensor() | LocalShards():
+                tensor = as_source(target) if isinstance(target, torch.Tensor) else target
+                fill_tensor(self._matcher, path, source, tensor, node)
+            case np.ndarray():
+                self._array(target, node, path, source, put)
+            case PerRank():
+                if not (isinstance(node, list) and self._checkpoint.is_imported):
+                    self._matcher.expect(node, path, "per_rank")
+                self._per_rank(target, node, path, source)
+            case _ if is_stateful(target):
+                # An imported checkpoint has a plain mapping for such an object.
+                if not is_mapping(node):
+                    self._matcher.expect(node, path, "object")
+                make_value = self._matcher.values.order(
+                    node["v"] if tag(node) == "object" else node, path
+                )
+                load = target.load_state_dict
+                if isinstance(target, Checkable):
+                    target.check_saved(make_value())
+                self._actions.append(lambda: load(make_value()))
+            case _:
+                self._plain(target, node, path, put)
+
+    def _is_resized(self, target: Any, node: Node) -> bool:
+        if (
+            not isinstance(target, torch.Tensor | np.ndarray)
+            or has_sharded(target)
+            or tag(node) not in ("tensor", "array")
+        ):
+            return False
+        record = self._checkpoint.tensors.get(node["n"])
+        return record is not None and record.shape != tuple(target.shape)
+
+    def _plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
+        if tag(node) in _LIVE or (tag(node) in ("tensor", "array") and target is not None):
+            raise KindMismatch(path, kind(node), type(target).__name__)
+        make_value = self._matcher.values.order(node, path)
+        self._actions.append(lambda: put(make_value()))
+
+    def _array(
+        self,
+        target: np.ndarray[Any, Any],
+        node: Node,
+        path: str,
+        source: str,
+        put: Callable[[Any], None],
+    ) -> None:
+        self._matcher.expect(node, path, "array", "tensor")
+        array = target
+        if not is_fillable(target):
+            array = np.empty_like(target, subok=False)
+            if node["n"] in self._checkpoint.tensors:
+                self._actions.append(lambda: put(array))
+        self._matcher.want(path, source, torch.from_numpy(array), node["n"])
+
+    def _per_rank(self, target: PerRank, node: Node, path: str, saved_path: str) -> None:
+        """Match a ``PerRank`` value with the value at the path ``saved_path`` of the checkpoint. In
+        an imported checkpoint, ``node`` is a list of the values of all ranks, as an export writes
+        it.
+        """
+        saved_world = len(node) if isinstance(node, list) else self._checkpoint.manifest.world_size
+        source: int | None = self._rank
+        if saved_world != self._world:
+            source = self._source(target, path, saved_world)
+        if source is None:
+            return
+        values = (
+            {saved_path: node[source]}
+            if isinstance(node, list)
+            else self._checkpoint.per_rank(source)
+        )
+        if saved_path not in values:
+            self._matcher.lack(f"{path} of rank {source}", f"{saved_path} of rank {source}")
+            return
+        self._checkpoint.adopt(saved_path, values[saved_path])
+        self._item(
+            target.value,
+            values[saved_path],
+            path,
+            saved_path,
+            lambda new: setattr(target, "value", new),
+        )
+
+    def _source(self, target: PerRank, path: str, saved_world: int) -> int | None:
+        """Return the rank whose saved value this rank takes, or None to keep the present value."""
+        policy = target.on_resize
+        if callable(policy):
+            source = policy(self._rank, self._world, saved_world)
+            if source is not None and not 0 <= source < saved_world:
+                raise ConfigError(f"on_resize of {path!r} chose rank {source} of {saved_world}")
+            return source
+        if policy == "error":
+            raise ConfigError(
+                f"{path!r} is a PerRank value of {saved_world} rank(s), this world has "
+                f"{self._world}: say whose it takes with "
+                'PerRank(..., on_resize="same_rank" | "first" | function)'
+            )
+        if policy == "first":
+            return 0
+        return self._rank if self._rank < saved_world else None
+
+
+def _keyed_by(module: nn.Module) -> nn.Module:
+    """Return the module in whose state dict the items of ``module`` have their keys."""
+    return module.keyed_by() if isinstance(module, ModuleStandIn) else module

@@ -1,0 +1,347 @@
+"""Match a module of the state with a saved module, and run the code by which it loads a state dict.
+
+A restore fills the tensors of a module in place. Then, if the module has load hooks, methods of its
+own or extra state, it calls ``load_state_dict`` with the whole state dict, as a program without
+ckpt does. The tensors in this dict are those of the module itself, so torch copies nothing. Only
+tensors that a pre-hook or a method gets are read into memory of their own, since such code may
+compare them with the present ones, keep these, or give the module another size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ckpt.errors import RestoreError, ShapeMismatch, UnsupportedValue
+from ckpt.model.values import VERSIONS, Node, decode
+from ckpt.state.match.fill_tensor import fill_tensor
+from ckpt.state.match.load_code import has_setter, is_converted, load_code
+from ckpt.state.match.load_trial import Size, check_sizes
+from ckpt.state.match.loading import of_own_code
+from ckpt.state.match.matching import Matcher
+from ckpt.state.match.materialise import is_meta
+from ckpt.state.match.remake import torch_value
+from ckpt.state.match.saved import ABSENT, is_mapping, tag
+from ckpt.state.tensors.layout import PLAIN
+from ckpt.state.tensors.local_shards import LocalShards
+from ckpt.state.tensors.sharded import is_fsdp1
+from ckpt.state.walk.items import FIRST_VERSION, Entry, Part
+from ckpt.state.walk.modules import canonical, items_of
+from ckpt.state.walk.stand_in import ModuleStandIn
+from ckpt.torch_private import no_incompatible_keys, own_tensor, version_of
+
+_EXTRA: Final = "_extra_state"  # The last part of the key under which torch saves extra state
+_Versions = Mapping[str, Mapping[str, Any]]
+
+
+def match_module(match: Matcher, module: nn.Module, node: Node, path: str, source: str) -> None:
+    """Match a module with a saved module or a plain dict of tensors, by canonical names.
+
+    ``node`` is ``ABSENT`` if the checkpoint has no value called ``source``, and the renaming may
+    find the tensors of the module elsewhere in the checkpoint.
+
+    Raises:
+        KindMismatch, ShapeMismatch, DtypeMismatch: The saved values do not fit.
+        RestoreError: Code of the module would have to convert a part of its tensors only.
+        UnsupportedValue: Code of the module cannot run, since FSDP1 holds its parameters.
+    """
+    if node is not ABSENT and not is_mapping(node):
+        match.expect(node, path, "module")
+    match.open(path, source)
+    loader = _Loader(match, module, path)
+    for fqn in loader.items.omissions:
+        match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
+    for entry in loader.items.entries:
+        name = f"{path}/{entry.fqn}"
+        entry_source = match.source(name)
+        entry_node = match.checkpoint.node(entry_source)
+        if not match.takes(name):
+            match.claim(name, entry_source, silent=True)
+            match.exclude_tensor(name, entry.value)
+        elif entry_node is ABSENT:
+            match.lack_tensor(name, entry_source, entry.value)
+        else:
+            match.claim(name, entry_source)
+            loader.take(entry, name, entry_source, entry_node)
+    loader.end(node)
+
+
+class _Loader:
+    """Matches one module.
+
+    Attributes:
+        items: The items of the module.
+    """
+
+    def __init__(self, match: Matcher, module: nn.Module, path: str) -> None:
+        self._match, self._path = match, path
+        self.items = items_of(path, module)
+        self._module = module.keyed_by() if isinstance(module, ModuleStandIn) else module
+        self._tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._is_hookless = is_fsdp1(self._module) or (
+            isinstance(module, ModuleStandIn) and not module.fills_module
+        )
+        self._code = load_code(self._module, without_hooks=self._is_hookless)
+        self._modules = dict(self._module.named_modules(remove_duplicate=False))
+        self._values: dict[str, Callable[[], Any]] = {}
+        self._restored_keys: set[str] = set()
+        self._sizes: dict[str, Size] = {}
+
+    def take(self, entry: Entry, name: str, source: str, node: Node) -> None:
+        """Match ``entry``, which is ``name`` in the state, with its node in the checkpoint."""
+        self._restored_keys.add(entry.key)
+        value = entry.value
+        if id(value) not in self._tensors and not isinstance(value, LocalShards):
+            # This is extra state, which may be any value.
+            if self._match.selection.strict and not self._has_taker(entry.key):
+                raise RestoreError(
+                    f"{name!r} is added by state_dict() of {type(self._module).__qualname__}, and "
+                    "no code takes it in load_state_dict(): write such code, or restore with "
+                    "strict=False"
+                )
+            self._check_copy(entry.key, name, source, node)
+            self._values[entry.key] = self._match.values.order(node, name)
+        elif self._is_apart(entry, node):
+            self._read_apart(entry, name, source, node)
+        else:
+            fill_tensor(self._match, name, source, Part(name, entry.piece).all_of(value), node)
+
+    def _has_taker(self, key: str) -> bool:
+        """Return True if the module takes the value ``key``, which is none of its tensors: with
+        code of its own, or as a copy of its parameter or buffer, which torch copies back.
+        """
+        if self._code.reader(key) is not None:
+            return True
+        owner, _, name = key.rpartition(".")
+        if name == _EXTRA:
+            return owner in self._modules and has_setter(self._modules[owner])
+        return self._original(key) is not None
+
+    def _original(self, key: str) -> torch.Tensor | None:
+        """Return the parameter or buffer that torch loads the value ``key`` into; None if there is
+        none.
+        """
+        owner, _, name = key.rpartition(".")
+        module = self._modules.get(owner)
+        return None if module is None else own_tensor(module, name)
+
+    def _check_copy(self, key: str, name: str, source: str, node: Node) -> None:
+        """Raise ``ShapeMismatch`` if the value ``key`` is a copy of a tensor of the module, no code
+        of the module takes it, and it was saved with another shape.
+        """
+        original = None if self._code.reader(key) is not None else self._original(key)
+        if original is None or is_lazy(original) or tag(node) not in ("tensor", "array"):
+            return
+        record = self._match.checkpoint.tensors.get(node["n"])
+        if record is not None and record.shape != tuple(original.shape):
+            raise ShapeMismatch(name, record.shape, tuple(original.shape), source)
+
+    def _is_apart(self, entry: Entry, node: Node) -> bool:
+        """Return True if the saved tensor is read into memory of its own."""
+        return (
+            self._code.reader(entry.key) is not None
+            and (type(entry.value) in PLAIN or is_lazy(entry.value))
+            and entry.piece is None
+            and not is_meta(entry.value)
+            and tag(node) in ("tensor", "array")
+            and node["n"] in self._match.checkpoint.tensors
+        )
+
+    def _read_apart(self, entry: Entry, name: str, source: str, node: Node) -> None:
+        target, record = entry.value, self._match.checkpoint.tensors[node["n"]]
+        if is_lazy(target) or tuple(target.shape) != record.shape:
+            present = () if is_lazy(target) else tuple(target.shape)
+            self._sizes[entry.key] = Size(name, source, record.shape, present)
+        tensor = torch.empty(record.shape, dtype=target.dtype, device=target.device)
+        self._match.want(name, source, tensor, node["n"], of=None if is_lazy(target) else target)
+        self._values[entry.key] = lambda: tensor
+
+    def end(self, node: Node) -> None:
+        """Request the call of the module's code, if it has any."""
+        if not self._restored_keys or not (self._code or self._values):
+            return
+        versions = self._versions(node)
+        if self._sizes:
+            check_sizes(self._module, self._code, self._sizes, self._whole(versions))
+        if not self._is_hookless:
+            self._match.actions.append(partial(self._load, versions, ""))
+            return
+        prefixes = self._outermost()
+        for prefix in prefixes:
+            self._check_free(prefix)
+            self._match.actions.append(partial(self._load, versions, prefix))
+        self._match.actions.append(partial(self._set_extra, prefixes))
+        self._match.last_actions.append(partial(self._run_post_hooks, prefixes))
+
+    def _outermost(self) -> tuple[str, ...]:
+        """Return the readers that are inside of no other reader."""
+        return tuple(reader for reader in self._code.readers if self._code.reader(reader) == reader)
+
+    def _check_free(self, prefix: str) -> None:
+        """Raise ``UnsupportedValue`` if the module at ``prefix`` cannot load its part of the state
+        dict, since FSDP1 or a framework holds its tensors in another form.
+        """
+        owner = self._module.get_submodule(prefix[:-1])
+        entries = [entry for entry in self.items.entries if entry.key.startswith(prefix)]
+        if (
+            not prefix
+            or any(
+                entry.piece is not None or isinstance(entry.value, LocalShards) for entry in entries
+            )
+            or any(map(is_converted, owner.modules()))
+        ):
+            name = canonical(self._module)(prefix).rstrip(".")
+            raise UnsupportedValue(
+                f"{self._path}/{name}" if name else self._path,
+                f"{type(owner).__qualname__}, whose own code loads a state dict that it does not "
+                "have here, since FSDP1 or a framework holds its parameters in another form",
+                "take fully_shard() (FSDP2), or do the work in a post-hook of load_state_dict()",
+            )
+
+    def _whole(self, versions: _Versions, prefix: str = "") -> OrderedDict[str, Any]:
+        """Return the state dict of the module at ``prefix`` to load: the restored values, and the
+        present values of all entries that are not restored.
+        """
+        items = self.items
+        if items.omissions:  # Of a part of a module
+            items = items_of(self._path, self._module)
+        whole: Any = OrderedDict(
+            (
+                entry.key[len(prefix) :],
+                self._values[entry.key]() if entry.key in self._values else _own(entry),
+            )
+            for entry in items.entries
+            if entry.key.startswith(prefix)
+        )
+        inner_versions = {key: of for key, of in versions.items() if f"{key}.".startswith(prefix)}
+        setattr(whole, VERSIONS, {key[len(prefix) :]: of for key, of in inner_versions.items()})
+        return whole  # type: ignore[no-any-return]
+
+    def _load(self, versions: _Versions, prefix: str) -> None:
+        module = self._module.get_submodule(prefix[:-1])
+        kind = type(module).__qualname__
+        with of_own_code(self._path, kind, "load_state_dict()"):
+            whole = self._whole(versions, prefix)
+            if prefix:
+                result: Any = nn.Module.load_state_dict(module, whole, strict=False)
+            else:
+                options = {"strict": False} if _takes_strict(module) else {}
+                result = module.load_state_dict(whole, **options)
+        keys = [*getattr(result, "missing_keys", ()), *getattr(result, "unexpected_keys", ())]
+        if keys and self._match.selection.strict:
+            raise RestoreError(
+                f"{self._path!r} was read, but load_state_dict() of {kind} did not take "
+                f"{', '.join(map(repr, keys[:5]))}: correct its hooks, or restore with "
+                "strict=False. Tensors of the state are overwritten: do not train on with it"
+            )
+
+    def _versions(self, node: Node) -> _Versions:
+        """Return the versions of the modules as the state dict to load has them, by their keys.
+
+        A module gets the version that was saved if all of its entries are restored, and its present
+        version if none is.
+
+        Raises:
+            RestoreError: A part of the entries of a module is restored, and the versions differ.
+        """
+        saved_versions, default = self._saved_versions(node)
+        present, shares = self.items.versions or {}, self._shares()
+        canonical_of = canonical(self._module)
+        versions: dict[str, Mapping[str, Any]] = {}
+        for key, child in self._modules.items():
+            prefix = f"{key}." if key else ""
+            fqn = canonical_of(prefix).rstrip(".")
+            present_version = present.get(fqn, {"version": version_of(child)})
+            saved_version = (
+                present_version
+                if saved_versions is None
+                else saved_versions.get(fqn, saved_versions.get(key, default))
+            )
+            share = shares.get(key, 0.0)
+            if (
+                0 < share < 1
+                and saved_version
+                and saved_version != present_version
+                and self._code.reader(prefix) is not None
+            ):
+                raise RestoreError(
+                    f"{self._path}/{fqn} was saved by {dict(saved_version)} of "
+                    f"{type(child).__qualname__}, "
+                    f"which is {dict(present_version)} now: restore all of its entries, or none "
+                    "(only=)"
+                )
+            versions[key] = dict(saved_version if share == 1 else present_version)
+        return versions
+
+    def _shares(self) -> dict[str, float]:
+        """Return the share of the entries of each module that the restore takes, by the module's
+        key. For a module that has none, the entries of the modules inside count.
+        """
+        own, inner = Counter[str](), Counter[str]()
+        own_taken, inner_taken = Counter[str](), Counter[str]()
+        for key in (entry.key for entry in self.items.entries):
+            owner, is_taken = key.rpartition(".")[0], key in self._restored_keys
+            own[owner] += 1
+            own_taken[owner] += is_taken
+            while owner:
+                owner = owner.rpartition(".")[0]
+                inner[owner] += 1
+                inner_taken[owner] += is_taken
+        shares = {key: inner_taken[key] / total for key, total in inner.items()}
+        return shares | {key: own_taken[key] / total for key, total in own.items()}
+
+    def _saved_versions(self, node: Node) -> tuple[_Versions | None, Mapping[str, Any]]:
+        """Return the versions that were saved, by the names of modules, and the version of every
+        other module. The first value is None if they are unknown.
+
+        A state dict of another program that has none gives no versions to any module, as in
+        ``load_state_dict``.
+        """
+        if node is ABSENT or (tag(node) == "module" and "versions" not in node):
+            return None, {}
+        if tag(node) == "module":
+            return decode(node["versions"], torch_value), FIRST_VERSION
+        versions = decode(node["m"], torch_value) if "m" in node else {}
+        return (versions if isinstance(versions, Mapping) else {}), {}
+
+    def _set_extra(self, prefixes: tuple[str, ...]) -> None:
+        """Give each module outside of ``prefixes`` its extra state directly.
+
+        The hooks of FSDP1 would change the keys of a state dict once more.
+        """
+        with of_own_code(self._path, type(self._module).__qualname__, "set_extra_state()"):
+            for key, make in self._values.items():
+                if key.startswith(prefixes):
+                    continue
+                owner, _, name = key.rpartition(".")
+                module = self._module.get_submodule(owner)
+                if name == _EXTRA and has_setter(module):
+                    module.set_extra_state(make())
+
+    def _run_post_hooks(self, prefixes: tuple[str, ...]) -> None:
+        with of_own_code(self._path, type(self._module).__qualname__, "load_state_dict()"):
+            for prefix, child, hook in self._code.post_hooks:
+                if not prefix.startswith(prefixes):
+                    hook(child, no_incompatible_keys())
+
+
+def _own(entry: Entry) -> Any:
+    value = entry.value
+    if isinstance(value, torch.Tensor) and not is_lazy(value):
+        return value.detach()
+    return value
+
+
+def _takes_strict(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    return any(
+        parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in parameters
+    )

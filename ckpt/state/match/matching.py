@@ -1,0 +1,331 @@
+"""Collect the results of a matching: the tensors to read and their targets, the calls to make after
+the reads, and the names without a counterpart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+
+from ckpt.errors import DtypeMismatch, EntryMissing, KindMismatch, RestoreError, ShapeMismatch
+from ckpt.model.dtype import converts
+from ckpt.model.values import Node
+from ckpt.plan.leaf import Leaf
+from ckpt.state.match.materialise import RealTensors
+from ckpt.state.match.overlaps import read_apart
+from ckpt.state.match.remake import Remaker
+from ckpt.state.match.saved import SavedState, kind, tag
+from ckpt.state.match.selection import Selection
+from ckpt.state.match.slots import Slot
+from ckpt.state.match.targets import has_memory, memory_of
+from ckpt.state.tensors.layout import leaf_of
+from ckpt.state.tensors.local_shards import Source
+from ckpt.state.walk.modules import Parameters
+
+_ASK: Final = "convert it on the way with restore(cast=True)"
+
+
+@dataclass(slots=True)
+class StateMatch:
+    """The work of a restore. The restore reads ``leaves[i]`` into ``targets[i]``, and then calls
+    ``apply``, which sets all other values.
+
+    Attributes:
+        leaves: The leaves to read, with the names and dtypes that they have in the checkpoint.
+        targets: The tensors to fill.
+        actions: The calls that ``apply`` makes, in order.
+        left_alone: The names of the state that the checkpoint lacks because its save left them out
+            on purpose.
+        missing: All other names of the state that the checkpoint lacks.
+        surplus_names: The names in the checkpoint that have no counterpart in this rank's state.
+            They may have one on another rank, such as another pipeline stage, so this is an error
+            only if they have none on any rank.
+        idle_patterns: The patterns of the selection and the renaming that match no name of this
+            rank's state. They may match a name on another rank. A pattern of the selection that
+            matches a name in ``surplus_names`` is not among them.
+        renames: Pairs (name in the state, name in the checkpoint).
+        conversions: Triples (name in the state, dtype in the checkpoint, dtype in the state).
+        meta_names: The names of those tensors of modules that stay on the meta device.
+    """
+
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+    targets: list[Source] = field(default_factory=list[Source])
+    actions: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    missing: tuple[str, ...] = ()
+    left_alone: tuple[str, ...] = ()
+    surplus_names: tuple[str, ...] = ()
+    idle_patterns: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    conversions: tuple[tuple[str, str, str], ...] = ()
+    meta_names: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        """Make the calls in ``actions``. Call this after all targets were filled.
+
+        The actions set plain values and load objects. They also give memory to tensors on the meta
+        device, and copy the data that was read for targets with overlapping memory.
+
+        Raises:
+            RestoreError: Targets with overlapping memory cannot all have their saved values.
+            Exception: The ``load_state_dict`` of an object raises.
+        """
+        for action in self.actions:
+            action()
+
+
+class Matcher:
+    """Collects the results of a matching. ``finish`` returns them.
+
+    In all methods, ``name`` is a name in the state, and ``source`` is the name of the same value in
+    the checkpoint.
+
+    Thread safety:
+        Only one thread may use it.
+
+    Args:
+        checkpoint: The checkpoint.
+        selection: The settings of the restore.
+        parameters: The parameters of the state.
+    """
+
+    def __init__(
+        self, checkpoint: SavedState, selection: Selection, parameters: Parameters
+    ) -> None:
+        self.checkpoint, self.selection, self.parameters = checkpoint, selection, parameters
+        self.values = Remaker(checkpoint.tensors, checkpoint.manifest.views, self._want)
+        self.slots: list[Slot] = []
+        self.real = RealTensors()
+        self.actions: list[Callable[[], None]] = []
+        self.last_actions: list[Callable[[], None]] = []
+        self._containers: dict[str, list[str]] = {}
+        self._claims: set[str] = set()
+        self._missing: dict[str, str] = {}
+        self._left_alone: dict[str, None] = {}
+        self._idle_patterns = {
+            *(selection.only or ()),
+            *selection.exclude,
+            *selection.rename_rules.patterns,
+        }
+        self.fills: dict[Hashable, tuple[str, Source | None]] = {}
+        self._missing_tensors: dict[str, torch.Tensor] = {}
+        self._excluded_memory: dict[Hashable, str] = {}
+        self._fill_names: dict[Hashable, str] = {}
+        self._names: list[str] = []
+        self._leaves: list[Leaf] = []
+        self._targets: list[Source] = []
+        self._renames: dict[str, str] = {}
+        self._conversions: list[tuple[str, str, str]] = []
+
+    def source(self, name: str) -> str:
+        """Return the name in the checkpoint for a name of the state, by the rules of the renaming.
+        Record that the rule for ``name``, if there is one, was used.
+        """
+        source, pattern = self.selection.rename_rules.source(name)
+        if pattern is not None:
+            self._idle_patterns.discard(pattern)
+        return source
+
+    def takes(self, name: str, parameter: str = "") -> bool:
+        """Return True if the restore fills ``name``. Record that the patterns which match ``name``
+        were used.
+
+        If ``name`` is the state that an optimizer has of a parameter, ``parameter`` is the name of
+        the parameter. If the parameter is excluded, its state keeps its values too.
+        """
+        self._idle_patterns.difference_update(self.selection.matches(name))
+        return self.selection.takes(name) and not self.selection.excludes(parameter)
+
+    def open(self, name: str, source: str) -> None:
+        """Record that the container ``source`` of the checkpoint is matched with the container
+        ``name`` of the state, value by value.
+        """
+        self._containers.setdefault(source, []).append(name)
+
+    def claim(self, name: str, source: str, *, silent: bool = False) -> None:
+        """Record that ``source`` has a counterpart in the state. If the two names differ, the
+        report lists them as a renaming, unless ``silent`` is True.
+        """
+        self._claims.add(source)
+        if source != name and not silent:
+            self._renames[name] = source
+
+    def lack(self, name: str, source: str, parameter: str = "") -> None:
+        """Record that the checkpoint has no value for ``name``, if the restore fills ``name``.
+
+        The report lists ``name`` as left alone if the save left it out on purpose, else as missing.
+
+        Args:
+            name: The name in the state.
+            source: The name that the value would have in the checkpoint.
+            parameter: If ``name`` is a value of an optimizer's state, the name of its parameter in
+                the checkpoint.
+        """
+        if not self.takes(name):
+            return
+        if self.checkpoint.left_out(source, parameter):
+            self._left_alone[name] = None
+        else:
+            self._missing[name] = source
+
+    def lack_tensor(self, name: str, source: str, target: object) -> None:
+        """Record that the checkpoint has no value for the entry ``name`` of a module.
+
+        The entry is not missing if the restore fills its memory as another entry.
+        """
+        self.lack(name, source)
+        if isinstance(target, torch.Tensor):
+            self._missing_tensors[name] = target
+
+    def exclude_tensor(self, name: str, target: object) -> None:
+        """Record that ``target``, which is ``name`` or inside of it, keeps its values if the
+        selection excludes ``name``.
+        """
+        if has_memory(target) and self.selection.excludes(name):
+            self._excluded_memory.setdefault(memory_of(target), name)
+
+    @contextmanager
+    def as_one(self, name: str, source: str) -> Generator[None]:
+        """Return a context manager for a block that matches the values inside of ``name``. If the
+        checkpoint has none of them, only ``name`` itself is recorded as missing.
+        """
+        missing, claim_count = dict(self._missing), len(self._claims)
+        yield
+        if len(self._missing) > len(missing) and len(self._claims) == claim_count:
+            self._missing = missing
+            self.lack(name, source)
+
+    def expect(self, node: Node, path: str, *tags: str) -> None:
+        """Raise ``KindMismatch`` unless ``node``, the node of ``path``, has one of ``tags``."""
+        if tag(node) not in tags:
+            raise KindMismatch(path, kind(node), tags[0])
+
+    def want(
+        self,
+        name: str,
+        source: str,
+        target: Source,
+        stored_as: str = "",
+        *,
+        of: Source | None = None,
+    ) -> None:
+        """Request that the restore reads the tensor ``source`` of the checkpoint into ``target``,
+        the tensor ``name`` of the state.
+
+        ``stored_as`` is the name under which the bytes are stored, if it is not ``source``. If the
+        checkpoint has no such tensor, ``name`` is recorded as missing (see ``lack``). ``of`` is the
+        tensor of the state, if ``target`` only holds its value until the module loads it.
+
+        Raises:
+            ShapeMismatch: The target has another shape.
+            DtypeMismatch: The target has another dtype, and the restore may not convert the saved
+                dtype to it.
+            RestoreError: The memory of the target is already the target of another saved tensor, or
+                the target is on the meta device and cannot be replaced (see ``RealTensors.like``).
+            UnsupportedValue: The target cannot be filled (see ``leaf_of``).
+        """
+        bytes_of = stored_as or self.checkpoint.stored_as(source)
+        if (tensor := self.checkpoint.tensors.get(bytes_of)) is None:
+            self.lack(name, source)
+            return
+        if isinstance(target, torch.Tensor):
+            target = self.real.to_fill(name, target)
+        leaf = leaf_of(name, target, ())
+        stored_name = self.checkpoint.bytes_of(bytes_of)
+        memory = memory_of(target if of is None else of)
+        # A module that loads a value itself may change it, so that nothing else can have it.
+        first_name, _ = self.fills.setdefault(memory, (stored_name, target if of is None else None))
+        if first_name != stored_name:
+            raise RestoreError(
+                f"{name!r} ({stored_name!r} in the checkpoint) and what {first_name!r} is for "
+                "share their "
+                "memory in the target, but were saved apart: untie them first"
+            )
+        if leaf.shape != tensor.shape:
+            raise ShapeMismatch(name, tensor.shape, leaf.shape, source)
+        if leaf.dtype != tensor.dtype:
+            if not (self.selection.cast and converts(tensor.dtype, leaf.dtype)):
+                way = (
+                    _ASK
+                    if converts(tensor.dtype, leaf.dtype)
+                    else "one cannot become the other without loss"
+                )
+                raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
+            self._conversions.append((name, tensor.dtype, leaf.dtype))
+            leaf = replace(leaf, dtype=tensor.dtype)
+        self._fill_names.setdefault(memory, name)
+        self._names.append(name)
+        self._leaves.append(leaf if name == bytes_of else replace(leaf, name=bytes_of))
+        self._targets.append(target)
+
+    def _want(self, name: str, target: torch.Tensor) -> None:
+        """Request the read of the tensor ``name`` into ``target``, which is inside of a plain value
+        that the restore makes.
+        """
+        self.want(name, name, target)
+
+    def finish(self) -> StateMatch:
+        """End the matching, and return its results.
+
+        Raises:
+            EntryMissing: The restore is strict, and the checkpoint lacks names.
+            RestoreError: Elements of a part of ``LocalShards`` share their memory, or a tensor that
+                the selection excludes has its memory in common with one that is filled.
+        """
+        self._check_excluded()
+        self._find_tied()
+        if self._missing and self.selection.strict:
+            raise EntryMissing(
+                list(self._missing),
+                self.checkpoint.manifest.step,
+                self._missing,
+                present=self.checkpoint.names,
+            )
+        surplus_names = self.checkpoint.surplus_names(self._claims, self._containers)
+        if fill := read_apart(self._names, self._targets):
+            self.actions.insert(0, fill)
+        return StateMatch(
+            leaves=self._leaves,
+            targets=self._targets,
+            actions=self.actions,
+            missing=tuple(self._missing),
+            left_alone=tuple(self._left_alone),
+            surplus_names=tuple(filter(self._is_about, surplus_names)),
+            idle_patterns=tuple(sorted(self._idle_patterns)),
+            renames=tuple(self._renames.items()),
+            conversions=tuple(self._conversions),
+        )
+
+    def _check_excluded(self) -> None:
+        for memory, name in self._excluded_memory.items():
+            if fill_name := self._fill_names.get(memory):
+                raise RestoreError(
+                    f"{name!r} is excluded, but shares its memory with {fill_name!r}, which is "
+                    "restored: exclude both or neither"
+                )
+
+    def _find_tied(self) -> None:
+        """Take the names off the missing ones whose memory the restore fills as another name.
+
+        A model may tie a weight to one that the checkpoint has: files of GPT-2 have no ``lm_head``.
+        """
+        for name, target in self._missing_tensors.items():
+            if name in self._missing and (fill := self.fills.get(memory_of(target))):
+                del self._missing[name]
+                self._renames[name] = fill[0]
+
+    def _is_about(self, source: str) -> bool:
+        """Return True if the selection includes ``source``, which has no counterpart in the state.
+
+        The selection applies to the name that ``source`` would have in the state. This name follows
+        from the innermost matched container around ``source``. The patterns that match the name are
+        recorded as used (see ``takes``).
+        """
+        container = source
+        while container and container not in self._containers:
+            container = container.rpartition("/")[0]
+        rest = source[len(container) :]
+        return any(self.takes(f"{name}{rest}") for name in self._containers.get(container, [""]))

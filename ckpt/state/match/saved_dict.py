@@ -1,0 +1,131 @@
+"""Read an optimizer that was saved as a dict, and not as an object.
+
+``torch.distributed.checkpoint`` gets the state of an optimizer as a dict with the names of the
+parameters in their module: ``{"state": {name: {key: value}}, "param_groups": [...]}``. With
+``flatten_optimizer_state_dict``, it is a dict with keys such as ``state.0.weight.exp_avg`` and
+``param_groups.0.weight.lr``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.model.key_order import KeyOrder
+from ckpt.model.values import Node, decode, join
+from ckpt.state.match.remake import torch_value
+
+_STATE: Final = "state"
+_GROUPS: Final = "param_groups"
+_OWN: Final = ("params", "param_names")  # The keys of a group that are no settings
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerDict:
+    """An optimizer that was saved as a dict.
+
+    Attributes:
+        node: The node that the tree would have if the optimizer had been saved as an object.
+        tensors: The name that each tensor of the state would have -> its name in the checkpoint.
+    """
+
+    node: Node
+    tensors: Mapping[str, str]
+
+
+def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict | None:
+    """Return the optimizer that was saved as the dict ``node`` at ``path``, or None if the dict is
+    not the state of an optimizer whose parameters have names.
+
+    Args:
+        node: The node of the dict.
+        path: The name of the dict in the checkpoint.
+        parameters: The full names in the checkpoint of the parameters that the optimizer may have,
+            such as ``model/0.weight``. A parameter of the dict that is none of them keeps the name
+            that it has in its module.
+    """
+    items = dict(_items(node))
+    if items.keys() == {_STATE, _GROUPS} and isinstance(items[_GROUPS], list):
+        state = {name: dict(_items(entry)) for name, entry in _items(items[_STATE])}
+        groups = [dict(_items(group)) for group in items[_GROUPS]]
+    elif items and all(key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in items):
+        state, groups = _unflatten(items, parameters)
+    else:
+        return None
+    full = _full_names(parameters)
+    tensors: dict[str, str] = {}
+    values: dict[str, Node] = {}
+    for name, entry in state.items():
+        for key, value in entry.items():
+            place = join(f"{path}/{full.get(name, name)}", key)
+            if isinstance(value, dict) and value.get("$") == "tensor":
+                tensors[place] = value["n"]
+            else:
+                values[place] = value
+    group_nodes = [
+        {
+            "params": [full.get(name, name) for name in group["params"]],
+            "values": {key: value for key, value in group.items() if key not in _OWN},
+        }
+        for group in groups
+    ]
+    keys = {
+        full.get(name, name): tuple(join("", key) for key in entry) for name, entry in state.items()
+    }
+    order = KeyOrder.of(keys).node()
+    return OptimizerDict(
+        {"$": "optimizer", "groups": group_nodes, "state": values, **order}, tensors
+    )
+
+
+def _items(node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield the items of a dict whose keys are strings. Yield nothing for any other node."""
+    if not isinstance(node, dict):
+        return
+    if "$" not in node:
+        yield from node.items()
+    elif node["$"] == "dict":
+        for key, value in node["v"]:
+            if isinstance(name := decode(key, torch_value), str):
+                yield name, value
+
+
+def _unflatten(
+    items: Mapping[str, Node], parameters: Iterable[str]
+) -> tuple[dict[str, dict[str, Node]], list[dict[str, Node]]]:
+    """Return the state and the groups of a flat dict. Each parameter has a group of its own.
+
+    The name of a parameter has dots, and so may a key. The longest name of a known parameter
+    counts. In any other case, a key has no dots.
+    """
+    full_names = _full_names(parameters)
+    parts: dict[str, dict[str, dict[str, Node]]] = {
+        _STATE: defaultdict(dict),
+        _GROUPS: defaultdict(dict),
+    }
+    for key, value in items.items():
+        kind, _, rest = key.partition(".")
+        dot = rest.rfind(".")
+        end = dot
+        while end > 0 and rest[:end] not in full_names:
+            end = rest.rfind(".", 0, end)
+        end = end if end > 0 else dot
+        parts[kind][rest[:end]][rest[end + 1 :]] = value
+    groups = [{"params": [name], **settings} for name, settings in parts[_GROUPS].items()]
+    return parts[_STATE], groups
+
+
+def _full_names(parameters: Iterable[str]) -> dict[str, str]:
+    """Return the full name of each parameter by its name in its module.
+
+    A name of parameters of two modules is left out.
+    """
+    full: dict[str, str] = {}
+    twice: set[str] = set()
+    for name in parameters:
+        short = name.rpartition("/")[2]
+        if full.setdefault(short, name) != name:
+            twice.add(short)
+    return {short: name for short, name in full.items() if short not in twice}

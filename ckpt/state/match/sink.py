@@ -1,0 +1,132 @@
+"""Fill tensors with chunks. A chunk is read directly into contiguous host memory of its target. If
+this is not possible, the bytes of the chunk are copied or converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from ckpt.model.box import flat_start
+from ckpt.model.dtype import DTYPES
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.restore import ChunkRead
+from ckpt.staging.device import drain, is_ordered, refuse_capture, use_stream
+from ckpt.staging.image import copyable, view_as
+from ckpt.state.tensors.layout import memories
+from ckpt.state.tensors.local_shards import Source
+
+_LARGE_BYTES: Final = 256 << 10
+
+
+class TensorSink:
+    """Fills ``targets`` with chunks. ``leaves[i]`` is the leaf of ``targets[i]``, and has the boxes
+    that this rank holds.
+
+    A leaf has the dtype of the saved data. If the target has another dtype, each chunk is
+    converted.
+
+    On an accelerator with streams, all writes go to the stream that is current for the device when
+    the sink is built. So work that the caller later queues on this stream runs after the writes.
+    When the sink is built, it first waits for all work that is queued on the device, on any stream.
+
+    Thread safety:
+        Build it on the training thread. Any thread may then call its methods, since chunks do not
+        overlap.
+
+    Raises:
+        StagingError: A graph is being captured on a device of the targets.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
+        self._leaves = leaves
+        self._conversions = [
+            str(target.dtype) != f"torch.{leaf.dtype}"
+            for leaf, target in zip(leaves, targets, strict=True)
+        ]
+        self._locals = [
+            [
+                memory.detach() if is_converted else copyable(memory.detach(), leaf.dtype)
+                for memory in memories(target, leaf.boxes)
+            ]
+            for leaf, target, is_converted in zip(leaves, targets, self._conversions, strict=True)
+        ]
+        # The result of ``_memory`` for each (leaf, piece) for which it was called
+        self._memories: dict[tuple[int, int], memoryview | None] = {}
+        all_devices = {memory.device for memories in self._locals for memory in memories}
+        devices = [device for device in all_devices if device.type != "cpu"]
+        refuse_capture(devices, "restore")
+        drain(devices)
+        self._streams = {
+            device: torch.accelerator.current_stream(device)
+            for device in devices
+            if is_ordered(device)
+        }
+
+    def direct(self, read: ChunkRead) -> memoryview | None:
+        """Return the memory of the target that the chunk fills, or None if the chunk cannot be read
+        directly into one piece of host memory.
+        """
+        if len(read.targets) != 1 or read.targets[0].part != read.box:
+            return None
+        target = read.targets[0]
+        piece = (target.leaf, target.piece)
+        if piece not in self._memories:
+            self._memories[piece] = self._memory(*piece)
+        memory, itemsize = self._memories[piece], self._leaves[target.leaf].itemsize
+        start = flat_start(read.box, self._leaves[target.leaf].boxes[target.piece])
+        if memory is None or start is None or read.box.numel * itemsize != read.nbytes:
+            return None
+        view = memory[start * itemsize : start * itemsize + read.nbytes]
+        return view if view.nbytes == read.nbytes else None
+
+    def _memory(self, leaf: int, piece: int) -> memoryview | None:
+        """Return the memory of box number ``piece`` of target number ``leaf`` as bytes.
+
+        Return None if saved bytes cannot go there unchanged. This is so if the memory is not
+        contiguous host memory, if the target has another dtype than the saved data, or if the
+        target is a lazily conjugated or negated view.
+        """
+        tensor = self._locals[leaf][piece]
+        if self._conversions[leaf] or not tensor.is_cpu or not tensor.is_contiguous():
+            return None
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        # A tensor of one element is contiguous whatever its stride is.
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        # Python 3.11 has no ``collections.abc.Buffer``.
+        return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+    def place(self, read: ChunkRead, data: memoryview) -> None:
+        """Copy the parts of a chunk to the targets that need them. ``data`` has the raw bytes of
+        the chunk.
+        """
+        if read.nbytes < _LARGE_BYTES and (memory := self.direct(read)) is not None:
+            # For thousands of small tensors, this takes a tenth of the time of torch's copies.
+            memory[:] = data
+            return
+        raw = torch.frombuffer(data, dtype=torch.uint8)
+        # A decoded chunk may begin at any address, but conversions of torch need aligned elements.
+        if raw.data_ptr() % DTYPES[read.dtype].itemsize:
+            raw = raw.clone()
+        plain = view_as(raw, read.dtype, read.box.shape)
+        for index, target in enumerate(read.targets):
+            # A conversion needs the values in their own dtype. For some dtypes, ``plain`` has an
+            # integer dtype, which is enough for copies.
+            is_converted = self._conversions[target.leaf]
+            chunk = (
+                raw.view(getattr(torch, read.dtype)).view(read.box.shape) if is_converted else plain
+            )
+            part = chunk[target.part.relative_to(read.box).slices()]
+            region = self._region(read, index)
+            with use_stream(self._streams.get(region.device)):
+                region.copy_(part)
+
+    def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
+        """Return a view of the memory that target number ``index`` of ``read`` describes."""
+        target = read.targets[index]
+        tensor = self._locals[target.leaf][target.piece]
+        box = self._leaves[target.leaf].boxes[target.piece]
+        return tensor if target.part == box else tensor[target.part.relative_to(box).slices()]

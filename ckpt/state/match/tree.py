@@ -1,0 +1,308 @@
+"""Convert a manifest to a nested state of plain containers, for exports and integrations. The
+caller decides which objects represent the tensors in the state.
+
+A module becomes an ``OrderedDict`` whose keys are canonical names, and which has the versions of
+the modules inside as an attribute, as ``Module.state_dict`` gives them. An optimizer becomes
+``{"state": ..., "param_groups": ...}``. Its parameters have numbers, as in
+``Optimizer.state_dict``, or names, as in ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import count
+from typing import Any, Final
+
+import numpy as np
+
+from ckpt.errors import ManifestCorrupt
+from ckpt.model.key_order import KeyOrder, in_order
+from ckpt.model.manifest import Manifest
+from ckpt.model.values import (
+    VERSIONS,
+    Node,
+    check_structure,
+    decode,
+    join,
+    names_below,
+    parse,
+    unescape,
+)
+from ckpt.state.match.remake import torch_value
+from ckpt.state.walk.items import FIRST_VERSION
+
+MakeTensor = Callable[[str], Any]
+"""A function that returns the object to represent the tensor with the given name."""
+
+_ABSENT: Final = object()
+_MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+
+
+@dataclass(slots=True)
+class Notes:
+    """The differences between the checkpoint and its conversion, as pairs of a name and a reason.
+
+    Attributes:
+        changes: The names whose values are in another form in the conversion.
+        left_out: The names that the conversion lacks.
+    """
+
+    changes: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+
+def is_selected(name: str, globs: Sequence[str]) -> bool:
+    """Return True if one of ``globs`` matches ``name``, or if ``globs`` is empty."""
+    return not globs or any(fnmatchcase(name, glob) for glob in globs)
+
+
+class StateTree:
+    """Builds the nested state of a manifest.
+
+    Args:
+        manifest: The manifest.
+        make: Returns the object to represent a tensor, by the tensor's name.
+        globs: The patterns of the names to include; empty for all names. Containers that would have
+            no values are left out.
+        by_name: True if the parameters of optimizers have names, and False if they have numbers.
+        safe: True to make only values that ``torch.load(..., weights_only=True)`` accepts: NumPy
+            scalars become Python numbers, and frozensets become sets.
+        parameter_names: True to give a parameter group the names of its parameters if these have
+            numbers. An optimizer that loads them takes no group without names any more.
+
+    Attributes:
+        notes: The differences between the checkpoint and the nested state.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        make: MakeTensor,
+        globs: Sequence[str],
+        *,
+        by_name: bool,
+        safe: bool = True,
+        parameter_names: bool = True,
+    ) -> None:
+        self._manifest, self._make, self._globs = manifest, make, globs
+        self._by_name, self._safe = by_name, safe
+        self._has_names = parameter_names and not by_name
+        self._names = sorted(manifest.tensor_map())
+        self._modules: list[str] = []
+        self.notes = Notes()
+
+    def build(self) -> dict[str, Any]:
+        """Return the nested state; empty if no name is included.
+
+        Raises:
+            ManifestCorrupt: The tree is not one that ckpt writes.
+            FormatUnsupported: The tree has a dtype as a value, and this torch lacks the dtype.
+        """
+        tree = parse(self._manifest.tree)
+        if not isinstance(tree, dict):
+            raise ManifestCorrupt("tree", "it is not an object")
+        with check_structure("tree"):
+            self._modules = sorted(_modules(tree, ""), key=len, reverse=True)
+            state = self._node(tree, "")
+        return {} if state is _ABSENT else state
+
+    def _node(self, node: Node, path: str) -> Any:
+        match node:
+            case list():
+                return self._present_items(
+                    [self._node(item, join(path, str(i))) for i, item in enumerate(node)], path
+                )
+            case {"$": str(tag)}:
+                return self._value_of_tag(tag, node, path)
+            case dict():
+                return self._mapping(
+                    {key: self._node(item, join(path, key)) for key, item in node.items()}, path
+                )
+            case _:
+                return self._plain(node, path)
+
+    def _value_of_tag(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
+        match tag:
+            case "tensor":
+                return self._tensor(node["n"])
+            case "array":
+                return self._tensor(node["n"], was="a NumPy array")
+            case "subclass":
+                return self._subclass(node, path)
+            case "module":
+                return self._module(node, path)
+            case "optimizer":
+                return self._optimizer(node, path)
+            case "object":
+                return self._node(node["v"], path)
+            case "per_rank":
+                return self._per_rank(path)
+            case "dict" | "OrderedDict" | "Counter":
+                pairs = {
+                    key: self._node(item, join(path, key))
+                    for key, item in ((decode(key, torch_value), item) for key, item in node["v"])
+                }
+                mapping = self._mapping(pairs, path, _MAPPINGS[tag])
+                if "m" in node and isinstance(mapping, OrderedDict):
+                    versions = self._node(node["m"], join(path, VERSIONS))
+                    vars(mapping).update({} if versions is _ABSENT else {VERSIONS: versions})
+                return mapping
+            case "tuple":
+                items = self._present_items(
+                    [self._node(item, join(path, str(i))) for i, item in enumerate(node["v"])], path
+                )
+                return items if items is _ABSENT else tuple(items)
+            case _:
+                return self._plain(decode(node, torch_value), path)
+
+    # -- leaves ------------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, was: str = "") -> Any:
+        if not is_selected(name, self._globs):
+            return _ABSENT
+        if was:
+            self.notes.changes.append((name, f"{was}: a tensor now"))
+        return self._make(name)
+
+    def _subclass(self, node: Mapping[str, Node], path: str) -> Any:
+        inner = {key: self._node(item, join(path, key)) for key, item in node["inner"].items()}
+        tensors = self._mapping(inner, path)
+        if tensors is not _ABSENT:
+            was = f"a {node['class']}: a dict of the tensors inside of it now"
+            self.notes.changes.append((path, was))
+        return tensors
+
+    def _plain(self, value: Any, path: str) -> Any:
+        if not is_selected(path, self._globs):
+            return _ABSENT
+        if self._safe and isinstance(value, np.generic):
+            self.notes.changes.append(
+                (path, f"a NumPy {value.dtype}: a Python {type(value.item()).__name__} now")
+            )
+            return value.item()
+        if self._safe and isinstance(value, frozenset):
+            self.notes.changes.append((path, "a frozenset: a set now"))
+            return set(value)
+        return value
+
+    def _present_items(self, items: list[Any], path: str) -> Any:
+        present = [item for item in items if item is not _ABSENT]
+        return present if present or (not items and is_selected(path, self._globs)) else _ABSENT
+
+    def _mapping(self, items: Mapping[Any, Any], path: str, kind: type = dict) -> Any:
+        present = {key: item for key, item in items.items() if item is not _ABSENT}
+        return (
+            kind(present) if present or (not items and is_selected(path, self._globs)) else _ABSENT
+        )
+
+    def _per_rank(self, path: str) -> Any:
+        """Return the ``PerRank`` value at ``path`` as a list of the values of all ranks."""
+        values: list[Any] = []
+        for rank in range(self._manifest.world_size):
+            tree = parse(self._manifest.per_rank[str(rank)], "per_rank")
+            values.append(self._node(tree[path], path))
+        items = self._present_items(values, path)
+        if items is not _ABSENT:
+            ranks = "each rank" if len(values) == 1 else f"each of {len(values)} ranks"
+            self.notes.changes.append((path, f"a value of {ranks}: a list now"))
+        return items
+
+    # -- modules and optimizers --------------------------------------------------------------------
+
+    def _module(self, node: Mapping[str, Node], path: str) -> Any:
+        values: Mapping[str, Node] = node["values"]
+        inner_names = {  # The tensors inside of an extra state, which are no entries of the module
+            inner for fqn in values for inner in names_below(self._names, f"{path}/{fqn}")
+        }
+        entries = {
+            name[len(path) + 1 :]: self._tensor(name)
+            for name in names_below(self._names, path)
+            if name not in inner_names
+        }
+        entries |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
+        mapping = self._mapping(entries, path, OrderedDict)
+        if isinstance(mapping, OrderedDict) and "versions" in node:
+            versions = decode(node["versions"], torch_value)
+            vars(mapping)[VERSIONS] = {
+                name: dict(versions.get(name, FIRST_VERSION))
+                for name in sorted({*_owners(mapping), *versions})
+            }
+        return mapping
+
+    def _optimizer(self, node: Mapping[str, Node], path: str) -> Any:
+        value_nodes: Mapping[str, Node] = node["state"]
+        state: dict[Any, Any] = {}
+        groups: list[Any] = []
+        paths: dict[str, Any] = {}
+        numbers, plain = count(), sorted(value_nodes)
+        order = KeyOrder.from_node(node)
+        for index, group in enumerate(node["groups"]):
+            ids: list[Any] = []
+            names = [self._parameter(parameter) for parameter in group["params"]]
+            for parameter, name, number in zip(group["params"], names, numbers, strict=False):
+                ids.append(name if self._by_name else number)
+                prefix = f"{path}/{parameter}"
+                entries: dict[str | int, Any] = {
+                    unescape(full[len(prefix) + 1 :]): self._tensor(full)
+                    for full in names_below(self._names, prefix)
+                    if "/" not in full[len(prefix) + 1 :]
+                }
+                entries |= {
+                    unescape(full[len(prefix) + 1 :]): self._node(value_nodes[full], full)
+                    for full in names_below(plain, prefix)
+                }
+                keys = in_order(entries, order.of_parameter(parameter), partial(join, ""))
+                entry = self._mapping({key: entries[key] for key in keys}, path)
+                if entry is not _ABSENT and entry:
+                    state[ids[-1]] = entry
+                    paths[parameter] = ids[-1]
+            values = self._node(group["values"], f"{path}/param_groups/{index}")
+            name_list = {"param_names": names} if self._has_names else {}
+            if values is not _ABSENT:
+                groups.append({**values, "params": ids, **name_list})
+        state = {paths[p]: state[paths[p]] for p in in_order(paths, order.parameters, str)}
+        if not state and not groups:
+            return _ABSENT
+        optimizer = {"state": state, "param_groups": groups} if groups else {"state": state}
+        settings = self._node(node.get("values", {}), f"{path}/values")
+        return optimizer if settings is _ABSENT else {**optimizer, **settings}
+
+    def _parameter(self, path: str) -> str:
+        """Return the name of a parameter within its module if the state has only one module, else
+        its path.
+        """
+        if len(self._modules) == 1 and path.startswith(f"{self._modules[0]}/"):
+            return path[len(self._modules[0]) + 1 :]
+        return path
+
+
+def _owners(fqns: Iterable[str]) -> set[str]:
+    """Return the names of the modules that the entries ``fqns`` are in, at any depth."""
+    parts = [fqn.split(".")[:-1] for fqn in fqns]
+    return {".".join(names[:depth]) for names in parts for depth in range(len(names) + 1)}
+
+
+def _modules(node: Node, path: str) -> list[str]:
+    match node:
+        case {"$": "module"}:
+            return [path]
+        case {"$": _}:
+            return []
+        case dict():
+            return [
+                module_path
+                for key, item in node.items()
+                for module_path in _modules(item, join(path, key))
+            ]
+        case list():
+            return [
+                module_path
+                for i, item in enumerate(node)
+                for module_path in _modules(item, join(path, str(i)))
+            ]
+        case _:
+            return []

@@ -1,0 +1,230 @@
+"""Describe the parameters of FSDP1, which are pieces of flat parameters, and ``ShardedTensor``.
+
+FSDP1's own ``state_dict()`` runs hooks that gather the parameters over the training process group
+and return copies. This module does not run these hooks. The part of a parameter that a rank holds
+is a range of elements of the flat parameter. ckpt reads and fills this range in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.errors import UnsupportedValue
+from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.torch_private import (
+    FlatParameter,
+    fsdp1_copies,
+    fsdp1_flat,
+    fsdp1_handle,
+    fsdp1_over_dtensors,
+    fsdp1_wrappers,
+    module_hooks,
+    version_of,
+)
+
+_WRAPPER_NAME = "_fsdp_wrapped_module"
+
+
+class Piece(NamedTuple):
+    """The part of one parameter that a flat parameter holds on this rank: a range of elements.
+
+    Attributes:
+        fqn: The parameter's key in the module. Two pieces without elements may differ only in it.
+        shape: The shape of the whole parameter.
+        start: The index of the range's first element in the flattened parameter.
+        at: The index of the range's first element in the flat memory.
+        length: The number of elements in the range; 0 if this rank holds none.
+        size: The number of elements of the flat memory.
+        replicas: The ranks that hold the same piece.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    at: int
+    length: int
+    size: int
+    replicas: tuple[int, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """True if this rank holds any element of the parameter."""
+        return self.length > 0
+
+    def fits(self, memory: torch.Tensor) -> bool:
+        """Return True if ``memory`` has the shape of the flat memory. The flat parameter has this
+        shape, and so has optimizer state with one element for each of its elements.
+        """
+        return memory.shape == (self.size,)
+
+    def of(self, name: str, memory: torch.Tensor) -> LocalShards:
+        """Return the tensor ``name``, a parameter or its optimizer state, as ``LocalShards`` with
+        its range in ``memory``.
+
+        Raises:
+            UnsupportedValue: ``memory`` has another size, since FSDP1 has gathered the parameter.
+        """
+        if not self.fits(memory):
+            raise gathered_error(name)
+        part = memory[self.at : self.at + self.length]
+        return LocalShards.of_range(self.shape, self.start, part, self.replicas)
+
+
+def gathered_error(name: str) -> UnsupportedValue:
+    """Return the error for a parameter that FSDP1 has gathered. The module then does not use the
+    flat parameter, so the piece of the parameter cannot be read.
+    """
+    return UnsupportedValue(
+        name,
+        "parameter of FSDP1 that is gathered now",
+        "save after backward() and before the next forward(), and outside of "
+        "summon_full_params(): under SHARD_GRAD_OP "
+        "parameters are gathered from forward() to backward()",
+    )
+
+
+Flat = Mapping[str, Piece]
+"""The pieces in one tensor of ``module.parameters()``, by the keys of the original parameters in
+the module. With ``use_orig_params`` there is one piece, and its key is ''.
+"""
+
+
+def flat_parameters(module: nn.Module) -> dict[int, Flat]:
+    """Return a dict from the identity (``id``) of each tensor of FSDP1 in ``module`` to the pieces
+    in this tensor.
+
+    The tensors are the flat parameters, or with ``use_orig_params`` the original parameters. With
+    ``use_orig_params``, a wrapper that does not shard its parameters adds nothing. The result is
+    empty if the module has no FSDP1 wrapper.
+    """
+    flats: dict[int, Flat] = {}
+    for lead, wrapper, handle in _handles(module):
+        if (flat := fsdp1_flat(handle)) is not None:
+            flats.update(_flats(lead, wrapper, flat, is_sharded=handle.uses_sharded_strategy))
+    return flats
+
+
+def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
+    """Yield the keys of those parameters that FSDP1 has flattened and that were DTensors before, as
+    ``parallelize_module`` makes them.
+    """
+    for lead, _, handle in _handles(module):
+        yield from (f"{lead}{fqn}" for fqn in fsdp1_over_dtensors(handle))
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Return True if any part of the module is wrapped in FSDP1."""
+    return any(True for _ in fsdp1_wrappers(module))
+
+
+def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
+    """Return the ranks that share the parameters of an FSDP1 wrapper, and True if this rank is the
+    first of them.
+
+    The result has the ranks of the wrapper's process group. With hybrid sharding, it has all ranks
+    of the job instead, if shards and copies together occupy all of them.
+    """
+    ranks, copies = _groups(wrapper)
+    rank = torch.distributed.get_rank()
+    is_first = rank == ranks[0] and (not copies or rank == copies[0])
+    every = tuple(range(torch.distributed.get_world_size()))
+    return (every if len(ranks) * len(copies) == len(every) else ranks), is_first
+
+
+def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """Return ``state_dict(keep_vars=True)`` without running any hook."""
+    state: dict[str, Any] = {}
+    module._save_to_state_dict(state, prefix, keep_vars=True)
+    for name, child in module._modules.items():
+        if child is not None:
+            state |= hookless_state(child, f"{prefix}{name}.")
+    return state
+
+
+def check_hooks(path: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise ``UnsupportedValue`` if hooks of ``state_dict()``, which do not run, would add a value
+    that is no tensor, and that would be lost.
+
+    ``state`` is the ``hookless_state`` of ``module``. Each hook gets a copy of the dict.
+    """
+    for name, child in module.named_modules(remove_duplicate=False):
+        hooks = [hook for hook in module_hooks(child, "state_dict") if not _is_of_torch(hook)]
+        prefix = f"{name}." if name else ""
+        entries = {key: value for key, value in state.items() if hooks and key.startswith(prefix)}
+        outcome = OrderedDict(entries)
+        with suppress(Exception):  # A hook that converts tensors may need them whole
+            for hook in hooks:
+                hook(child, outcome, prefix, {"version": version_of(child)})
+        for key, value in outcome.items():
+            if key not in entries and not isinstance(value, torch.Tensor):
+                raise UnsupportedValue(
+                    f"{path}/{key.replace(f'{_WRAPPER_NAME}.', '')}",
+                    f"{type(value).__qualname__} that a hook of state_dict() adds inside of FSDP1, "
+                    "where no such hook runs",
+                    "return it from get_extra_state(), or take fully_shard() (FSDP2)",
+                )
+
+
+def _is_of_torch(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
+def as_source(tensor: torch.Tensor) -> Source:
+    """Return a ``ShardedTensor`` as ``LocalShards``, and any other tensor as it is."""
+    api: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if api is None or not isinstance(tensor, api.ShardedTensor):
+        return tensor
+    sharded: Any = tensor
+    shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in sharded.local_shards()]
+    return LocalShards(tuple(tensor.size()), shards, dtype=tensor.dtype)
+
+
+def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield, for each FSDP1 wrapper with parameters: the prefix of the keys of these parameters,
+    the wrapper, and its handle.
+    """
+    for name, wrapper in fsdp1_wrappers(module):
+        if (handle := fsdp1_handle(wrapper)) is not None:
+            yield f"{name}.{_WRAPPER_NAME}." if name else f"{_WRAPPER_NAME}.", wrapper, handle
+
+
+def _flats(
+    lead: str, wrapper: Any, flat: FlatParameter, *, is_sharded: bool
+) -> Iterator[tuple[int, Flat]]:
+    """Yield the identity of each tensor of the flat parameter ``flat``, with the pieces in it.
+    ``lead`` is the prefix of the keys of its parameters.
+    """
+    ranks, copies = _groups(wrapper)
+    replicas = copies if is_sharded else ranks
+    if flat.size is None:
+        for parameter, part in zip(flat.tensors, flat.parts, strict=True):
+            fqn, shape, start, _, length = part
+            piece = Piece(f"{lead}{fqn}", shape, start, 0, length, length, replicas)
+            yield id(parameter), {"": piece}
+        return
+    pieces: dict[str, Piece] = {}
+    for fqn, shape, start, position, length in flat.parts:
+        key = f"{lead}{fqn}"
+        pieces[key] = Piece(key, shape, start, position, length, flat.size, replicas)
+    pieces |= {f"{lead}{name}": pieces[f"{lead}{target}"] for name, target in flat.ties.items()}
+    yield id(flat.tensors[0]), pieces
+
+
+def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks of the process group of an FSDP1 wrapper, and the ranks that hold the same
+    shard as this rank (empty without hybrid sharding).
+    """
+    copies = fsdp1_copies(wrapper)
+    return ranks_of(wrapper.process_group), ranks_of(copies) if copies is not None else ()
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, ascending."""
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))

@@ -1,0 +1,288 @@
+"""Keep the results of the last walk over a state for the next walk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckpt.model.key_order import KeyOrder
+from ckpt.model.patterns import Patterns
+from ckpt.model.values import Node
+from ckpt.state.tensors.declared import DeclaredPart, declarations
+from ckpt.state.tensors.layout import PLAIN, is_plain
+from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.zero import Keeper
+from ckpt.state.walk.choice import Choice
+from ckpt.state.walk.items import ModuleItems, Part
+from ckpt.state.walk.module_tree import ModuleTree, tree_of
+from ckpt.state.walk.modules import (
+    Parameters,
+    check_owners,
+    items_of,
+    part_groups,
+    part_of,
+    raw_state,
+    state_name,
+)
+from ckpt.state.walk.segments import Segment, Table
+from ckpt.state.walk.stand_in import ModuleStandIn
+
+_values: Final = methodcaller("values")
+
+
+class _KnownModule(NamedTuple):
+    """A module as it was in the last walk.
+
+    Attributes:
+        module: The module.
+        keys: The keys of its state dict.
+        tensors: The values of its state dict; None if some of them are no tensors.
+        parameters: Its parameters by name, some of which its state dict may not hold.
+        parts: For each of ``tensors``, the part that ``ckpt.declare_part`` has declared it to be;
+            None if there is no declaration.
+        items: The items that it saves.
+        tree: A record that tells whether the state dict is still the same. It is None if only a new
+            call of ``state_dict()`` can tell.
+    """
+
+    module: nn.Module
+    keys: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...] | None
+    parameters: Mapping[str, torch.Tensor]
+    parts: Sequence[DeclaredPart | None]
+    items: ModuleItems
+    tree: ModuleTree | None
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return True if ``module`` is the recorded module, and the recorded tensors still have the
+        recorded declarations.
+        """
+        return self.module is module and self.parts == declarations(self.tensors or ())
+
+
+class LastWalk:
+    """The results of the last walk, so that the next walk need not examine unchanged parts of the
+    state again.
+
+    Thread safety:
+        Only the training thread uses it.
+    """
+
+    def __init__(self) -> None:
+        self.segments: dict[str, Segment] = {}
+        self.logged_types: set[type] = set()
+        self.tables: dict[str, Table] = {}
+        self.modules: dict[str, _KnownModule] = {}
+        self.optimizers: dict[str, OptimizerItems] = {}
+        self.versions: dict[str, tuple[ModuleItems, Node]] = {}
+        self._choices: dict[Patterns, Choice] = {}
+
+    def choice(self, patterns: Patterns) -> Choice:
+        """Return the ``Choice`` of ``patterns``, the same object on every call."""
+        return self._choices.setdefault(patterns, Choice(patterns))
+
+    def items(self, path: str, module: nn.Module) -> ModuleItems:
+        """Return the items that the module at ``path`` saves, as ``items_of`` does.
+
+        The result is the same object as in the last walk if the module is the same object, its
+        state dict has the same keys and tensor objects, and the declarations of these tensors are
+        the same. A state dict with a value that is no tensor always counts as changed. A stand-in
+        returns its own items.
+        """
+        if isinstance(module, ModuleStandIn):
+            return module.items(path)
+        record = self.modules.get(path)
+        if record is not None and not record.is_of(module):
+            record = None
+        if record is not None and record.tree is not None and record.tree.is_unchanged():
+            return record.items
+        raw = raw_state(path, module)
+        keys, values = tuple(raw), tuple(raw.values())
+        parameters = dict(module.named_parameters())
+        if (
+            record is None
+            or record.keys != keys
+            or record.tensors is None
+            or not all(map(is_, record.tensors, values))
+            or record.parameters.keys() != parameters.keys()
+            or not all(map(is_, record.parameters.values(), parameters.values()))
+        ):
+            tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
+            parts = declarations(tensors or ())
+            items = items_of(path, module)
+            record = _KnownModule(module, keys, tensors, parameters, parts, items, tree=None)
+        tree = tree_of(module) if record.tensors is not None else None
+        self.modules[path] = record = record._replace(tree=tree)
+        return record.items
+
+    def forget(self) -> None:
+        """Forget all results, and release all tensors."""
+        self.segments.clear()
+        self.tables.clear()
+        self.modules.clear()
+        self.optimizers.clear()
+        self.versions.clear()
+        self._choices.clear()
+
+
+class Structure:
+    """The parameters of an optimizer, and the keys and values of its state, in their order.
+
+    A structure is made and compared in a few passes at the speed of C, since an optimizer may have
+    thousands of values.
+
+    Attributes:
+        objects: The parameters of all groups, then the keys of the state, then the keys within the
+            state of each parameter.
+        sizes: The number of parameters in each group, then -1, then the number of values in the
+            state of each parameter.
+        values: The values of the state.
+        kinds: The types of ``values``.
+    """
+
+    __slots__ = ("kinds", "objects", "sizes", "values")
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[Any, Any]]
+    ) -> None:
+        parameters = [group["params"] for group in groups]
+        entries = list(state.values())
+        self.objects = [*chain.from_iterable(parameters), *state, *chain.from_iterable(entries)]
+        self.sizes = [*map(len, parameters), -1, *map(len, entries)]
+        self.values: list[Any] = list(chain.from_iterable(map(_values, entries)))
+        self.kinds = list(map(type, self.values))
+
+    def is_as(self, structure: Structure, sources: Iterable[int]) -> bool:
+        """Return True if this structure is the same as ``structure``.
+
+        The values of the state at the indices ``sources`` must be the same objects. All other
+        values need only have the same types.
+        """
+        if self.sizes != structure.sizes or self.kinds != structure.kinds:
+            return False
+        own_values, values = self.values, structure.values
+        return all(map(is_, self.objects, structure.objects)) and all(
+            map(is_, map(own_values.__getitem__, sources), map(values.__getitem__, sources))
+        )
+
+
+def _plain_keys(
+    owners: Sequence[tuple[Part, object, Source]], tensors: Sequence[Source]
+) -> tuple[str, ...]:
+    """Return the keys for ``OptimizerItems.plain``. A tensor without a dimension does not count,
+    since a restore makes it plain in any case.
+    """
+    plain: dict[bool, set[str]] = {True: set(), False: set()}
+    for (_, key, parameter), tensor in zip(owners, tensors, strict=True):
+        if isinstance(parameter, DTensor) and tensor.shape:
+            plain[is_plain(tensor)].add(part_of(key))
+    return tuple(sorted(plain[True] - plain[False]))
+
+
+class OptimizerItems:
+    """The names of the values of an optimizer's state.
+
+    Attributes:
+        names: For each parameter group, the paths of its parameters that are saved.
+        owners: For each item of ``tensors``, the part of a parameter that it belongs to, its key in
+            the state, and the parameter.
+        tensors: The tensors of the state. A tensor that has several names occurs once for each.
+        value_items: For each value of the state that is not a tensor, its index in
+            ``Structure.values`` and its name.
+        keys: The order of the parameters in the state, and of the keys of each.
+        plain: The keys whose tensors are plain though their parameters are ``DTensor`` objects, as
+            ``part_of`` gives them, sorted.
+        are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
+    """
+
+    __slots__ = (
+        "_choice",
+        "_items",
+        "_loose",
+        "_own",
+        "_sources",
+        "_structure",
+        "are_plain",
+        "keys",
+        "names",
+        "owners",
+        "plain",
+        "tensors",
+        "value_items",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        optimizer: Optimizer,
+        keeper: Keeper,
+        parameters: Parameters,
+        structure: Structure,
+        choice: Choice,
+    ) -> None:
+        check_owners(path, optimizer)
+        self._structure, self._own, self._choice = structure, keeper.own, choice
+        self._items, self._loose = parameters.items, dict(parameters.loose)
+        self._sources = [
+            index for index, value in enumerate(structure.values) if isinstance(value, Source)
+        ]
+        self.names: list[list[str]] = []
+        self.owners: list[tuple[Part, object, Source]] = []
+        self.tensors: list[Source] = []
+        self.value_items: list[tuple[int, str]] = []
+        orders: dict[str, tuple[str, ...]] = {}
+        places: dict[str, int] = {}
+        index_of, position = dict[int, int](), 0
+        for parameter, entry in keeper.state.items():
+            index_of[id(parameter)] = position
+            position += len(entry)
+        groups = part_groups(optimizer, parameters)
+        for group, all_parts in zip(optimizer.param_groups, groups, strict=True):
+            group_parts = [
+                [part for part in parts if choice.takes(f"{path}/{part.path}", part.path)]
+                for parts in all_parts
+            ]
+            self.names.append([part.path for parts in group_parts for part in parts])
+            for parameter, parts in zip(group["params"], group_parts, strict=True):
+                entry = keeper.state.get(parameter, {})
+                keys = tuple(map(part_of, entry))
+                start = index_of.get(id(parameter), 0)
+                orders |= {part.path: keys for part in parts if keys}
+                places |= {part.path: start for part in parts}
+                for index, (key, value) in enumerate(entry.items(), start):
+                    for part in parts:
+                        if part.piece is not None and not part.keeps(value):
+                            continue
+                        if isinstance(value, Source):
+                            self.owners.append((part, key, parameter))
+                            self.tensors.append(value)
+                        else:
+                            self.value_items.append((index, state_name(path, part.path, key)))
+        self.keys = KeyOrder.of(orders, sorted(orders, key=places.__getitem__))
+        self.plain = _plain_keys(self.owners, self.tensors)
+        self.are_plain = PLAIN.issuperset(map(type, self.tensors))
+
+    def is_of(
+        self, keeper: Keeper, parameters: Parameters, structure: Structure, choice: Choice
+    ) -> bool:
+        """Return True if this record still describes the optimizer, whose structure is
+        ``structure``.
+
+        All tensors must be the same objects, and all other values must have the same keys and
+        types. These must be the same too: ``choice``, the items of the modules, the paths of the
+        parameters outside of modules, and the parameters whose state this rank keeps.
+        """
+        return (
+            self._choice is choice
+            and self._items == parameters.items
+            and self._loose == parameters.loose
+            and self._own == keeper.own
+            and structure.is_as(self._structure, self._sources)
+        )

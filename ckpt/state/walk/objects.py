@@ -1,0 +1,189 @@
+"""Find modules, optimizers, tensors and objects with a ``state_dict()`` in the dicts, lists and
+tuples of a state.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.errors import UnsupportedValue
+from ckpt.model.levels import is_bounded, is_plain
+from ckpt.model.values import PlainNode, check_bounded, check_name, join, plain_node
+from ckpt.state.tensors.layout import PLAIN
+from ckpt.state.walk.stand_in import StandIn
+
+_MAX_DEPTH: Final = 100
+_VALUES: Final[frozenset[type]] = frozenset(
+    {int, float, str, bool, type(None), bytes, bytearray, complex, set, frozenset}
+)
+"""Types whose values contain no tensor."""
+_LEAVES: Final[frozenset[type]] = _VALUES | PLAIN
+"""Types whose values contain no module, optimizer or other object."""
+
+
+def is_stateful(value: object) -> bool:
+    """Return True if ``value`` has the methods ``state_dict`` and ``load_state_dict``."""
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def declares_state(value: object) -> bool:
+    """Return True if the class of ``value`` inherits from torch's ``Stateful`` (of
+    ``torch.distributed.checkpoint``) and is no ``nn.Module``.
+
+    The ``state_dict()`` of such an object returns the tensors that the object itself uses. A
+    restore fills these tensors in place, and then passes the dict to ``load_state_dict()``.
+    Examples are ``ModelWrapper`` and ``OptimizersContainer`` of torchtitan.
+    """
+    api = sys.modules.get("torch.distributed.checkpoint.stateful")
+    return (
+        api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
+    )
+
+
+def has_only_values(value: object) -> bool:
+    """Return True if ``value`` is a value without tensors and objects, such as a number, or if all
+    values in its lists, tuples and dicts are. These are looked at level by level, at the speed of
+    C.
+    """
+    return is_plain(value, _VALUES, _MAX_DEPTH)
+
+
+def look_again(objects: Sequence[tuple[str, Any]]) -> None:
+    """Bring each stand-in among ``objects`` up to date with the object that it stands for. Call
+    this before any other use of the stand-ins.
+    """
+    for _, value in objects:
+        if isinstance(value, StandIn):
+            value.look()
+
+
+def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> None:
+    """Raise ``UnsupportedValue`` if ``FakeTensorMode`` is active, and the state has a tensor in a
+    module, optimizer, dict, list or tuple. In this mode, tensors have no data.
+
+    ``objects`` are the modules and optimizers of ``state``, with their paths.
+    """
+    if torch.empty(0, device="cpu").untyped_storage().device.type != "meta":
+        return
+    modules = (
+        join(path, name)
+        for path, value in objects
+        if isinstance(value, nn.Module)
+        for name, _ in chain(value.named_parameters(), value.named_buffers())
+    )
+    optimizers = (path for path, value in objects if isinstance(value, Optimizer))
+    tensors = (path for path, _ in walk_tensors(state))
+    if name := next(chain(modules, optimizers, tensors), None):
+        raise UnsupportedValue(
+            name, "tensor under FakeTensorMode", "leave the mode before you save or restore"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    """A state, with the nodes of its large plain values.
+
+    Such a value may be large, so a save looks at it once.
+
+    Attributes:
+        state: The state.
+        plain: The nodes of those lists, tuples and mappings of ``state`` that are plain, by their
+            names.
+        live: The entries of ``state`` in which a walk may find something (see ``without_plain``).
+    """
+
+    state: Mapping[str, Any]
+    plain: Mapping[str, PlainNode]
+    live: Any
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> StateView:
+        """Return the view of ``state``."""
+        if not isinstance(state, Mapping):
+            return cls(state, {}, state)
+        nodes = {key: plain_node(item, key) for key, item in state.items() if isinstance(key, str)}
+        plain = {key: node for key, node in nodes.items() if node is not None}
+        live = without_plain({key: item for key, item in state.items() if key not in plain})
+        return cls(state, plain, live)
+
+
+def without_plain(state: Any) -> Any:
+    """Return the entries of ``state`` in which a walk may find something. Two walks over these are
+    faster than two over the state, which may have a large value without any tensor. Entries for
+    which a walk would take exponential time, and which ``encode`` refuses, are left out too.
+    """
+    if not isinstance(state, Mapping):
+        return state
+    entries = {key: item for key, item in state.items() if not has_only_values(item)}
+    return {key: item for key, item in entries.items() if is_bounded(item, _MAX_DEPTH)}
+
+
+def named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of ``state``.
+
+    Raises:
+        UnsupportedValue: A key is no name.
+    """
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or key.startswith("$"):
+            raise UnsupportedValue(
+                repr(key), "key of the state", "use non-empty strings that do not begin with '$'"
+            )
+        check_name(key, join("", key))
+        yield key, value
+
+
+def check_all_bounded(state: Mapping[str, Any]) -> None:
+    """Raise ``UnsupportedValue`` if a walk over a value of ``state`` would take exponential
+    time.
+    """
+    for key, item in state.items():
+        check_bounded(item, join("", key))
+
+
+def has_optimizer(state: object) -> bool:
+    """Return True if there is an optimizer in ``state``."""
+    return any(isinstance(value, Optimizer) for _, value in walk_objects(state))
+
+
+def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the object of each module and optimizer in the dicts, lists and tuples of
+    a state, except those for which ``declares_state`` is True.
+    """
+    if isinstance(value, nn.Module | Optimizer):
+        if not declares_state(value):
+            yield path, value
+    elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        for key, item in value.items():
+            if not is_plain(item, _LEAVES, _MAX_DEPTH):
+                yield from walk_objects(item, join(path, key), depth + 1)
+    elif isinstance(value, list | tuple) and depth < _MAX_DEPTH:
+        for index, item in enumerate(value):
+            if not is_plain(item, _LEAVES, _MAX_DEPTH):
+                yield from walk_objects(item, join(path, index), depth + 1)
+
+
+def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the path and the object of each tensor in the dicts, lists and tuples of a state. The
+    tensors of modules, optimizers and other objects are not among them.
+    """
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        for key, item in value.items():
+            if not has_only_values(item):
+                yield from walk_tensors(item, join(path, key), depth + 1)
+    elif isinstance(value, list | tuple) and depth < _MAX_DEPTH:
+        for index, item in enumerate(value):
+            if not has_only_values(item):
+                yield from walk_tensors(item, join(path, index), depth + 1)

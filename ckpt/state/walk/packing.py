@@ -1,0 +1,93 @@
+"""Give an optimizer the form of its ``state_dict()``, and run the hooks of that method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, Final
+
+from torch.optim import Optimizer
+
+from ckpt.errors import UnsupportedValue
+from ckpt.state.walk.modules import OWN_STATE, state_dict_errors
+from ckpt.torch_private import optimizer_hooks
+
+_GROUPS: Final = "param_groups"
+_PARAMETERS: Final = "params"
+_STATE: Final = "state"
+
+
+def pack(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the parameter groups of ``optimizer`` and ``state``, in the form of
+    ``Optimizer.state_dict``: numbers take the place of the parameters.
+
+    The values are those of the optimizer itself. The dicts around them are new.
+    """
+    numbers: dict[int, int] = {}
+    groups: list[dict[str, Any]] = []
+    counter = count()
+    for group in optimizer.param_groups:
+        for parameter in group[_PARAMETERS]:
+            numbers.setdefault(id(parameter), next(counter))
+        groups.append(
+            {**group, _PARAMETERS: [numbers[id(parameter)] for parameter in group[_PARAMETERS]]}
+        )
+    values = {
+        numbers.get(id(key), key): dict(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+    }
+    return {_STATE: values, _GROUPS: groups}
+
+
+def before_state_dict(path: str, optimizer: Optimizer) -> None:
+    """Run the hooks that ``optimizer.state_dict()`` runs first. They may change the optimizer."""
+    with state_dict_errors(path, optimizer):
+        for hook in optimizer_hooks(optimizer, "state_dict_pre"):
+            hook(optimizer)
+
+
+def after_state_dict(
+    path: str, optimizer: Optimizer, state: Mapping[Any, Any]
+) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
+    """Run the hooks that ``optimizer.state_dict()`` runs last.
+
+    Return the parameter groups of the result, and its values beside the groups and the state.
+
+    Raises:
+        UnsupportedValue: The hooks change the parameters of a group or the state of a parameter.
+    """
+    hooks = optimizer_hooks(optimizer, "state_dict_post")
+    if not hooks:
+        return optimizer.param_groups, {}
+    result = pack(optimizer, state)
+    with state_dict_errors(path, optimizer):
+        for hook in hooks:
+            new_result = hook(optimizer, result)
+            result = result if new_result is None else new_result
+        is_same = _has_same_state(result, pack(optimizer, state))
+        values = {key: value for key, value in result.items() if key not in (_STATE, _GROUPS)}
+    if not is_same:
+        raise UnsupportedValue(
+            path,
+            f"{type(optimizer).__qualname__} with a state_dict hook that changes the state of a "
+            "parameter",
+            OWN_STATE,
+        )
+    return result[_GROUPS], values
+
+
+def _has_same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return True if two results of ``pack`` have the same parameters, and the same objects as
+    their state.
+    """
+    groups, groups_b = a[_GROUPS], b[_GROUPS]
+    state, values = a[_STATE], b[_STATE]
+    return (
+        [group[_PARAMETERS] for group in groups] == [group[_PARAMETERS] for group in groups_b]
+        and state.keys() == values.keys()
+        and all(
+            state[number].keys() == values[number].keys()
+            and all(state[number][key] is value for key, value in values[number].items())
+            for number in values
+        )
+    )

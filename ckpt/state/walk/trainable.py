@@ -1,0 +1,100 @@
+"""Put the trained part of a model into a state, in place of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import ConfigError
+from ckpt.state.walk.items import Entry, ModuleItems
+from ckpt.state.walk.last_walk import LastWalk
+from ckpt.state.walk.stand_in import ModuleStandIn
+
+
+def trainable(model: nn.Module) -> nn.Module:
+    """Return an object to put into a state for the trained part of ``model``.
+
+    ``{"model": ckpt.trainable(model), "optimizer": optimizer}`` saves and restores the parameters
+    that require a gradient at the time of the save or restore, under the names that they have in
+    the whole model. It also saves the buffers and the extra state of each module that directly
+    holds such a parameter. All other parameters and buffers are left out. This includes the buffers
+    of a ``BatchNorm(affine=False)``, which holds no parameter. The manifest names the values that
+    are left out. So a restore of the whole model does not change them, and its report lists them.
+
+    Raises:
+        ConfigError: No parameter requires a gradient, or ``model`` is no module.
+    """
+    return _Trainable(model)
+
+
+class _Trainable(ModuleStandIn):
+    fills_module = True
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"trainable({type(model).__name__}): give a module")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                "trainable(model): no parameter of the model requires a gradient: call it after "
+                "the adapter is in place, or give the model itself"
+            )
+        super().__init__()
+        self.model = model
+        self._last_walk = LastWalk()
+        self._last_items: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
+
+    def look(self) -> None:
+        """Do nothing, since ``items`` reads the model on every call."""
+
+    def settle(self) -> None:
+        """Do nothing, since a restore fills the model's own tensors."""
+
+    def keyed_by(self) -> nn.Module:
+        """Return the model."""
+        return self.model
+
+    def items(self, path: str) -> ModuleItems:
+        """Return the items of the model to save. They depend on which parameters require a gradient
+        now.
+        """
+        whole = self._last_walk.items(path, self.model)
+        flags = [_is_trained(entry.value) for entry in whole.entries]
+        if (
+            self._last_items is None
+            or self._last_items[0] is not whole
+            or self._last_items[1] != flags
+        ):
+            self._last_items = whole, flags, _part_of(whole, flags)
+        return self._last_items[2]
+
+
+def _part_of(whole: ModuleItems, flags: Sequence[bool]) -> ModuleItems:
+    """Return ``whole`` without the entries to leave out. ``flags`` says for each entry whether it
+    is a trained parameter.
+    """
+    pairs = list(zip(whole.entries, flags, strict=True))
+    homes = {_home(entry) for entry, is_trained in pairs if is_trained}
+    keeps = [
+        is_trained or (id(entry.value) not in whole.parts and _home(entry) in homes)
+        for entry, is_trained in pairs
+    ]
+    return replace(
+        whole,
+        entries=tuple(entry for (entry, _), keep in zip(pairs, keeps, strict=True) if keep),
+        omissions=tuple(
+            entry.fqn for (entry, _), keep in zip(pairs, keeps, strict=True) if not keep
+        ),
+    )
+
+
+def _home(entry: Entry) -> str:
+    """Return the canonical name of the module that directly holds the entry."""
+    return entry.fqn.rpartition(".")[0]
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -1,0 +1,117 @@
+"""Replace the wrapper tensors (see ``tensors.wrapped``) of a module or optimizer by the tensors
+inside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import torch
+
+from ckpt.errors import UnsupportedValue
+from ckpt.model.values import Node
+from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.wrapped import WrapperParts, kind_of, take_apart, wrappers_in
+from ckpt.state.walk.choice import Choice
+from ckpt.state.walk.items import AnyPiece, ModuleItems
+from ckpt.state.walk.last_walk import OptimizerItems
+from ckpt.state.walk.modules import state_name
+from ckpt.state.walk.segments import NamedTensor
+
+NameAndPiece = tuple[str, AnyPiece | None]
+"""The name of a tensor, and the piece of it that this rank holds (None if the tensor is whole)."""
+NameOf = Callable[[int], NameAndPiece | None]
+"""A function from the index of a tensor to its name and piece, or None if it is not saved."""
+
+
+class Wrappers:
+    """The wrapper tensors among the tensors of a module or optimizer. Each is taken apart once.
+
+    Attributes:
+        tensors: The tensors, with the innermost tensors in place of each wrapper tensor. Wrapper
+            tensors that are not saved are left out.
+        key: A value that is equal on the next save if the wrapper tensors have not changed. It does
+            not cover the innermost tensors, so these must be compared separately.
+        nodes: The name of each wrapper tensor -> its node in the manifest's tree.
+
+    Raises:
+        UnsupportedValue: A wrapper tensor cannot be saved. The error names it.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Source], name_of: NameOf, *, are_plain: bool = False
+    ) -> None:
+        """Take apart the wrapper tensors among ``tensors``. ``name_of`` gives the name of each.
+
+        ``are_plain`` is True if the caller knows that there are no wrapper tensors.
+        """
+        self._parts: dict[int, WrapperParts] = {}
+        self.tensors = tensors
+        self.key: tuple[Hashable, ...] = ()
+        self.nodes: dict[str, Node] = {}
+        if are_plain or not (indices := list(wrappers_in(tensors))):
+            return
+        parts_by_id: dict[int, WrapperParts] = {}
+        for index in indices:
+            tensor, name_and_piece = tensors[index], name_of(index)
+            if name_and_piece is None or not isinstance(tensor, torch.Tensor):
+                continue
+            name, piece = name_and_piece
+            if piece is not None:
+                raise UnsupportedValue(
+                    name,
+                    f"{kind_of(tensor)} in a part of a parameter",
+                    "use fully_shard() (FSDP2), or save it as plain tensors",
+                )
+            if id(tensor) not in parts_by_id:
+                parts_by_id[id(tensor)] = take_apart(name, tensor)
+            parts = self._parts[index] = parts_by_id[id(tensor)]
+            self.nodes[name] = parts.layer.node(name, str)
+        rest = set(indices) - self._parts.keys()
+        self.tensors = [
+            inner
+            for index, tensor in enumerate(tensors)
+            if index not in rest
+            for inner in self._innermost(index, tensor)
+        ]
+        self.key = tuple((index, parts.key) for index, parts in self._parts.items())
+
+    def _innermost(self, index: int, tensor: Source) -> list[Source]:
+        parts = self._parts.get(index)
+        return [tensor] if parts is None else [leaf for _, leaf in parts.layer.leaves()]
+
+    def expand(self, index: int, item: NamedTensor) -> Iterator[NamedTensor]:
+        """Yield ``item``, whose tensor is the one at ``index``. If this tensor is a wrapper tensor,
+        yield an item for each innermost tensor instead.
+        """
+        if (parts := self._parts.get(index)) is None:
+            yield item
+            return
+        for path, inner in parts.sources(item.replicas).items():
+            yield item._replace(
+                name=f"{item.name}/{path}",
+                tensor=inner.source,
+                replicas=inner.replicas,
+                outer_tensors=parts.outer_tensors,
+            )
+
+
+def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
+    """Return the wrapper tensors of the module at ``path`` that ``choice`` takes."""
+
+    def name_of(index: int) -> NameAndPiece | None:
+        entry = items.tensor_entries[index]
+        name = f"{path}/{entry.fqn}"
+        return (name, entry.piece) if choice.takes(name) else None
+
+    return Wrappers(items.tensors, name_of)
+
+
+def in_optimizer(path: str, items: OptimizerItems) -> Wrappers:
+    """Return the wrapper tensors in the state of the optimizer at ``path``."""
+
+    def name_of(index: int) -> NameAndPiece:
+        part, key, _ = items.owners[index]
+        return state_name(path, part.path, key), part.piece
+
+    return Wrappers(items.tensors, name_of, are_plain=items.are_plain)
