@@ -265,7 +265,8 @@ class CheckpointManager:
         self._guard.check_open()
         view = StateView.of(state)
         if origin := self._origin.save(view.live):
-            self._continue_from(origin, sweeps=False)  # A later restore has filled another state
+            # A later restore has filled another state.
+            self._continue_from(origin, removes=False)
         last_step, step = self._last_step, step_of(state, step, last=self._last_step)
         self._last_step = step
         if last_step is not None and step < last_step and self._coordinator.rank == LEADER:
@@ -468,7 +469,7 @@ class CheckpointManager:
             if self._origin.restore(ref, live, is_part=selection.is_part, is_first=is_first):
                 if selector is not None and rollback and not selection.is_part:
                     self._begin_branch(ref, restorer, context)
-                self._continue_from(ref, sweeps=not selection.is_part)
+                self._continue_from(ref, removes=not selection.is_part)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._reserver.reserve_quietly(live)
@@ -488,16 +489,16 @@ class CheckpointManager:
             self._saver.steps.rollback = rollback
             self._ledger.begin_branch(ref.step)
 
-    def _continue_from(self, ref: StepRef, *, sweeps: bool = True) -> None:
+    def _continue_from(self, ref: StepRef, *, removes: bool = True) -> None:
         """Note that the training continues from the state of ``ref``.
 
         Args:
             ref: The step.
-            sweeps: Whether other steps of earlier jobs are removed from memory now, and not at the
+            removes: Whether other steps of earlier jobs are removed from memory now, and not at the
                 first commit. A caller that has looked at a part of ``ref`` may yet load another.
         """
         self._last_step = ref.step
-        self._saver.set_restored(ref, sweeps=sweeps)
+        self._saver.set_restored(ref, removes=removes)
 
     def steps(self) -> list[int]:
         """Return the committed steps on any tier, ascending. A step whose manifest is damaged on

@@ -155,10 +155,10 @@ def _finish(order: Order, workers: Workers, report: OnReport) -> Ended:
     from ckpt.agent.finish import Finish
 
     with Finish(order.job, workers, report) as job:
-        outcome = job.clean() if order.task == "free" else job.run()
+        outcome = job.free_memory() if order.task == "free" else job.run()
     if order.frees and outcome.outcome == "done":
         with Finish(order.job, workers, report) as job:  # A new look at the tiers
-            return Ended("freed") if job.clean().outcome == "done" else outcome
+            return Ended("freed") if job.free_memory().outcome == "done" else outcome
     return outcome
 
 

@@ -206,7 +206,7 @@ class Finish:
             for target in self._durable[1:]
         )
 
-    def clean(self) -> Ended:
+    def free_memory(self) -> Ended:
         """Free the memory of the steps that need not stay in memory (see ``_free``), and remove the
         slot files of processes that have ended. Return the outcome.
         """

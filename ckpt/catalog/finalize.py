@@ -132,7 +132,7 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
     """
     backend, ref, retry = folder.backend, folder.ref, folder.retry
     if not retry.call(partial(claim_for_finish, backend, ref)):
-        raise CommitError(f"step {ref.step}: it was refused, and is being cleared away just now")
+        raise CommitError(f"step {ref.step}: it was refused, and is being discarded just now")
     if faults := size_faults(folder, manifest.stored_files().values()):
         raise faults[0].error()
     folder.require_fragments(manifest)

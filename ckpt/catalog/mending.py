@@ -31,7 +31,7 @@ from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.image_writer import OnBytes
-from ckpt.root.claim_marker import clear_away, release_finish, require_finish
+from ckpt.root.claim_marker import discard_part, release_finish, require_finish
 from ckpt.storage.api import StorageBackend
 
 
@@ -127,7 +127,7 @@ def _copy(
     elif not is_committed(folder.backend, folder.ref):  # The step was removed meanwhile
         for file in files:
             fragment = folder.ref.key(fragment_name(file.rank))
-            clear_away(folder.backend, folder.ref, fragment, file.key)
+            discard_part(folder.backend, folder.ref, fragment, file.key)
     if failure is not None:
         raise failure
 

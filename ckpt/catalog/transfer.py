@@ -191,7 +191,7 @@ def fetch_nearest(
             continue
         if first is not None:
             # Earlier tries may have left files that this manifest does not name.
-            _clear_unnamed(folder, read_packed(folder.backend, ref)[0])
+            _remove_unnamed(folder, read_packed(folder.backend, ref)[0])
         return report
     assert first is not None
     raise first
@@ -296,7 +296,7 @@ def fetch_step(
         packed = pack(manifest)
     commit_copy(folder, packed, look=partial(check_files, folder, manifest, confirm))
     if old is not None:
-        _clear_unnamed(folder, manifest)
+        _remove_unnamed(folder, manifest)
     copied = sum(copy.stored.size for copy in copies)
     return FetchReport(folder.ref, manifest.stored_bytes, copied, time.perf_counter() - start)
 
@@ -472,7 +472,7 @@ def check_files(folder: StepFolder, manifest: Manifest, confirm: Callable[[], ob
     if faults := size_faults(folder, manifest.stored_files().values()):
         raise StorageError(
             faults[0].key,
-            f"{faults[0].what} on {folder.backend.url}: another process has cleared it away",
+            f"{faults[0].what} on {folder.backend.url}: another process has discarded it",
         )
     folder.require_fragments(manifest)
     confirm()
@@ -524,7 +524,7 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
     return old if not is_alike and same_chunks(old, manifest) else None
 
 
-def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
+def _remove_unnamed(folder: StepFolder, manifest: Manifest) -> None:
     """Remove from the folder of a step that was just committed what its manifest does not name.
 
     This is mainly for files in another encoding. The markers and notes of ranks (see

@@ -53,7 +53,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
 from ckpt.root.claim_marker import (
     claim_rank_to_bring,
-    clear_away,
+    discard_part,
     is_marker_to_bring,
 )
 from ckpt.root.leases import pins_on
@@ -311,7 +311,7 @@ def mend_rank(
         if there is None:
             part.put_fragment(folder, encoding)
         if not is_committed(backend, ref):  # The step was removed meanwhile
-            clear_away(backend, ref, key, ref.key(part.data_name))
+            discard_part(backend, ref, key, ref.key(part.data_name))
 
     _from_first(sources, folder, named.rank, codec, mend)
 

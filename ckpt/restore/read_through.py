@@ -46,7 +46,7 @@ from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
 from ckpt.root.claim import Claim
-from ckpt.root.claim_marker import clear_away
+from ckpt.root.claim_marker import discard_part
 from ckpt.root.owner import Owner
 from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
@@ -331,7 +331,7 @@ class ReadThrough:
                     delete_files(backend, [file.key])
                     is_removed = True
                 else:
-                    is_removed = clear_away(
+                    is_removed = discard_part(
                         backend, ref, ref.key(fragment_name(file.rank)), file.key
                     )
             self.cached_bytes -= file.size if is_removed else 0
@@ -363,7 +363,7 @@ class ReadThrough:
                 _CacheGuard(self._tiers, position, self.origin, self._context),
             )
             nbytes = min(own_bytes * ranks, self._stored_step.manifest.stored_bytes)
-            evictor.free_space(self.origin.ref, nbytes, restored_ref=None, is_exact=True)
+            evictor.evict_to_capacity(self.origin.ref, nbytes, restored_ref=None, is_exact=True)
             outcome = _SUCCESS
         except RootInUse as error:
             _log.warning(

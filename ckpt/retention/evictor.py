@@ -63,7 +63,7 @@ class Evictor:
             late_metrics=self._rule.keep_best is not None,
         )
 
-    def free_space(
+    def evict_to_capacity(
         self, ref: StepRef, nbytes: int, *, restored_ref: StepRef | None, is_exact: bool = False
     ) -> None:
         """Make room so that ``ref`` fits into the capacity of the tier.
@@ -129,7 +129,7 @@ class Evictor:
                 self._tier.url,
             )
 
-    def free(self, ref: StepRef, nbytes: int, *, restored_ref: StepRef | None) -> bool:
+    def evict(self, ref: StepRef, nbytes: int, *, restored_ref: StepRef | None) -> bool:
         """Free at least ``nbytes`` for the step ``ref``, if possible, in a store that is full.
 
         Return True if any bytes were freed. Raise ``RootInUse`` or the errors of the store.

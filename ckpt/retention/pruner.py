@@ -32,7 +32,7 @@ from ckpt.retention.policy import (
     judge,
     unknown_metric,
 )
-from ckpt.retention.removal import discard_left, remove
+from ckpt.retention.removal import discard_orphans, remove
 from ckpt.root.claim import Claim
 from ckpt.root.pins import remove_ended
 from ckpt.storage.api import StorageBackend
@@ -168,7 +168,7 @@ def carry_out(
     ]
 
 
-def sweep(
+def remove_earlier_steps(
     backend: StorageBackend,
     claim: Claim,
     *,
@@ -227,8 +227,8 @@ class Pruner:
         leads: Whether this rank prunes for all ranks that share the store. Other ranks only make
             room in a full store, and remove only steps that are certainly not in use.
 
-    Thread safety: ``ask``, ``clear`` and ``free_space`` may be called from any thread; ``close`` by
-    the owner, once. ``_lock`` guards ``_is_queued``. Only the pruning thread changes
+    Thread safety: ``ask``, ``remove_remains`` and ``evict`` may be called from any thread;
+    ``close`` by the owner, once. ``_lock`` guards ``_is_queued``. Only the pruning thread changes
     ``_has_pruned`` and ``_has_warned``.
     """
 
@@ -266,7 +266,7 @@ class Pruner:
             self._is_queued = True
         self._workers.submit(self._prune)
 
-    def clear(self, restored_ref: StepRef | None) -> None:
+    def remove_remains(self, restored_ref: StepRef | None) -> None:
         """Remove the remains of ended jobs: their unfinished saves and unfinished writes, and the
         steps that they saved and the retention policy does not keep.
 
@@ -283,12 +283,12 @@ class Pruner:
                 from none.
         """
         if self._leads:
-            completion = self._workers.submit(self._clear, restored_ref)
+            completion = self._workers.submit(self._remove_remains, restored_ref)
             if self._claim.has_heritage:
                 # Without the wait, jobs that are killed in quick succession could fill the store.
                 completion.result()
 
-    def free_space(self, restored_ref: StepRef | None) -> bool:
+    def evict(self, restored_ref: StepRef | None) -> bool:
         """Remove from a full store the steps that need not be kept. Wait until this is done.
 
         Args:
@@ -298,7 +298,7 @@ class Pruner:
         Returns:
             True if any step was removed. False if none was, or after an error, which is logged.
         """
-        return self._workers.submit(self._free_space, restored_ref).result()
+        return self._workers.submit(self._evict, restored_ref).result()
 
     def close(self) -> None:
         """Wait until the queued work is done, and end the pruning thread."""
@@ -312,7 +312,7 @@ class Pruner:
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
             if not self._has_pruned:
-                discard_left(self._tier.backend, self._claim, sorted(self._claim.listing))
+                discard_orphans(self._tier.backend, self._claim, sorted(self._claim.listing))
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
             self._has_pruned = True
             if not self._has_warned and (
@@ -324,7 +324,7 @@ class Pruner:
             # Steps that are not removed now are removed after the next save.
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
 
-    def _clear(self, restored_ref: StepRef | None) -> None:
+    def _remove_remains(self, restored_ref: StepRef | None) -> None:
         try:
             attempts = sorted(self._claim.listing, reverse=True)
             if self._claim.has_heritage:
@@ -332,7 +332,7 @@ class Pruner:
                 steps = (
                     self._inventory.newest_begun(attempts) if is_long else self._inventory.look()
                 )
-                discard_left(self._tier.backend, self._claim, [step.ref for step in steps])
+                discard_orphans(self._tier.backend, self._claim, [step.ref for step in steps])
                 needed_refs = {*self._guard.protected_refs(), restored_ref}
                 context = PruneContext(own=self._claim.own, claim=self._claim)
                 remains = [
@@ -351,7 +351,7 @@ class Pruner:
                 "ckpt: what dead jobs left on %s was not removed: %s", self._tier.url, error
             )
 
-    def _free_space(self, restored_ref: StepRef | None) -> bool:
+    def _evict(self, restored_ref: StepRef | None) -> bool:
         try:
             self._claim.use()
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)

@@ -95,7 +95,7 @@ class Quota:
             answer = _OK
             try:
                 if evicts and (total := self._sum(ref, subject)) is not None:
-                    self._evictor.free_space(ref, total, restored_ref=restored_ref)
+                    self._evictor.evict_to_capacity(ref, total, restored_ref=restored_ref)
                     if _LEAST_STEPS * total <= (self._tier.tier.capacity_bytes or 0):
                         answer = _AMPLE
             except BaseException as error:
@@ -130,7 +130,7 @@ class Quota:
 
         Return True if any bytes were freed.
         """
-        return self._evictor.free(ref, nbytes, restored_ref=restored_ref)
+        return self._evictor.evict(ref, nbytes, restored_ref=restored_ref)
 
     def settle(self, ref: StepRef, *, restored_ref: StepRef | None) -> None:
         """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its

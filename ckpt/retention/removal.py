@@ -149,7 +149,7 @@ def _unfinished_in(backend: StorageBackend, step: StoredStep) -> Iterable[Unfini
 
     An inventory does not list the unfinished writes of a checkpoint. In a store with folders, they
     are listed here, since they would keep the folder from being removed. In other stores,
-    ``discard_left`` discards them when a job takes the root.
+    ``discard_orphans`` discards them when a job takes the root.
     """
     is_listed = step.state != "committed" or not isinstance(backend, HasRoot)
     return step.unfinished_writes if is_listed else unfinished_of(backend, step.ref)
@@ -183,7 +183,7 @@ def discard(backend: StorageBackend, writes: Iterable[UnfinishedWrite]) -> None:
             backend.discard(write)
 
 
-def discard_left(backend: StorageBackend, claim: Claim, refs: Sequence[StepRef]) -> None:
+def discard_orphans(backend: StorageBackend, claim: Claim, refs: Sequence[StepRef]) -> None:
     """Discard the unfinished writes of jobs that are known to have ended.
 
     In a store with folders, an unfinished write is in the folder of its step. There only those to

@@ -164,7 +164,7 @@ def _release(backend: StorageBackend, key: str, contents: tuple[bytes, ...]) -> 
             backend.delete(key)
 
 
-def clear_away(
+def discard_part(
     backend: StorageBackend, ref: StepRef, fragment: str, *data: str, rank: int | None = None
 ) -> bool:
     """Remove the fragment and the other files of one rank of a save, unless a manifest names them

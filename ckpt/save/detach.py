@@ -26,7 +26,7 @@ def await_removals(writers: Sequence[TierWriter]) -> None:
     """Wait some seconds until ``writers`` have removed what they are removing."""
     deadline = time.monotonic() + _SECONDS
     for writer in writers:
-        writer.await_cleaned(max(0.0, deadline - time.monotonic()))
+        writer.await_discards(max(0.0, deadline - time.monotonic()))
 
 
 def await_detaches(coordinator: Coordinator) -> None:

@@ -39,16 +39,16 @@ class RetryWhenFull:
 
         If the store is full and space was freed, call ``write`` once more.
         """
-        return _once_more(write, partial(self._free_for, job))
+        return _once_more(write, partial(self._evict_for, job))
 
     def request(self, work: Callable[[], T]) -> T:
         """Call ``work``, which writes a small object, and return its result.
 
         If the store is full and space was freed, call ``work`` once more.
         """
-        return _once_more(work, self._prune)
+        return _once_more(work, self._evict)
 
-    def _free_for(self, job: SaveRequest) -> bool:
+    def _evict_for(self, job: SaveRequest) -> bool:
         """Remove steps to free space for ``job``.
 
         Return True if any were removed and ``job`` can be written again. An image that passes
@@ -59,16 +59,16 @@ class RetryWhenFull:
             return not job.passes_by and self.quota.evict(
                 job.ref, job.plan.size, restored_ref=restored_ref
             )
-        return self._prune() and not job.passes_by
+        return self._evict() and not job.passes_by
 
-    def _prune(self) -> bool:
-        return self.pruner is not None and self.pruner.free_space(self.steps.restored)
+    def _evict(self) -> bool:
+        return self.pruner is not None and self.pruner.evict(self.steps.restored)
 
 
-def _once_more(work: Callable[[], T], free_space: Callable[[], bool]) -> T:
+def _once_more(work: Callable[[], T], evict: Callable[[], bool]) -> T:
     try:
         return work()
     except OutOfSpace:
-        if not free_space():
+        if not evict():
             raise
     return work()

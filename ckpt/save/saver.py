@@ -78,8 +78,8 @@ class Saver:
     Thread safety: only the training thread may call the methods, except for ``detach`` and
     ``finish``. Background threads of the manager call ``finish`` once, and ``detach`` at most once
     before it, after the last save was handed over. ``_untaken`` belongs to the training thread
-    until then. ``_lock`` guards ``_swept``. All other fields are set once, or are thread-safe
-    objects.
+    until then. ``_lock`` guards ``_has_committed``. All other fields are set once, or are
+    thread-safe objects.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class Saver:
                 self._durable[0], self._durable[1:], earlier, self.steps, config
             )
         self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
-        self._lock, self._swept, self._departure = threading.Lock(), False, threading.Event()
+        self._lock, self._departure = threading.Lock(), threading.Event()
+        self._has_committed = False
         self._untaken: int | None = None
         self._copier = Workers("copy", 1).start()
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
@@ -210,11 +211,11 @@ class Saver:
         self._untaken = None if names else step
         return names
 
-    def set_restored(self, ref: StepRef, *, sweeps: bool = True) -> None:
+    def set_restored(self, ref: StepRef, *, removes: bool = True) -> None:
         """Note that the job continues from ``ref``.
 
-        If ``sweeps`` is True, remove other steps of earlier jobs from the tiers in memory (see
-        ``TierWriter.sweep``). Otherwise the first commit of this job removes them.
+        If ``removes`` is True, remove other steps of earlier jobs from the tiers in memory (see
+        ``TierWriter.remove_earlier_steps``). Otherwise the first commit of this job removes them.
         """
         self.steps.set_restored(ref)
         self._slot_steps.set_restored(ref)
@@ -224,8 +225,8 @@ class Saver:
                     writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
             self._replicas.set_restored(ref)
         self.suspicions.forget()
-        for writer in self._writers if sweeps else ():
-            writer.sweep(ref)
+        for writer in self._writers if removes else ():
+            writer.remove_earlier_steps(ref)
 
     def hand_over(
         self,
@@ -287,9 +288,9 @@ class Saver:
             self._replicas.close(wait=not leaves)
             with self._lock:
                 # A rank may leave because a node is lost. This job's steps may lack copies then.
-                sweeps = self._writers if self._swept and not leaves else ()
-            for writer in sweeps:
-                writer.sweep()
+                writers = self._writers if self._has_committed and not leaves else ()
+            for writer in writers:
+                writer.remove_earlier_steps()
 
     def detach(self, *, leaves: bool) -> None:
         """Finish the work that only this process can do, and leave the other work to the agent.
@@ -450,26 +451,26 @@ class Saver:
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
         if self._replicas is not None:
-            self._replicas.committed(writer.tier, ref, partial(self._sweep, writer))
+            self._replicas.committed(writer.tier, ref, partial(self._remove_earlier_steps, writer))
         if not writer.in_memory:
             self.steps.set_durable(ref)
             if self._backfill is not None:
                 self._backfill.begin(writer.url)
         self.slots.look_again()
         with self._lock:
-            is_first, self._swept = not self._swept, True
+            is_first, self._has_committed = not self._has_committed, True
         if is_first:  # The steps that earlier jobs left in memory are outdated now
             for tier_writer in self._writers:
                 if self._replicas is None or not self._replicas.keeps_earlier(tier_writer.tier):
-                    tier_writer.sweep()
+                    tier_writer.remove_earlier_steps()
             self.slots.reconsider()
         writer.prune_later()
 
-    def _sweep(self, writer: TierWriter) -> None:
+    def _remove_earlier_steps(self, writer: TierWriter) -> None:
         """If the tier is in memory, remove the steps that earlier jobs left there. Then let the
         slot pool decide again which memory it uses.
         """
-        writer.sweep()
+        writer.remove_earlier_steps()
         self.slots.reconsider()
 
     def _perform(self, task: Task) -> None:

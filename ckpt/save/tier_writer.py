@@ -41,11 +41,11 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import MergeCache
-from ckpt.retention.pruner import Pruner, sweep
+from ckpt.retention.pruner import Pruner, remove_earlier_steps
 from ckpt.retention.quota import Quota
 from ckpt.root.attempts import step_refs
 from ckpt.root.claim import Claim, TakeoverPost
-from ckpt.root.claim_marker import claim_rank_to_remove, clear_away
+from ckpt.root.claim_marker import claim_rank_to_remove, discard_part
 from ckpt.root.leases import Leases
 from ckpt.root.owner import Owner
 from ckpt.save.increments import WrittenFile
@@ -125,7 +125,7 @@ class TierWriter:
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
         self._when_full = RetryWhenFull(self._quota, self._pruner, steps)
         self._hurry, self._departure = threading.Event(), threading.Event()
-        self._clean_lock = threading.Lock()
+        self._discard_lock = threading.Lock()
         patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
@@ -178,7 +178,7 @@ class TierWriter:
                 committer.offer(job.ref, vote)
         except Exception as error:
             self._abort_all(job.ref, job.trial, str(error) or repr(error))
-            self._clean_up(job)
+            self._discard(job)
             raise
         if self.in_memory:
             self._slots.set_voted(job.ref)
@@ -192,7 +192,7 @@ class TierWriter:
                 f"({verdict.reason})"
             )
         if isinstance(verdict, Abort):
-            self._clean_up(job)
+            self._discard(job)
             raise rebuild(verdict, job.ref.step)
         self._steps.set_committed(job.ref)
         if job.plan.frozen_chunks:
@@ -232,7 +232,7 @@ class TierWriter:
 
     def claim(self) -> None:
         """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there
-        (see ``Pruner.clear``).
+        (see ``Pruner.remove_remains``).
 
         Raises:
             RootInUse: The root belongs to a job that is alive on this machine.
@@ -250,7 +250,7 @@ class TierWriter:
         if self._node.rank == LEADER and not self.root.is_claimed:
             self.root.warn()
 
-    def sweep(self, restored: StepRef | None = None) -> None:
+    def remove_earlier_steps(self, restored: StepRef | None = None) -> None:
         """If the tier is in memory, remove the steps that earlier jobs left there, and so free
         their memory. Only the leader of the node does this.
 
@@ -262,7 +262,7 @@ class TierWriter:
         """
         if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
-                sweep(
+                remove_earlier_steps(
                     self._backend,
                     self.root,
                     restored_ref=restored,
@@ -305,14 +305,14 @@ class TierWriter:
         self._departure.set()
         self.hurry()
 
-    def await_cleaned(self, seconds: float) -> None:
+    def await_discards(self, seconds: float) -> None:
         """Wait until no files of a failed save are being removed, for at most ``seconds``. Call
         ``leave`` first.
         """
-        if self._clean_lock.acquire(timeout=seconds):
-            self._clean_lock.release()
+        if self._discard_lock.acquire(timeout=seconds):
+            self._discard_lock.release()
         else:
-            _log.info("ckpt: %s does not answer while a step is cleared away there", self.url)
+            _log.info("ckpt: %s does not answer while a save is discarded there", self.url)
 
     def prune_later(self) -> None:
         """Let the pruner remove, on its own thread, the steps that retention does not keep.
@@ -453,7 +453,7 @@ class TierWriter:
 
     def _take_over(self) -> Sequence[StepRef]:
         """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there
-        (see ``Pruner.clear``).
+        (see ``Pruner.remove_remains``).
 
         Returns:
             The attempts of other jobs on the current branch that the tier had when the root was
@@ -466,7 +466,7 @@ class TierWriter:
             if self._node.world_size > 1 and takeover is not None:
                 self._takeover.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
-                self._pruner.clear(self._steps.restored)
+                self._pruner.remove_remains(self._steps.restored)
             branch = on_branch(self._steps.rollback, listing)
             self._foreign = [ref for ref in branch if ref.job != self.root.own]
             self._warn_of_later(self._foreign)
@@ -511,21 +511,21 @@ class TierWriter:
                 return ref
         return None
 
-    def _clean_up(self, job: SaveRequest) -> None:
+    def _discard(self, job: SaveRequest) -> None:
         """Remove this rank's files and unfinished writes of a save that was aborted, or in which
         this rank's part has failed. A `StorageError` is only logged.
 
         After ``leave`` nothing is removed, since the agent may work on the step.
         """
-        with self._clean_lock:
+        with self._discard_lock:
             if not self._departure.is_set():
-                self._remove(job)
+                self._discard_files(job)
 
-    def _remove(self, job: SaveRequest) -> None:
+    def _discard_files(self, job: SaveRequest) -> None:
         try:
             self._files.discard_unfinished(job.ref)
             keys = self._files.keys(job.ref)
-            is_gone = clear_away(self._backend, job.ref, *keys, rank=self._marker_rank)
+            is_gone = discard_part(self._backend, job.ref, *keys, rank=self._marker_rank)
         except StorageError as error:
             self._unclean.add(job.ref)
             _log.debug(

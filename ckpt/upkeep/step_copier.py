@@ -107,7 +107,7 @@ class StepCopier:
             nbytes = step.nbytes if is_whole else step.staged_bytes
             if is_exact:
                 nbytes -= self._copied_bytes(step, is_encoded=encoder is not None)
-            evictor.free_space(step.ref, nbytes, restored_ref=None, is_exact=is_exact)
+            evictor.evict_to_capacity(step.ref, nbytes, restored_ref=None, is_exact=is_exact)
         folder = StepFolder(target.backend, step.ref, workers, self.retry)
         report = fetch_step(
             sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm

@@ -16,7 +16,7 @@
    no manifest of that step is on its way, and no rank is between its last look at the owner and its put.
    Whoever copies the step again deletes the tombstone behind its marker, when all files are there.
    An agent, which removes what is of its own job, leaves none: it deletes a manifest when none is on its
-   way. An agent removes a checkpoint when all ranks have ended, and no rank clears away a save when the
+   way. An agent removes a checkpoint when all ranks have ended, and no rank discards a save when the
    agent begins. A marker that another process has deleted is not put
    again before the process that had put it is over. These are assumptions of docs/protocol.md.
 
@@ -24,7 +24,7 @@
 
    -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER -DAGENT -DHERE=mask -DDETACH
    -DNODES -DBUDDY -DPINNER. -DSAVED begins when all ranks have ended, with any result; -DABORTED when a save was
-   refused, before a rank clears it away. Each -DBUG_... breaks one rule on purpose.  */
+   refused, before a rank discards it. Each -DBUG_... breaks one rule on purpose.  */
 
 #ifndef ATTEMPTS
 #define ATTEMPTS 1
@@ -85,7 +85,7 @@ bool late_manifest[SAVES];
 byte crashes, ended[2]; /* the ranks that have */
 #ifdef DETACH
 bool left[2]; /* all ranks leave the job to the agent */
-byte clearing[2]; /* ranks that clear away just now */
+byte discarding[2]; /* ranks that discard just now */
 #endif
 bool finisher_put[SAVES], evicted[SAVES];
 byte putting[SAVES]; /* ranks that have looked whose the root is, and put now */
@@ -118,7 +118,7 @@ byte pins[SAVES], held[SAVES]; /* a pin, and a later one in its place; those tha
 #define ENDED(a) skip
 #endif
 #ifdef DETACH
-#define CLEARED clearing[a] = clearing[a] & (ALL - MINE)
+#define CLEARED discarding[a] = discarding[a] & (ALL - MINE)
 #else
 #define CLEARED skip
 #endif
@@ -267,25 +267,25 @@ done:
     WORD(r) = NONE; /* forgotten */
     seen = false; exclusive = false; spoiled = false; unanswered = false;
     if
-    :: outcome[S] == REFUSED || failed -> goto clear_away
+    :: outcome[S] == REFUSED || failed -> goto discard
     :: else -> goto next
     fi
   };
 
-lost: /* the job's store is gone: a rank that has failed clears its own away, the others do not know */
+lost: /* the job's store is gone: a rank that has failed discards its own, the others do not know */
   if
-  :: failed -> goto clear_away
+  :: failed -> goto discard
   :: else -> goto over
   fi;
 
-clear_away:
+discard:
 #ifdef DETACH
   if
 #ifdef BUG_CLEAR_AFTER_DETACH
   :: true
 #else
   :: left[a] -> goto next
-  :: atomic { !left[a] -> clearing[a] = clearing[a] | MINE }
+  :: atomic { !left[a] -> discarding[a] = discarding[a] | MINE }
 #endif
   fi;
 #endif
@@ -514,7 +514,7 @@ proctype Detach()
   byte a = 0;
   if :: true :: ATTEMPTS == 2 -> a = 1 fi;
 end:
-  atomic { clearing[a] == 0 -> left[a] = true }
+  atomic { discarding[a] == 0 -> left[a] = true }
 }
 #else
 #define LEFT false

@@ -44,7 +44,7 @@ OF_THE_STORE = [
 OF_ONE_STEP = [
     CommitError("a part lacks"),
     ChecksumMismatch("step", 0, 1),
-    StorageError("step", "it is being cleared away"),
+    StorageError("step", "it is being discarded"),
     ObjectNotFound("step"),
     LinkRefused("step"),
 ]

@@ -46,7 +46,7 @@ from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.retention.removal import remove
-from ckpt.root.claim_marker import clear_away
+from ckpt.root.claim_marker import discard_part
 from ckpt.root.owner import Owner, claim, confirm
 from ckpt.storage.api import Capabilities, ObjectInfo
 from tests.plan.worlds import fragment_of
@@ -346,7 +346,7 @@ class Attempt:
             if isinstance(verdict, Abort) or isinstance(vote, Failure):
                 names = fragment_name(rank), data_name(rank)
                 try:
-                    clear_away(tier, self.ref, *map(self.ref.key, names), rank=rank)
+                    discard_part(tier, self.ref, *map(self.ref.key, names), rank=rank)
                 except CkptError:
                     continue
 

@@ -59,7 +59,7 @@ def test_all_ranks_raise_the_error_of_the_leader(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(Evictor, "free_space", fail)
+    monkeypatch.setattr(Evictor, "evict_to_capacity", fail)
     found = agreed(tmp_path, World(2), [0, 1])
     assert found[0] is error
     assert (type(found[1]), str(found[1])) == (type(error), str(error))
@@ -78,7 +78,7 @@ def test_no_rank_goes_on_if_the_leader_has_failed_in_a_way_of_its_own(
     def fail(*_: object, **__: object) -> None:
         raise ValueError("unforeseen")
 
-    monkeypatch.setattr(Evictor, "free_space", fail)
+    monkeypatch.setattr(Evictor, "evict_to_capacity", fail)
     found = agreed(tmp_path, World(2), [0, 1])
     assert isinstance(found[0], ValueError)
     assert isinstance(found[1], CommitError)
@@ -91,7 +91,7 @@ def test_an_error_of_the_leader_with_a_name_that_is_not_utf_8_reaches_all(
     def fail(*_: object, **__: object) -> None:
         raise OutOfSpace("a name that is not UTF-8: \udcff", "full")
 
-    monkeypatch.setattr(Evictor, "free_space", fail)
+    monkeypatch.setattr(Evictor, "evict_to_capacity", fail)
     found = agreed(tmp_path, World(2), [0, 1])
     assert isinstance(found[0], OutOfSpace)
     assert isinstance(found[1], OutOfSpace)

@@ -22,7 +22,7 @@ from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.manifest import FORMAT
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention
-from ckpt.retention.pruner import Pruner, prune, sweep
+from ckpt.retention.pruner import Pruner, prune, remove_earlier_steps
 from ckpt.retention.quota import Quota
 from ckpt.retention.removal import remove
 from ckpt.root.claim import Claim, Takeover, TakeoverPost
@@ -183,7 +183,7 @@ def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: 
             FixedGuard(waited_for),
         )
         gate.wait()
-        return evictor.free(StepRef(9, ONE), 2500, restored_ref=None)
+        return evictor.evict(StepRef(9, ONE), 2500, restored_ref=None)
 
     with ThreadPoolExecutor(6) as ranks:
         outcomes = list(ranks.map(rank, range(6)))
@@ -261,7 +261,7 @@ def test_the_cut_off_writes_of_a_dead_job_go_before_any_step(
     )
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    evictor(tmp_path, 140_000, claim).free_space(StepRef(6, TWO), 20_000, restored_ref=None)
+    evictor(tmp_path, 140_000, claim).evict_to_capacity(StepRef(6, TWO), 20_000, restored_ref=None)
     assert sum(folder.exists() for folder in left) == 2
     assert all(folder.exists() for folder in steps)
     assert "what was begun of step 5 was evicted" in caplog.text
@@ -276,11 +276,13 @@ def test_the_cut_off_writes_of_a_job_that_may_live_stay_and_are_counted(
     theirs = cut_off(tmp_path, 3, ONE, 40_960)
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 3500, restored_ref=None)
+    evictor(tmp_path, 46_000, claim).evict_to_capacity(StepRef(6, TWO), 3500, restored_ref=None)
     assert (theirs.exists(), steps[0].exists(), steps[1].exists()) == (True, False, True)
     assert "step 3" not in caplog.text
     with pytest.raises(OutOfSpace):
-        evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 30_000, restored_ref=None)
+        evictor(tmp_path, 46_000, claim).evict_to_capacity(
+            StepRef(6, TWO), 30_000, restored_ref=None
+        )
 
 
 def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
@@ -291,7 +293,7 @@ def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
         tier(tmp_path).backend, [Rule(verb="delete", key=steps[0].name, fault=Raise(AccessDenied))]
     )
     there = OpenTier(0, Tier(str(tmp_path), capacity=4000), stuck)
-    Evictor(there, claim, FixedGuard()).free_space(StepRef(4, TWO), 1000, restored_ref=None)
+    Evictor(there, claim, FixedGuard()).evict_to_capacity(StepRef(4, TWO), 1000, restored_ref=None)
     assert [step.exists() for step in steps] == [True, False, True]
 
 
@@ -312,7 +314,7 @@ def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_comm
         SaveConfig(),
         leads=False,
     )
-    assert other.free_space(None)
+    assert other.evict(None)
     other.close()
     assert not left.exists()
     assert all(step.exists() for step in steps)
@@ -333,7 +335,7 @@ def test_a_job_removes_before_its_first_save_what_a_killed_job_did_not_come_to(
     claim.take()
     guard = FixedGuard([StepRef(step, ONE) for step in needed])
     pruner = Pruner(tier(tmp_path, keep_last=1), claim, guard, SaveConfig(), leads=True)
-    pruner.clear(StepRef(restored, ONE) if restored else None)
+    pruner.remove_remains(StepRef(restored, ONE) if restored else None)
     assert [step for step, folder in enumerate(steps, 1) if folder.exists()] == stay
     pruner.close()
 
@@ -352,7 +354,7 @@ def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.clear(None) if what == "clear" else pruner.ask()
+    pruner.remove_remains(None) if what == "clear" else pruner.ask()
     pruner.close()
     assert (part.exists(), cut.exists()) == (True, False)
 
@@ -378,7 +380,7 @@ def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_p
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.clear(None) if what == "clear" else pruner.ask()
+    pruner.remove_remains(None) if what == "clear" else pruner.ask()
     pruner.close()
     assert {"rank-00000.json", "rank-00000.safetensors"} <= {path.name for path in part.iterdir()}
 
@@ -395,7 +397,7 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    assert pruner.free_space(StepRef(4, ONE))
+    assert pruner.evict(StepRef(4, ONE))
     pruner.close()
     assert [part.exists() for part in parts] == [False, True]
 
@@ -417,13 +419,13 @@ def test_a_node_keeps_its_part_of_the_restored_step_however_old_it_is(
     here = tier(tmp_path, local=True, capacity=1500)
     if what == "clear":
         pruner = Pruner(here, claim, FixedGuard(), SaveConfig(), leads=True)
-        pruner.clear(StepRef(4, ONE))
+        pruner.remove_remains(StepRef(4, ONE))
         pruner.close()
     else:
         room = Evictor(here, claim, FixedGuard())
-        room.free_space(StepRef(5, TWO), 400, restored_ref=StepRef(4, ONE))
+        room.evict_to_capacity(StepRef(5, TWO), 400, restored_ref=StepRef(4, ONE))
         with pytest.raises(OutOfSpace):
-            room.free_space(StepRef(5, TWO), 1000, restored_ref=StepRef(4, ONE))
+            room.evict_to_capacity(StepRef(5, TWO), 1000, restored_ref=StepRef(4, ONE))
     assert [part.exists() for part in parts] == [False, True]
 
 
@@ -436,7 +438,7 @@ def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path
     posted = TakeoverPost(SingleCoordinator(), 0)
     posted.post(Takeover(frozenset([StepRef(1, ONE)]), None))
     follower = Claim(tier(tmp_path).backend, Owner.of_this_process(TWO), takeover_post=posted)
-    assert evictor(tmp_path, 10_000, follower).free(StepRef(4, TWO), 2000, restored_ref=None)
+    assert evictor(tmp_path, 10_000, follower).evict(StepRef(4, TWO), 2000, restored_ref=None)
     assert [step.exists() for step in steps] == [False, True, True]
 
 
@@ -454,9 +456,9 @@ def test_what_the_job_goes_on_from_stays_on_a_node_that_does_not_list_it(tmp_pat
     )
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    sweep(tier(tmp_path).backend, claim, restored_ref=StepRef(12, ONE), part=True)
+    remove_earlier_steps(tier(tmp_path).backend, claim, restored_ref=StepRef(12, ONE), part=True)
     assert [folder.exists() for folder in (listed, restored, older)] == [True, True, False]
-    sweep(tier(tmp_path).backend, claim, part=True)
+    remove_earlier_steps(tier(tmp_path).backend, claim, part=True)
     assert [folder.exists() for folder in (listed, restored)] == [False, False]
 
 
@@ -472,7 +474,7 @@ def test_of_two_attempts_at_a_step_the_one_that_a_restart_needs_stays(
     capacity = 2 * sum(path.stat().st_size for path in needed.iterdir())
     restored = StepRef(7, TWO) if is_restored else None
     room = evictor(tmp_path, capacity, claim)
-    room.free_space(StepRef(8, "d" * 12), 1000, restored_ref=restored)
+    room.evict_to_capacity(StepRef(8, "d" * 12), 1000, restored_ref=restored)
     assert (abandoned.exists(), needed.exists()) == (False, True)
 
 
@@ -504,8 +506,8 @@ def test_remains_that_are_evicted_for_two_reasons_give_their_room_once(tmp_path:
     newest = sum(path.stat().st_size for path in steps[1].iterdir())
     room = evictor(tmp_path, newest + 500, claim)
     with pytest.raises(OutOfSpace):
-        room.free_space(StepRef(4, TWO), 1000, restored_ref=None)
-    room.free_space(StepRef(4, TWO), 500, restored_ref=None)
+        room.evict_to_capacity(StepRef(4, TWO), 1000, restored_ref=None)
+    room.evict_to_capacity(StepRef(4, TWO), 500, restored_ref=None)
     assert [folder.exists() for folder in (remains, *steps)] == [False, False, True]
 
 
@@ -518,6 +520,6 @@ def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: 
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.clear(None)
+    pruner.remove_remains(None)
     pruner.close()
     assert not left.exists()

@@ -28,7 +28,7 @@ from ckpt.root.claim_marker import (
     claim_for_removal,
     claim_rank_to_bring,
     claim_rank_to_remove,
-    clear_away,
+    discard_part,
     release_marker,
 )
 from ckpt.root.owner import Owner, claim
@@ -64,10 +64,10 @@ def names(store) -> set[str]:
 
 def clear(store, rank: int, *, marked: bool = False) -> bool:
     names = REF.key(fragment_name(rank)), REF.key(data_name(rank))
-    return clear_away(store, REF, *names, rank=rank if marked else None)
+    return discard_part(store, REF, *names, rank=rank if marked else None)
 
 
-def test_ranks_that_clear_away_at_once_leave_no_files(left):
+def test_ranks_that_discard_their_parts_at_once_leave_no_files(left):
     """One of them deletes the marker that they share just after another one has found it."""
     found = Rule(verb="put", key=f"{REF.claim_marker}$", nth=1, fault=Raise(ObjectExists))
     assert clear(FaultyBackend(left, [found]), 1, marked=True)
@@ -144,7 +144,7 @@ def test_markers_of_ranks_are_removed_with_the_step(left):
 
 def test_nothing_is_finished_while_a_rank_clears_away(left):
     assert claim_for_removal(left, REF)
-    with pytest.raises(CommitError, match="being cleared away"):
+    with pytest.raises(CommitError, match="being discarded"):
         finish(left)
     assert "manifest.json" not in names(left)
 
@@ -242,7 +242,7 @@ def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
                 left.delete(key)
                 if key == REF.manifest and not self.held:
                     self.held = True
-                    with pytest.raises(CommitError, match="being cleared away"):
+                    with pytest.raises(CommitError, match="being discarded"):
                         finish(left)
                     with pytest.raises(StorageError, match="being removed"):
                         fetch_step([source], StepFolder(left, REF, workers))

@@ -16,7 +16,7 @@ from ckpt.catalog.index import committed, find
 from ckpt.catalog.inventory import Inventory
 from ckpt.errors import AccessDenied, CkptError, ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.retention.policy import PIN, Retention, judge
-from ckpt.retention.pruner import prune, sweep
+from ckpt.retention.pruner import prune, remove_earlier_steps
 from ckpt.retention.removal import remove
 from ckpt.root.claim import Claim
 from ckpt.root.owner import Owner
@@ -91,15 +91,15 @@ def test_a_full_tier_evicts_no_pinned_step(tmp_path: Path) -> None:
         assert steps(backend) == [2, 3, 5]
 
 
-def test_the_sweep_of_a_later_job_leaves_a_pinned_step(tmp_path: Path) -> None:
+def test_a_later_job_that_removes_steps_from_memory_leaves_a_pinned_one(tmp_path: Path) -> None:
     backend = save(tmp_path, 1, 2)
     pin = put_pin(backend, find(backend, 1)[0], 60)
     claim = Claim(backend, Owner.of_this_process("bbbbbbbbbbbb"))
     claim.take()
-    sweep(backend, claim)
+    remove_earlier_steps(backend, claim)
     assert steps(backend) == [1]
     remove_pin(backend, pin)
-    sweep(backend, claim)
+    remove_earlier_steps(backend, claim)
     assert steps(backend) == []
 
 

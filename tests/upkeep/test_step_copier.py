@@ -47,11 +47,13 @@ def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
     asked: list[tuple[int, bool]] = []
     settled: list[int] = []
 
-    def free_space(_: Evictor, ref: object, nbytes: int, *, is_exact: bool, **__: Any) -> None:
+    def evict_to_capacity(
+        _: Evictor, ref: object, nbytes: int, *, is_exact: bool, **__: Any
+    ) -> None:
         asked.append((nbytes, is_exact))
 
     monkeypatch.setitem(registry.BUILT_IN, "other", registry.BUILT_IN["zstd"])  # type: ignore[arg-type]
-    monkeypatch.setattr(Evictor, "free_space", free_space)
+    monkeypatch.setattr(Evictor, "evict_to_capacity", evict_to_capacity)
     monkeypatch.setattr(Evictor, "settle", lambda _, ref, **__: settled.append(ref.step))
     with CheckpointManager(Tier(str(near), codec=source)) as manager:
         manager.save(STATE, 7)

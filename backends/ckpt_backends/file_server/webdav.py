@@ -79,12 +79,12 @@ class WebdavConnection:
         """
         if self.entries(path):
             raise StorageError(path, "the folder is not empty")
-        self._sweep(posixpath.dirname(path))
+        self._remove_abandoned(posixpath.dirname(path))
         trash = temporary_beside(path)
         self._client.move(quote(path), quote(trash))
         self._remove_aside(trash, path)
 
-    def _sweep(self, parent: str) -> None:
+    def _remove_abandoned(self, parent: str) -> None:
         """Remove from ``parent`` the renamed folders that killed processes have left."""
         if parent in self._swept:
             return

@@ -236,7 +236,7 @@ def test_a_file_of_others_that_ends_in_tmp_is_listed_and_stays(tier, share):
     backend.close()
 
 
-def test_the_next_removal_sweeps_what_a_killed_one_left(tier, share):
+def test_the_next_removal_ends_what_a_killed_one_began(tier, share):
     """The folder of WebDAV that was renamed for its removal had stayed for ever."""
     if not tier.url.startswith("webdav"):
         pytest.skip("only WebDAV renames a folder before it removes it")
