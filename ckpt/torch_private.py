@@ -157,15 +157,6 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def with_versions(values: Mapping[str, Any], of: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state dict with the items ``values``, and with the versions of modules
-    (``_metadata``) of the state dict ``of``.
-    """
-    state: Any = OrderedDict(values)
-    state._metadata = getattr(of, "_metadata", {})
-    return cast("OrderedDict[str, Any]", state)
-
-
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return True if a hook of the backward pass is registered on ``tensor``."""
     target: Any = tensor  # Torch's stubs do not declare the hooks

@@ -13,6 +13,7 @@ from ckpt.cli.import_ import Format, lines_of, show_notes
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     JsonOption,
+    NewPlaceArgument,
     ParamNamesOption,
     PlainOption,
     RootOption,
@@ -27,14 +28,7 @@ def adopt(
     source: Annotated[
         str, typer.Argument(metavar="FOLDER", help="A local folder or file.", show_default=False)
     ],
-    argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[ROOT]",
-            help="Folder or URL, made if it is not there. The same as --root.",
-            show_default=False,
-        ),
-    ] = None,
+    argument: NewPlaceArgument = None,
     *,
     step: Annotated[
         int | None,

@@ -12,6 +12,7 @@ from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     JsonOption,
+    NewPlaceArgument,
     ParamNamesOption,
     PlainOption,
     RootOption,
@@ -35,14 +36,7 @@ def import_(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="A local file or folder.", show_default=False)
     ],
-    argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[ROOT]",
-            help="Folder or URL, made if it is not there. The same as --root.",
-            show_default=False,
-        ),
-    ] = None,
+    argument: NewPlaceArgument = None,
     *,
     step: Annotated[
         int,

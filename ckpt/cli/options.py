@@ -66,8 +66,20 @@ StepOption = Annotated[
 ]
 STEP_FORMS: Final = "a number, latest, latest~3 (3 checkpoints before it) or best:METRIC"
 """What a step may be, for the help of options."""
+PLACE_AND_STEP: Final = (
+    f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is ./NAME."
+)
+"""What roots and a step may be, for the help of arguments."""
 PlaceArgument = Annotated[
     str | None, typer.Argument(metavar="[ROOT]", help="The same as --root.", show_default=False)
+]
+NewPlaceArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[ROOT]",
+        help="Folder or URL, made if it is not there. The same as --root.",
+        show_default=False,
+    ),
 ]
 PlacesArgument = Annotated[
     list[str] | None,
@@ -77,8 +89,7 @@ PlaceAndStepArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[ROOT] [STEP]",
-        help=f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is "
-        "./NAME.",
+        help=PLACE_AND_STEP,
         show_default=False,
     ),
 ]
@@ -86,8 +97,7 @@ PlacesAndStepArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[ROOT]... [STEP]",
-        help=f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is "
-        "./NAME.",
+        help=PLACE_AND_STEP,
         show_default=False,
     ),
 ]

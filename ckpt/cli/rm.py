@@ -16,7 +16,7 @@ from ckpt.catalog.inventory import StoredStep, heirs_of
 from ckpt.catalog.rollbacks import remove_rollbacks
 from ckpt.cli import output, records
 from ckpt.cli.options import (
-    STEP_FORMS,
+    PLACE_AND_STEP,
     TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
@@ -68,8 +68,7 @@ def rm(
         list[str] | None,
         typer.Argument(
             metavar="[ROOT]... [STEP]...",
-            help=f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is "
-            "./NAME.",
+            help=PLACE_AND_STEP,
             show_default=False,
         ),
     ] = None,
