@@ -199,6 +199,7 @@ LATE_IMPORTS = {
     "ckpt/cli/export.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/import_.py": {"ckpt"},
     "ckpt/cli/main.py": {"ckpt", "importlib", "os"},  # --help needs none of it
+    "ckpt/cli/serve.py": {"ckpt"},  # torch: only a comparison that reads needs it
     "ckpt/codec/registry.py": {"importlib"},  # slow: only foreign codecs need it
     "ckpt/cli/output.py": {"rich"},  # only terminals show a bar
     "ckpt/model/encoding.py": {"zstandard"},

@@ -34,7 +34,7 @@ IRREGULAR = """
 
 NOUNS = """
     bring embed encoding ending feed finding heading holding listing mapping meaning need padding
-    ping ring seed setting speed string striping succeed thing timing
+    ping ring seed setting speed string striping succeed thing timing training
 """
 TERMS = "cached closed committed missing out pending required sharded"
 """Participles and adverbs that the field uses as names: ``file.closed``, an ``out`` argument."""

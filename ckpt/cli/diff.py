@@ -6,21 +6,22 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import read_manifest
-from ckpt.catalog.tensor_reader import StepReader
-from ckpt.cli import output
-from ckpt.cli.diff_parts import (
+from ckpt.catalog.movement import Movement
+from ckpt.catalog.part_difference import (
     TITLES,
     PartDifference,
     most_moved_line,
     part_differences,
     percent,
 )
+from ckpt.catalog.tensor_reader import StepReader
+from ckpt.cli import output
 from ckpt.cli.options import (
     STEP_FORMS,
     TIMEOUT_SECONDS,
@@ -37,9 +38,6 @@ from ckpt.cli.show import clip, exact_values
 from ckpt.errors import ConfigError
 from ckpt.model.manifest import Tensor
 from ckpt.model.selector import Selector, is_selector, selector_of
-
-if TYPE_CHECKING:
-    from ckpt.exchange.movement import Movement
 
 _DIFFERENT = 1
 _LONG: Final = 100

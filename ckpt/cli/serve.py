@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from typing import Annotated, Final
 from urllib.parse import quote
 
 import typer
 
+from ckpt.catalog.movement import Movement
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output
 from ckpt.cli.options import PlacesArgument, RootsOption, places, tiers_of, with_memory
 from ckpt.config import MEMORY
 from ckpt.observe.answers import answers
 from ckpt.observe.run_view import RunWatch, watch_runs
+from ckpt.page.prices import LIST_PRICES, price_of
 from ckpt.page.server import address, listen, read_token
 from ckpt.page.server import run as run_server
 from ckpt.storage.places import is_missing
@@ -52,6 +56,14 @@ def serve(
             help="The time between two looks at the stores. Default: 2 for folders, else 15.",
         ),
     ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--price",
+            metavar="URL=DOLLARS",
+            help="What a gigabyte costs a month on the tiers whose URL begins so; again.",
+        ),
+    ] = None,
 ) -> None:
     r"""Show runs on a page in the browser, live.
 
@@ -68,8 +80,10 @@ def serve(
       ckpt serve runs/gpt
       ckpt serve /nvme/ckpt /lustre/run42
       ckpt serve --config ckpt.toml --port 9000
+      ckpt serve s3://bucket/run42 --price s3://bucket=0.021
       ckpt serve runs/gpt --host 0.0.0.0 --token-file token
     """
+    prices = dict(map(price_of, price or ()))
     runs = watched_runs(places(arguments, root), config)
     token = read_token(token_file, is_required=host not in _LOOPBACK)
     listener = listen(host, port)
@@ -80,7 +94,20 @@ def serve(
         output.show_plain(
             f"the address with its token: {address(listener, host)}?token={query_token}"
         )
-    run_server(runs, listener, token, interval)
+    run_server(
+        runs,
+        listener,
+        token,
+        interval,
+        prices={**LIST_PRICES, **prices},
+        measure=_measure if find_spec("torch") else None,
+    )
+
+
+def _measure(reader_a: StepReader, reader_b: StepReader, name: str) -> Movement | None:
+    from ckpt.exchange.movement import movement
+
+    return movement(reader_a, reader_b, name)
 
 
 def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:

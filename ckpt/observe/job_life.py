@@ -89,4 +89,14 @@ def _life_of_job(job: Job, beat: float | None, current_time: float) -> JobLife:
     if lives:
         state = "lives" if job.has_saved else "begins"
         return JobLife(state, start.at, start.host, start.pid)
-    return JobLife("died", max(job.last_at, beat or 0.0), start.host, start.pid)
+    return JobLife("died", end_of(job, beat), start.host, start.pid)
+
+
+def end_of(job: Job, beat: float | None) -> float:
+    """Return when a job ended, or was alive last, in seconds since 1970.
+
+    Args:
+        job: The job.
+        beat: When it was alive last, if it has not closed its manager.
+    """
+    return job.end.at if job.end is not None else max(job.last_at, beat or 0.0)

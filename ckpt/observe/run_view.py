@@ -17,8 +17,9 @@ from ckpt.errors.sanitize import redact
 from ckpt.observe.answers import answers
 from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of, mark_cut
-from ckpt.observe.job_life import JobLife, life_of
+from ckpt.observe.job_life import JobLife, end_of, life_of
 from ckpt.observe.journal_reader import JournalReader
+from ckpt.observe.time_spent import TimeSpent, time_spent
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import is_folder, is_missing
@@ -139,6 +140,7 @@ class RunView:
         steps: The attempts at steps, newest step first.
         history: The history from the journals of the run.
         life: Whether the job lives; None if the run has no journal.
+        time_spent: Where the time of the run went; None if no job has saved.
     """
 
     name: str
@@ -147,6 +149,7 @@ class RunView:
     steps: tuple[StepView, ...]
     history: History
     life: JobLife | None = None
+    time_spent: TimeSpent | None = None
 
 
 class TierWatch:
@@ -285,6 +288,9 @@ class RunWatch:
             steps=_rows({tier.url: tier.steps for tier in self.tiers}, views, history),
             history=history,
             life=life,
+            time_spent=time_spent(
+                history, {name: end_of(job, beats.get(name)) for name, job in history.jobs.items()}
+            ),
         )
 
     def _find_memory(

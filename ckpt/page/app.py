@@ -8,7 +8,9 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.resources import files
+from shlex import quote
 from typing import Any, Final
 
 import jinja2
@@ -20,13 +22,16 @@ from starlette.responses import (  # pyright: ignore[reportMissingImports]
 )
 from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 
+from ckpt.catalog.part_difference import percent
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint
 from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, size
 from ckpt.observe.job_life import LIFE_MEANING
 from ckpt.observe.run_view import MEANING, RunView
-from ckpt.page.contents import StepOpener, commands_of, run_page
+from ckpt.page.contents import StepOpener, commands_of, run_charts, run_page
+from ckpt.page.diff_page import MOST_READ_BYTES, Measure, diff_page
 from ckpt.page.live_views import Live, silent_since
+from ckpt.page.prices import LIST_PRICES, monthly_dollars
 from ckpt.page.request_checks import App, Guard
 
 _STATIC: Final[Mapping[str, str]] = {
@@ -40,12 +45,23 @@ _ALIVE_SECONDS: Final = 15.0
 """How long a /live stream is silent before it sends a comment, which keeps the connection open."""
 
 
-def make_app(live: Live, token: str = "") -> App:
+def make_app(
+    live: Live,
+    token: str = "",
+    *,
+    prices: Mapping[str, float] = LIST_PRICES,
+    measure: Measure | None = None,
+) -> App:
     """Return the ASGI application that shows the runs of ``live``.
 
-    Requests need ``token``. If it is empty, only requests with a loopback host are accepted.
+    Args:
+        live: The views of the runs.
+        token: The token that requests need; if it is empty, only requests with a loopback host are
+            accepted.
+        prices: Dollars per gigabyte and month, by what the URL of a tier begins with.
+        measure: Says how far a tensor has moved; None if the page cannot say so.
     """
-    pages = _Pages(live, tuple(map(StepOpener, live.runs)), _templates())
+    pages = _Pages(live, tuple(map(StepOpener, live.runs)), _templates(prices), measure)
     routes = [
         Route("/", pages.index),
         Route("/run/{run:int}", pages.run),
@@ -65,11 +81,13 @@ class _Pages:
     live: Live
     openers: tuple[StepOpener, ...]
     templates: jinja2.Environment
+    measure: Measure | None
 
     def index(self, request: Any) -> Any:
         del request
-        pages = [run_page(view, 1) for view in self._views()]
-        return self._show("index.html", pages=pages)
+        views = self._views()
+        pages = [run_page(view, 1) for view in views]
+        return self._show("index.html", pages=pages, charts=run_charts(views))
 
     def run(self, request: Any) -> Any:
         index, view = self._run(request)
@@ -92,12 +110,10 @@ class _Pages:
     def diff(self, request: Any) -> Any:
         index, view = self._run(request)
         query = request.query_params
-        row_a, row_b, difference = self.openers[index].difference(
-            view, query.get("a", ""), query.get("b", "")
-        )
-        return self._show(
-            "diff.html", index=index, run=view, row_a=row_a, row_b=row_b, difference=difference
-        )
+        measure = self.measure if query.get("values") else None
+        page = diff_page(self.openers[index], view, query.get("a", ""), query.get("b", ""), measure)
+        can_read = self.measure is not None and page.read_bytes <= MOST_READ_BYTES
+        return self._show("diff.html", index=index, run=view, page=page, can_read=can_read)
 
     async def live_events(self, request: Any) -> Any:
         del request
@@ -159,7 +175,7 @@ def _static(request: Any) -> Any:
     return Response(data, media_type=_STATIC[name], headers={"cache-control": "max-age=60"})
 
 
-def _templates() -> jinja2.Environment:
+def _templates(prices: Mapping[str, float]) -> jinja2.Environment:
     """Return the environment of the templates.
 
     It passes every string that a template shows through `clean`, and then escapes it for HTML.
@@ -179,12 +195,15 @@ def _templates() -> jinja2.Environment:
         "ago": _ago,
         "short": _short,
         "shape": _shape,
+        "percent": percent,
+        "shell": quote,
     }
     helpers: dict[str, Any] = {
         "meaning": MEANING,
         "life_meaning": LIFE_MEANING,
         "silent_since": silent_since,
         "commands_of": commands_of,
+        "monthly_dollars": partial(monthly_dollars, prices=prices),
     }
     environment.globals.update(helpers)
     return environment

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Final
 
-from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.config import Mode
-from ckpt.errors import ConfigError, NoCheckpoint
+from ckpt.errors import NoCheckpoint
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor, chunk_offsets
@@ -22,7 +22,8 @@ from ckpt.model.readable import duration
 from ckpt.observe.journal import Record
 from ckpt.observe.run_view import RunView, RunWatch, StepView, TierView
 from ckpt.page.charts import Chart, chart
-from ckpt.page.metric_chart import MetricChart, Point, metric_chart
+from ckpt.page.metric_chart import MetricChart, Point, metric_chart, runs_chart
+from ckpt.page.time_shares import TimeShare, time_shares
 from ckpt.pipeline.workers import Workers
 
 ROWS: Final = 50
@@ -64,6 +65,7 @@ class RunPage:
             not in memory; None if the journal has none.
         curves: The curve of each of ``metrics`` that has enough points.
         charts: The charts that have enough points.
+        time_shares: The parts of a bar that shows where the time of the run went.
         failures: The journal's records of the newest saves that failed, newest first.
         failure_count: The number of all saves that failed, without those that were skipped.
     """
@@ -84,6 +86,7 @@ class RunPage:
     durable_seconds: float | None
     curves: Sequence[MetricChart]
     charts: Sequence[Chart]
+    time_shares: Sequence[TimeShare]
     failures: Sequence[Record]
     failure_count: int
 
@@ -141,6 +144,7 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         durable_seconds=_median(arrivals.get(nearest, [])),
         curves=[curve for name in metrics if (curve := _curve(run, name, best)) is not None],
         charts=[item for item in charts if item is not None],
+        time_shares=time_shares(run.time_spent),
         failures=failures[: -_MOST_FAILURES - 1 : -1],
         failure_count=len(failures),
     )
@@ -188,23 +192,42 @@ def _by_metric(rows: Sequence[StepView], metric: str, run: RunView) -> list[Step
 
 def _curve(run: RunView, name: str, best: Mapping[str, int]) -> MetricChart | None:
     """Return the curve of a metric over all steps of the run."""
-    points: dict[int, Point] = {}
-    branch: dict[int, Point] = {}
-    for row in reversed(run.steps):  # Of several attempts at a step, one that exists counts
-        if name not in row.metrics:
-            continue
-        line = branch if row.is_abandoned else points
-        if row.step not in line or _exists(row):
-            line[row.step] = Point(row.step, row.metrics[name], _exists(row))
     failures = [record.step for record in run.history.failures if record.error != "SaveSkipped"]
     return metric_chart(
         name,
-        [points[step] for step in sorted(points)],
+        _points(run, name),
         best.get(name),
-        abandoned_points=[branch[step] for step in sorted(branch)],
+        abandoned_points=_points(run, name, is_abandoned=True),
         restores=[restore.record.step for restore in run.history.job_restores],
         failures=failures,
     )
+
+
+def _points(run: RunView, name: str, *, is_abandoned: bool = False) -> list[Point]:
+    """Return the values of a metric at the steps of a run that are abandoned, or that are not."""
+    points: dict[int, Point] = {}
+    for row in reversed(run.steps):  # Of several attempts at a step, one that exists counts
+        if name not in row.metrics or row.is_abandoned != is_abandoned:
+            continue
+        if row.step not in points or _exists(row):
+            points[row.step] = Point(row.step, row.metrics[name], _exists(row))
+    return [points[step] for step in sorted(points)]
+
+
+def run_charts(runs: Sequence[RunView]) -> list[Chart]:
+    """Return a chart with a line for each run, for the metrics that most of the runs have."""
+    modes: dict[str, Mode] = {}
+    for run in runs:
+        modes |= run.history.modes
+    counts = Counter(name for run in runs for name in {n for row in run.steps for n in row.metrics})
+    names = sorted(
+        (name for name, count in counts.items() if count > 1),
+        key=lambda name: (name not in modes, mode_of(name, modes) is None, -counts[name], name),
+    )
+    charts = (
+        runs_chart(name, {run.name: _points(run, name) for run in runs}) for name in names[:METRICS]
+    )
+    return [chart for chart in charts if chart is not None]
 
 
 def commands_of(row: StepView, tiers: Sequence[TierView]) -> dict[str, str]:
@@ -362,23 +385,6 @@ class StepOpener:
             shards=_shards(reader, shown_tensor) if shown_tensor is not None else (),
             earlier_step=next((view for view in older if _is_anywhere(view)), None),
         )
-
-    def difference(
-        self, run: RunView, name_a: str, name_b: str
-    ) -> tuple[StepView, StepView, Difference]:
-        """Return the rows of two steps and the difference between them, by checksums alone.
-
-        The data of tensors is not read.
-
-        Raises:
-            ConfigError: The name of a step is empty.
-            CkptError: A step cannot be opened; see ``step``.
-        """
-        if not name_a or not name_b:
-            raise ConfigError("compare what? Give two steps")
-        row_a, _, a = self.step(run, name_a)
-        row_b, _, b = self.step(run, name_b)
-        return row_a, row_b, compare(a, b, read=False)
 
 
 def find_row(run: RunView, name: str) -> StepView | None:

@@ -98,13 +98,13 @@ def silent_since(tier: TierView, view_time: float) -> float | None:
 
 
 def _stable_part(view: RunView) -> RunView:
-    """Return ``view`` without the values that change with every renewal: its time, the free and
-    total space of its tiers, and for how long a tier has not answered. A change of these values is
-    no reason to show the page again.
+    """Return ``view`` without the values that change with every renewal: its time, the time that
+    it has spent, the free and total space of its tiers, and for how long a tier has not answered. A
+    change of these values is no reason to show the page again.
     """
 
     def stable_tier(tier: TierView) -> TierView:
         error = "no answer" if _SILENT.fullmatch(tier.error) else tier.error
         return replace(tier, free=0.0, size=0.0, error=error)
 
-    return replace(view, at=0.0, tiers=tuple(map(stable_tier, view.tiers)))
+    return replace(view, at=0.0, time_spent=None, tiers=tuple(map(stable_tier, view.tiers)))

@@ -6,11 +6,11 @@ As in `ckpt.page.charts`, the image stretches with the page, and its labels are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ckpt.page.charts import HEIGHT, WIDTH
+from ckpt.page.charts import HEIGHT, WIDTH, Chart, Line
 
 Kind = Literal["kept", "removed", "abandoned", "best", "failed", "restore"]
 KIND_MEANING: Final[dict[Kind, str]] = {
@@ -116,35 +116,23 @@ def metric_chart(
         restores: The steps that were restored.
         failures: The steps whose saves have failed.
     """
-    finite = [point for point in points if math.isfinite(point.value)]
+    finite = _finite(points)
     if len(finite) < 2:
         return None
-    branch = [point for point in abandoned_points if math.isfinite(point.value)]
-    values = sorted(point.value for point in (*finite, *branch))
-    low = values[0]
-    usual = values[int(0.95 * (len(values) - 1))] - low
-    top = min(values[-1], low + _USUAL * usual) if usual else values[-1]
-    start = min(point.step for point in (*finite, *branch))
-    end = max(point.step for point in (*finite, *branch))
-    scale = _Scale(start, end, low, top if top > low else low + (abs(low) or 1.0))
-    stride = -(-len(finite) // _MOST_POINTS)
-    line = [
-        point
-        for index, point in enumerate(finite)
-        if index % stride == 0 or point.is_kept or point is finite[-1]
-    ]
+    branch = _finite(abandoned_points)
+    scale = _scale([*finite, *branch])
     root = [point for point in finite if branch and point.step < branch[0].step][-1:]
     best = next((point for point in finite if point.step == best_step), None)
     marks = [  # Marks at other steps would lie outside of the image
         *(
             _upright(scale, "restore", step)
             for step in dict.fromkeys(restores)
-            if start <= step <= end
+            if scale.start <= step <= scale.end
         ),
         *(
             _upright(scale, "failed", step)
             for step in dict.fromkeys(failures)
-            if start <= step <= end
+            if scale.start <= step <= scale.end
         ),
         *(_dot(scale, "removed", point) for point in finite if not point.is_kept),
         *(_dot(scale, "abandoned", point) for point in branch),
@@ -153,16 +141,37 @@ def metric_chart(
     visible_marks = [mark for kind in KIND_MEANING for mark in _newest(marks, kind)]
     return MetricChart(
         name=name,
-        path=_path(scale, line),
+        path=_path(scale, _sample(finite)),
         branch_path=_path(scale, [*root, *branch]) if branch else "",
         marks=(*visible_marks, *([_dot(scale, "best", best)] if best else [])),
-        ticks=tuple(f"{value:.4g}" for value in (scale.top, (scale.top + low) / 2, low)),
-        first_step=start,
-        last_step=end,
-        outliers=sum(value > scale.top for value in values),
+        ticks=scale.ticks,
+        first_step=scale.start,
+        last_step=scale.end,
+        outliers=sum(point.value > scale.top for point in (*finite, *branch)),
         best=f"step {best.step}, {best.value:.6g}" if best else "",
         newest=f"step {finite[-1].step}, {finite[-1].value:.6g}",
     )
+
+
+def runs_chart(name: str, runs: Mapping[str, Sequence[Point]]) -> Chart | None:
+    """Return one chart with the curve of a metric of each run; None if fewer than two runs have two
+    finite values.
+
+    Args:
+        name: The name of the metric.
+        runs: The values in ascending order of the steps, by the name of the run.
+    """
+    curves = {run: _finite(points) for run, points in runs.items()}
+    curves = {run: points for run, points in curves.items() if len(points) > 1}
+    if len(curves) < 2:
+        return None
+    scale = _scale([point for points in curves.values() for point in points])
+    lines = tuple(
+        Line(run, _path(scale, _sample(points)), (), f"{points[-1].value:.4g}")
+        for run, points in curves.items()
+    )
+    outliers = sum(point.value > scale.top for points in curves.values() for point in points)
+    return Chart(name, lines, scale.ticks, scale.start, scale.end, outliers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +189,33 @@ class _Scale:
     def y(self, value: float) -> float:
         share = (min(value, self.top) - self.low) / (self.top - self.low)
         return round((1 - share) * HEIGHT, 1)
+
+    @property
+    def ticks(self) -> tuple[str, ...]:
+        return tuple(f"{value:.4g}" for value in (self.top, (self.top + self.low) / 2, self.low))
+
+
+def _scale(points: Sequence[Point]) -> _Scale:
+    values = sorted(point.value for point in points)
+    low = values[0]
+    usual = values[int(0.95 * (len(values) - 1))] - low
+    top = min(values[-1], low + _USUAL * usual) if usual else values[-1]
+    steps = [point.step for point in points]
+    return _Scale(min(steps), max(steps), low, top if top > low else low + (abs(low) or 1.0))
+
+
+def _finite(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if math.isfinite(point.value)]
+
+
+def _sample(points: Sequence[Point]) -> list[Point]:
+    """Return the points of a line, without some that are not kept if there are many."""
+    stride = -(-len(points) // _MOST_POINTS)
+    return [
+        point
+        for index, point in enumerate(points)
+        if index % stride == 0 or point.is_kept or point is points[-1]
+    ]
 
 
 def _path(scale: _Scale, points: Sequence[Point]) -> str:

@@ -6,12 +6,13 @@ import contextlib
 import secrets
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
 from ckpt.errors import ConfigError, MissingExtra
 from ckpt.observe.run_view import RunWatch
+from ckpt.page.diff_page import Measure
 from ckpt.page.live_views import Live
 from ckpt.storage.places import is_folder
 
@@ -73,7 +74,13 @@ def address(listener: socket.socket, host: str) -> str:
 
 
 def run(
-    runs: Sequence[RunWatch], listener: socket.socket, token: str, interval: float | None
+    runs: Sequence[RunWatch],
+    listener: socket.socket,
+    token: str,
+    interval: float | None,
+    *,
+    prices: Mapping[str, float],
+    measure: Measure | None,
 ) -> None:
     """Serve the page until Ctrl-C or SIGTERM.
 
@@ -83,6 +90,8 @@ def run(
         token: The token that requests need; empty if only requests from this machine are accepted.
         interval: The seconds between two listings of the tiers. None and 0 mean 2 seconds if all
             tiers are folders, and 15 seconds otherwise.
+        prices: Dollars per gigabyte and month, by what the URL of a tier begins with.
+        measure: Says how far a tensor has moved; None if the page cannot say so.
     """
     app: Any = import_module("ckpt.page.app")
     uvicorn: Any = import_module("uvicorn")
@@ -90,7 +99,7 @@ def run(
     live = Live(runs, interval or (2.0 if local else 15.0))
     live.start()
     config = uvicorn.Config(
-        app.make_app(live, token),
+        app.make_app(live, token, prices=prices, measure=measure),
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -29,10 +29,12 @@ ARRAYS: dict[str, np.ndarray] = {
 class Page:
     """The page over some runs, and the HTML that a browser gets."""
 
-    def __init__(self, live: Live, token: str = "", host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, live: Live, token: str = "", host: str = "127.0.0.1", **settings: Any
+    ) -> None:
         self.live = live
         self.client: Any = testclient.TestClient(
-            make_app(live, token), base_url=f"http://{host}", follow_redirects=False
+            make_app(live, token, **settings), base_url=f"http://{host}", follow_redirects=False
         )
 
     def get(self, path: str, status: int = 200, **given: Any) -> str:

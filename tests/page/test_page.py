@@ -14,6 +14,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.events import SaveCommitted, SaveStaged
+from ckpt.exchange.movement import movement
 from ckpt.observe import Journal
 from ckpt.observe.journal import note_verified
 from ckpt.storage.registry import open_backend
@@ -76,8 +77,9 @@ def test_the_charts_say_in_words_what_they_show(make: Make, run: Path) -> None:
     page = make(run, run.parent / "far").get("/run/0")
     labels = re.findall(r'role="img" aria-label="([^"]+)"', page)
     assert labels[0] == "loss, steps 50 to 400. Newest: step 400, 0.4; best: step 100, 0.1"
-    assert labels[1] == "Stall of a save, steps 50 to 400. Newest: stall: 12.3 ms"
-    assert labels[2].startswith("From the call to the commit, steps 50 to 300.")
+    assert labels[1].startswith("training ")
+    assert labels[2] == "Stall of a save, steps 50 to 400. Newest: stall: 12.3 ms"
+    assert labels[3].startswith("From the call to the commit, steps 50 to 300.")
     assert page.count('class="dot') == 5 + 4 + 1
 
 
@@ -199,7 +201,62 @@ def test_two_steps_are_compared_by_checksum(make: Make, run: Path) -> None:
     reported = text_of(page.get("/run/0/diff?a=200&b=300"))
     assert "Equal 1 tensors" in reported
     assert "Other values 1 model/embed" in reported
+    assert (
+        "By part of the state part tensors equal other values unlike model/embed 1 0 1 0"
+        in reported
+    )
     assert "Equal 2 tensors" in text_of(page.get("/run/0/diff?a=100&b=200"))
+
+
+def test_the_comparison_says_how_far_the_tensors_moved_when_it_is_asked_to(
+    make: Make, run: Path
+) -> None:
+    page = make(run, measure=movement)
+    first = page.get("/run/0/diff?a=200&b=300")
+    assert "Say how far they moved reads 768 B" in text_of(first)
+    reported = text_of(page.get("/run/0/diff?a=200&b=300&values=1"))
+    old = ARRAYS["model/embed"]
+    moved = f"{100 * np.linalg.norm(np.ones_like(old)) / np.linalg.norm(old):.3g} %"
+    assert f"moved most, in percent of the norm: model/embed by {moved}" in reported
+    assert f"model/embed {moved} 1" in reported
+    assert "what differs was read" in reported
+
+
+def test_a_difference_too_large_for_the_page_is_left_to_the_command(
+    make: Make, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.page.diff_page.MOST_READ_BYTES", 767)
+    monkeypatch.setattr("ckpt.page.app.MOST_READ_BYTES", 767)
+    page = make(run, measure=movement)
+    for query in ("", "&values=1"):
+        reported = text_of(page.get(f"/run/0/diff?a=200&b=300{query}"))
+        assert f"ckpt diff {run} {run} --step 200 --step 300 --values" in reported
+        assert "No data was read" in reported
+
+
+def test_the_bar_says_where_the_time_went(make: Make, run: Path) -> None:
+    page = make(run).get("/run/0")
+    assert len(re.findall(r'<rect class="share (\w+)"', page)) == 5
+    assert re.search(r"Where the time went .*training \d+\.\d % \(\d+ s\)", text_of(page))
+
+
+def test_runs_with_a_common_metric_are_on_one_chart(make: Make, run: Path, tmp_path: Path) -> None:
+    assert "<figure" not in make(run).get("/")
+    for name, losses in (("b", (0.5, 0.25)), ("c", (0.75, 0.125))):
+        with CheckpointManager(str(tmp_path / name), on_suspicious="ignore") as manager:
+            for step, loss in enumerate(losses, 1):
+                manager.save({"x": torch.ones(2)}, step, metrics={"loss": loss, name: loss})
+    page = make(run, tmp_path / "b", tmp_path / "c").get("/")
+    charts = re.findall(r'role="img" aria-label="([^"]+)"', page)
+    assert charts == [
+        f"loss, steps 1 to 400. Newest: {run}: 0.4; {tmp_path / 'b'}: 0.25; {tmp_path / 'c'}: 0.125"
+    ]
+
+
+def test_a_tier_with_a_price_shows_what_it_costs_a_month(make: Make, run: Path) -> None:
+    assert "a month" not in text_of(make(run).get("/run/0"))
+    reported = text_of(make(run, prices={str(run): 1e6}).get("/run/0"))
+    assert re.search(r"\$[1-9]\d*\.\d\d a month", reported)
 
 
 def test_a_step_that_was_removed_is_not_shown_from_memory(make: Make, run: Path) -> None:

@@ -6,12 +6,10 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ckpt.catalog.difference import Difference
-
-if TYPE_CHECKING:  # It imports torch, which only --values needs
-    from ckpt.exchange.movement import Movement
+from ckpt.catalog.movement import Movement
 
 _MOST_PARTS: Final = 12
 """The state is cut into as fine parts as it has at most this number of."""
