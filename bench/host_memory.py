@@ -9,8 +9,8 @@ the memory settles, is not reported.
 
 The program prints a table in Markdown, with a row for each setting and length of a step:
 
-* the most memory that the saves have added, as a multiple of the state, and what is left of it
-  after the last save;
+* the most memory that the saves have added to that of training alone, as a multiple of the state,
+  and what is left of it after the last save;
 * medians of the stall, the drag and the time until the step is durable. The drag is the time by
   which the forward and backward passes of a step with a save take longer than without one.
 """
@@ -45,6 +45,7 @@ SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     '`overlap="off"`': {"overlap": "off"},
 }
 _UNTIL_OPTIMIZER: Final = 0.6  # of a step: the forward and the backward pass
+_WARM_UP_STEPS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ def _cells(turns: Sequence[Turn], state_bytes: int, most: int, last: int) -> str
 def _work(pipe: Connection, settings: Mapping[str, Any], root: str, case: Case) -> None:
     torch.set_num_threads(1)
     training = Training.make(case.size_bytes, layers=6, batch=1, seed=0)
+    with MemorySampler(os.getpid()) as alone:
+        for _ in range(_WARM_UP_STEPS):  # Until the allocator needs no further memory
+            for _ in range(9):
+                training.forward_backward()
+            training.optimizer_step()
     training.forward_backward()
     before = host_memory_bytes(os.getpid())
     tier = Tier(root, keep_last=2)  # With all steps, the disk would be full soon
@@ -144,7 +150,7 @@ def _work(pipe: Connection, settings: Mapping[str, Any], root: str, case: Case) 
             pipe.send(_turn(manager, training, case))
         training.forward_backward()  # The memory has gradients again, as it had before
         last = host_memory_bytes(os.getpid()) - before
-    pipe.send((training.nbytes, sampler.peak_bytes - before, last))
+    pipe.send((training.nbytes, sampler.peak_bytes - alone.peak_bytes, last))
 
 
 def _turn(manager: CheckpointManager, training: Training, case: Case) -> Turn:
@@ -155,6 +161,7 @@ def _turn(manager: CheckpointManager, training: Training, case: Case) -> Turn:
     for _ in range(case.saves):
         began = time.perf_counter()
         pending.append(manager.save_async(training.objects(), training.step))
+        computed.append(_compute(training))  # An optimizer without a gradient changes nothing
         while time.perf_counter() - began < _UNTIL_OPTIMIZER * case.step:
             computed.append(_compute(training))
         training.optimizer_step()
