@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from ckpt.catalog.index import committed, is_committed, own_objects
 from ckpt.catalog.transfer import check_files, commit_copy, write_file
-from ckpt.catalog.verify import StepFolder
+from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.config import SaveConfig, Tier
 from ckpt.coordination.single import new_attempt
 from ckpt.coordination.step_files import delete_files
@@ -134,6 +134,7 @@ def adopt_checkpoint(
     step: int | None = None,
     *,
     look: Callable[[], list[StepRef]] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> AdoptionReport:
     """Make a step of ``tier`` of the files of ``foreign``, which stay where they are.
 
@@ -145,6 +146,7 @@ def adopt_checkpoint(
         step: The number of the step; None for the last number in the name of the source.
         look: A function that returns the committed attempts on ``tier``. The default lists the tier
             without a time limit.
+        on_progress: Called as bytes of the files are read.
 
     Raises:
         CkptError: As for ``import_checkpoint``. A file that ends before its tensors, or that is
@@ -164,7 +166,7 @@ def adopt_checkpoint(
         shaper = Shaper(report, foreign.plain, foreign.parameter_names)
         walk = collect(shaper.shape(state), rank=0)
         _Adoption(backend, StepRef(number, new_attempt()), locator, report).write(
-            walk, shaper, os.path.abspath(source)
+            walk, shaper, os.path.abspath(source), on_progress
         )
     return report
 
@@ -185,14 +187,16 @@ class _Adoption:
         self._backend, self._ref, self._locator, self._report = backend, ref, locator, report
         self._chunk_bytes = SaveConfig().chunk_bytes
 
-    def write(self, walk: WalkResult, shaper: Shaper, source: str) -> None:
+    def write(
+        self, walk: WalkResult, shaper: Shaper, source: str, on_progress: OnProgress | None
+    ) -> None:
         """Write the step. ``source`` is the absolute path of what was adopted."""
         elements = self._look(walk)
         spans: dict[str, list[Span]] = defaultdict(list)
         for _, _, span in sorted(elements.shards, key=lambda shard: shard[2].offset):
             spans[span.path].append(span)
         files = [cut_file(path, spans[path], self._chunk_bytes) for path in sorted(spans)]
-        tables = hash_files(files)
+        tables = hash_files(files, on_progress)
         sums = _Sums(files, tables, self._locator)
         shaper.note_equal(sums.digest)
         metadata = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.verify import Meter, OnProgress
 from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange.inert_torch import Span
 from ckpt.exchange.input_limits import open_file
@@ -87,17 +88,25 @@ def _parts(nbytes: int, limit: int) -> list[int]:
     return [limit] * whole + [rest] * bool(rest)
 
 
-def hash_files(files: Sequence[ForeignFile]) -> list[tuple[Chunk, ...]]:
+def hash_files(
+    files: Sequence[ForeignFile], on_progress: OnProgress | None = None
+) -> list[tuple[Chunk, ...]]:
     """Read each file once from its begin to its end, and return the chunk table of each.
+
+    Args:
+        files: The files.
+        on_progress: Called as bytes are read.
 
     Raises:
         IntegrityError: A file was changed meanwhile, or is gone.
         ConfigError: A file cannot be read.
     """
+    meter = Meter(sum(file.size for file in files), on_progress)
     with Workers("adopt", max(1, min(_THREADS, os.cpu_count() or 1))) as workers:
         tables = [
             workers.run_all(
-                partial(_hash, file, start, lengths) for start, lengths in _requests(file.lengths)
+                partial(_hash, file, start, lengths, meter)
+                for start, lengths in _requests(file.lengths)
             )
             for file in files
         ]
@@ -129,7 +138,7 @@ def _requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
     return [*requests, (position, pending)] if pending else requests
 
 
-def _hash(file: ForeignFile, start: int, lengths: Sequence[int]) -> list[Chunk]:
+def _hash(file: ForeignFile, start: int, lengths: Sequence[int], meter: Meter) -> list[Chunk]:
     memory = memoryview(bytearray(sum(lengths)))
     with open_file(file.path) as handle:
         count = 0
@@ -144,6 +153,7 @@ def _hash(file: ForeignFile, start: int, lengths: Sequence[int]) -> list[Chunk]:
         part = memory[position : position + length]
         chunks.append(Chunk(length, checksum(part)))
         position += length
+    meter.add(memory.nbytes)
     return chunks
 
 

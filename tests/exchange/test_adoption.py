@@ -60,6 +60,18 @@ def test_a_folder_of_dcp_is_restored_with_its_optimizer_and_stays_as_it_was(
     assert torch.equal(state["big"], torch.arange(1 << 20))
 
 
+def test_the_progress_ends_with_all_bytes_of_the_files(tmp_path: Path) -> None:
+    folder, calls = tmp_path / "step-12", list[tuple[int, int]]()
+    save_dcp(folder, big=torch.arange(5 << 20))
+    foreign = ForeignCheckpoint(path=str(folder))
+    report = adopt_checkpoint(
+        foreign, Tier(str(tmp_path / "runs")), on_progress=lambda *call: calls.append(call)
+    )
+    assert calls[-1] == (report.nbytes, report.nbytes)
+    assert [count for count, _ in calls] == sorted({count for count, _ in calls})
+    assert len(calls) > 2
+
+
 def test_names_step_and_root_are_checked_before_a_byte_is_read(tmp_path: Path) -> None:
     folder, root = tmp_path / "c", tmp_path / "runs"
     save_dcp(folder)
