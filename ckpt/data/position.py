@@ -83,6 +83,23 @@ class Position(Checkable):
                 self._iteration = None
                 self._end()
 
+    def skip(self, samples: int) -> None:
+        """Leave out the next samples of this epoch, such as those that made the loss explode. The
+        order of the others stays the same.
+
+        Call it on all ranks, after a restore and before the loop. If the epoch has fewer samples
+        left, the next loop ends at once, and the epoch with it.
+
+        Args:
+            samples: The number of samples of all ranks together.
+
+        Raises:
+            ConfigError: The number is negative or no integer.
+        """
+        whole("samples", samples, 0, MAX_SAMPLES)
+        self._sample_count = min(self._sample_count + samples, self._max_samples())
+        self._iteration = None
+
     def _read(self, loader: DataLoader[Any]) -> Iterator[Any]:
         with seed_loader(loader, self._rank, self._epoch, self._sample_count):
             batches = iter(loader)

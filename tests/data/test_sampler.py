@@ -290,6 +290,44 @@ def test_a_loop_over_the_loader_itself_is_refused(workers: int) -> None:
         next(iter(loader))
 
 
+@given(
+    length=st.integers(8, 60),
+    ranks=st.integers(1, 4),
+    steps=st.integers(0, 3),
+    samples=st.integers(0, 80),
+)
+def test_samples_that_are_skipped_are_left_out_and_the_others_keep_their_order(
+    length: int, ranks: int, steps: int, samples: int
+) -> None:
+    life = Life(length, ranks, 2, seed=1, shuffle=True)
+    trained = [sample for step in life.train(steps) for sample in step]
+    ends = life.position()["epoch"]
+    for sampler in life.samplers:
+        sampler.skip(samples)
+    rest = [sample for step in life.train(None) for sample in step]
+    begin = min(length, (0 if ends else len(trained)) + samples)
+    stop = begin + (length - begin) // ranks * ranks
+    assert rest == order(length, 1, ends)[begin:stop]
+    assert (life.position()["epoch"], life.position()["consumed"]) == (ends + 1, 0)
+
+
+def test_a_loop_does_not_go_on_after_a_skip() -> None:
+    sampler = one()
+    loop = sampler.batches(loader_of(sampler, 50))
+    next(loop)
+    sampler.skip(3)
+    with pytest.raises(ConfigError, match="leave that loop first"):
+        next(loop)
+
+
+@pytest.mark.parametrize("samples", [-1, 1.5, True, "3"])
+def test_a_number_of_samples_that_is_no_count_is_refused(samples: Any) -> None:
+    sampler = one()
+    with pytest.raises(ConfigError, match="samples"):
+        sampler.skip(samples)
+    assert sampler.state_dict()["consumed"] == 0
+
+
 def test_a_loop_that_goes_on_after_a_restore_is_refused() -> None:
     sampler = one()
     loop = sampler.batches(loader_of(sampler, 50))

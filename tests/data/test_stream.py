@@ -193,6 +193,18 @@ def test_workers_may_be_spawned() -> None:
     ]
 
 
+def test_samples_that_are_skipped_are_left_out() -> None:
+    stream = one(20)
+    loader = loader_of(stream)
+    next(stream.batches(loader))
+    stream.skip(6)
+    rest = [sample for batch in stream.batches(loader) for sample in batch.tolist()]
+    assert rest == Lines(20).order(0)[10:]
+    stream.skip(21)  # More than the epoch has
+    assert list(stream.batches(loader)) == []
+    assert stream.epoch == 2
+
+
 def test_drop_last_leaves_out_the_smaller_batch() -> None:
     stream = one(22, 1, 2)
     seen = [batch.tolist() for batch in stream.batches(loader_of(stream, 4, drop_last=True))]
