@@ -210,6 +210,7 @@ class CheckpointManager:
         metrics: Metrics | None = None,
         only: Names = None,
         exclude: Names = None,
+        final: bool = False,
     ) -> PendingSave:
         """Save ``state`` as ``step`` in the background.
 
@@ -230,6 +231,8 @@ class CheckpointManager:
                 state of an optimizer is saved, its settings are saved too.
             exclude: Names and patterns to leave out. If a parameter is left out, the state that an
                 optimizer has of the parameter is left out too.
+            final: Whether this is the last step of the run, so that every tier takes it, whatever
+                its ``every`` is. All ranks must give the same value.
 
         Returns:
             The handle of the save.
@@ -242,7 +245,7 @@ class CheckpointManager:
                 not raise this error, since another rank may have the name. If no rank has the name,
                 the save fails with the error.
         """
-        pending = self._begin(state, step, metrics, only, exclude)
+        pending = self._begin(state, step, metrics, only, exclude, final=final)
         if pending.step != self._saver.steps.last_step:  # For the last step, close() raises errors
             self._ledger.raise_unreported(but=pending)
         return pending
@@ -255,6 +258,8 @@ class CheckpointManager:
         metrics: Metrics | None,
         only: Names,
         exclude: Names,
+        *,
+        final: bool,
     ) -> PendingSave:
         """Begin a save, and return its handle.
 
@@ -275,9 +280,10 @@ class CheckpointManager:
                 step,
                 last_step,
             )
-        if self._stop.stops_after(step):
+        stops = self._stop.stops_after(step)
+        if final or stops:
             self._saver.steps.last_step = step
-            if self._ledger.has(step):  # The training loop has already saved this step
+            if stops and self._ledger.has(step):  # The training loop has already saved this step
                 return self._ledger.pending[-1]
         trial = self._ledger.next_trial(step)
         # Each further try at a step has a folder of its own, since a folder that may be committed
@@ -314,6 +320,7 @@ class CheckpointManager:
         metrics: Metrics | None = None,
         only: Names = None,
         exclude: Names = None,
+        final: bool = False,
         timeout: float | None = None,
     ) -> PendingSave:
         """Save ``state`` as ``save_async`` does, wait for the commit, and return the handle.
@@ -321,7 +328,7 @@ class CheckpointManager:
         The call raises the errors of ``save_async`` and ``PendingSave.result``. With
         ``on_error="warn"`` it raises no error of a save: ``PendingSave.exception`` returns it.
         """
-        pending = self._begin(state, step, metrics, only, exclude)
+        pending = self._begin(state, step, metrics, only, exclude, final=final)
         if self._config.on_error == "warn":
             pending.exception(timeout)
         else:

@@ -360,6 +360,18 @@ def test_a_close_names_the_tiers_that_lack_the_last_step(tmp_path, caplog, monke
     assert CheckpointManager(far).latest_step() == 17
 
 
+@pytest.mark.parametrize("call", ["save", "save_async"])
+def test_the_final_save_goes_to_every_tier(tmp_path, caplog, call):
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    with CheckpointManager([Tier(near), Tier(far, every=5)]) as manager:
+        for step in (5, 6):
+            manager.save({"x": torch.ones(2)}, step)
+        getattr(manager, call)({"x": torch.ones(2)}, 7, final=True)
+    assert CheckpointManager(near).steps() == [5, 6, 7]
+    assert CheckpointManager(far).steps() == [5, 7]
+    assert "the last of this job" not in caplog.text
+
+
 def test_a_planned_stop_has_its_last_step_on_all_tiers_and_no_warning(tmp_path, caplog):
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     with CheckpointManager([Tier(near), Tier(far, every=5)]) as manager:

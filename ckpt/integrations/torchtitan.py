@@ -121,7 +121,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             return True
         exports = last_step and self.last_save_model_only
         state = {MODEL: self._model.cast(self.export_dtype)} if exports else self._state()
-        self.save_future = self.manager.save_async(state, curr_step)
+        self.save_future = self.manager.save_async(state, curr_step, final=last_step)
         if last_step or self._waits:
             self._wait_for_saving()
         return True

@@ -136,8 +136,9 @@ class JobSteps:
         durable_step: The newest step that this job has committed on a durable tier; -1 if there is
             none. If the job then restores an earlier step, it is the number of that step.
         rollback: The rollback that counts; None if the run has none.
-        last_step: The step after which the job stops (see `ckpt.elastic.planned_stop`). It goes to
-            every tier. None if none was announced.
+        last_step: The last step of the job: the one after which it stops (see
+            `ckpt.elastic.planned_stop`), or that was saved as the final one. It goes to every tier.
+            None if it is not known.
 
     Thread safety: all methods may be called from any thread. ``_change`` guards all changes,
     except that the training thread alone sets ``last_step``. The attributes are references and

@@ -39,7 +39,7 @@ def warn_of_last_step(
     copy = f"ckpt copy {source.url} {other_writers[0].url} --step {newest}" if source else ""
     _log.warning(
         "ckpt: step %d, the last of this job, is not on %s: it is no multiple of every=%s. A "
-        "planned stop (request_stop) saves its last step on every tier%s",
+        "save with final=True, and a planned stop (request_stop), go to every tier%s",
         newest,
         ", ".join(writer.url for writer in other_writers),
         ", ".join(str(writer.tier.tier.every) for writer in other_writers),
