@@ -117,7 +117,8 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port, folder = free_port(), tmp_path_factory.mktemp("moto")
     program = Path(__file__).with_name("kit") / "atomic_moto.py"
     command = [sys.executable, "-P", str(program), "-H", "127.0.0.1", "-p", str(port)]
-    server = Server("moto_server", command, port, folder / "log").start()
+    env = {"S3_UPLOAD_PART_MIN_SIZE": str(1 << 20)}  # as tests.kit.parts needs it
+    server = Server("moto_server", command, port, folder / "log", env=env).start()
     try:
         urllib.request.urlopen(
             urllib.request.Request(f"{server.url}/bucket", method="PUT"), timeout=10

@@ -13,15 +13,17 @@ import torch
 from bench.proxy import Proxy
 from ckpt import CheckpointManager, PendingSave, Tier
 from ckpt.errors import StepsMissing
+from ckpt_backends.s3 import backend as s3
+from tests.kit.parts import parts_of
 from tests.kit.stores import whole
 from tests.servers import KEY, SECRET
 
 pytestmark = pytest.mark.server
-ELEMENTS = 5 << 20  # several parts
+part_bytes = parts_of("ckpt_backends.s3.backend.PART_BYTES")
 
 
 @pytest.fixture
-def wire(rclone_s3):
+def wire(rclone_s3, part_bytes):
     with Proxy(rclone_s3.port) as proxy:
         yield proxy
 
@@ -39,7 +41,8 @@ def far(proxy: Proxy, name: str) -> Tier:
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((ELEMENTS,), step, dtype=torch.int32)}
+    """Return a state of several parts."""
+    return {"x": torch.full((5 * s3.PART_BYTES // 8,), step, dtype=torch.int32)}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_
             if step == 4:
                 saves[-1].result(60)
                 if trouble == "slow":
-                    wire.bytes_per_second = 1e6
+                    wire.bytes_per_second = s3.PART_BYTES / 8
                 else:
                     setattr(wire, trouble, True)
             began = time.perf_counter()

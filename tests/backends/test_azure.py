@@ -11,21 +11,23 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload
 from ckpt_backends import azure
+from tests.kit.parts import parts_of
 from tests.servers import ACCOUNT_KEY, azure_options, azurite
 
 __all__ = ["azurite"]
 pytestmark = pytest.mark.server
+part_bytes = parts_of("ckpt_backends.azure.PART_BYTES")
 
 
 class TestAzure(BackendConformance):
     @pytest.fixture
-    def open_root(self, azurite):
+    def open_root(self, azurite, part_bytes):
         place = uuid.uuid4().hex
         return lambda name: open_backend(f"abfs://bucket/{place}/{name}", azure_options(azurite))
 
 
 @pytest.fixture
-def tier(azurite):
+def tier(azurite, part_bytes):
     return Tier(f"abfs://bucket/{uuid.uuid4().hex}", options=azure_options(azurite))
 
 
@@ -47,19 +49,19 @@ def test_a_job_saves_and_restores(tier):
     assert state["w"].eq(2).all()
 
 
-def test_of_eight_large_conditional_puts_exactly_one_wins(tier):
+def test_of_eight_large_conditional_puts_exactly_one_wins(tier, part_bytes):
     backends = [open_backend(tier.url, tier.options) for _ in range(8)]
 
     def race(number):
         try:
-            backends[number].put("marker", [payload(9 << 20, number)], if_absent=True)
+            backends[number].put("marker", [payload(part_bytes + 1, number)], if_absent=True)
         except ObjectExists:
             return False
         return True
 
     won = at_once(race, 8)
     assert won.count(True) == 1
-    assert fetch(backends[0], "marker") == payload(9 << 20, won.index(True))
+    assert fetch(backends[0], "marker") == payload(part_bytes + 1, won.index(True))
     for backend in backends:
         backend.close()
 
@@ -80,8 +82,8 @@ def test_a_conditional_put_whose_reply_is_lost_has_succeeded(backend, monkeypatc
         backend.put("other", [b"x"], if_absent=True)
 
 
-def test_an_upload_whose_blocks_are_lost_is_no_object_of_the_same_size(backend):
-    size = 20 << 20
+def test_an_upload_whose_blocks_are_lost_is_no_object_of_the_same_size(backend, part_bytes):
+    size = 5 * part_bytes // 2
     lost, kept = backend.upload("file", size), backend.upload("file", size)
     for upload, number in ((lost, 1), (kept, 2)):
         data = memoryview(payload(size, number))
@@ -93,7 +95,7 @@ def test_an_upload_whose_blocks_are_lost_is_no_object_of_the_same_size(backend):
     assert fetch(backend, "file") == payload(size, 2)
 
 
-def test_an_upload_whose_reply_is_lost_has_succeeded(backend, monkeypatch):
+def test_an_upload_whose_reply_is_lost_has_succeeded(backend, monkeypatch, part_bytes):
     call = azure.AzureBackend.call
 
     def lose(self, key, method, *arguments, **named):
@@ -103,7 +105,7 @@ def test_an_upload_whose_reply_is_lost_has_succeeded(backend, monkeypatch):
         return answer
 
     monkeypatch.setattr(azure.AzureBackend, "call", lose)
-    size = 20 << 20
+    size = 5 * part_bytes // 2
     upload = backend.upload("file", size)
     for start in range(0, size, upload.part_bytes):
         upload.write(start, memoryview(payload(size))[start : start + upload.part_bytes])

@@ -18,11 +18,14 @@ from ckpt.storage.testing.conformance import at_once, fetch, payload, send
 from ckpt_backends import foreign_errors, fsspec_bridge
 from ckpt_backends.client_options import missing_extra
 from ckpt_backends.fsspec_bridge import StorageBackendOnFsspec, open_fsspec
+from tests.kit.parts import parts_of
+
+part_bytes = parts_of("ckpt_backends.fsspec_bridge.PART_BYTES")
 
 
 class TestFsspecMemory(BackendConformance):
     @pytest.fixture
-    def open_root(self):
+    def open_root(self, part_bytes):
         store = uuid.uuid4().hex
         yield lambda name: open_fsspec(f"memory://{store}/{name}", {})
         if fsspec.filesystem("memory").exists(f"/{store}"):
@@ -31,13 +34,13 @@ class TestFsspecMemory(BackendConformance):
 
 class TestFsspecLocal(BackendConformance):
     @pytest.fixture
-    def open_root(self, tmp_path):
+    def open_root(self, tmp_path, part_bytes):
         return lambda name: open_fsspec(f"file://{tmp_path}/{name}", {})
 
 
 class TestChainedUrl(BackendConformance):
     @pytest.fixture
-    def open_root(self, tmp_path):
+    def open_root(self, tmp_path, part_bytes):
         return lambda name: open_fsspec(f"dir::file://{tmp_path}/{name}", {})
 
 

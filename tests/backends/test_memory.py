@@ -7,11 +7,14 @@ import pytest
 from ckpt.errors import ConfigError, ObjectNotFound
 from ckpt.storage.testing import BackendConformance
 from ckpt_backends.memory import forget_memory, open_memory
+from tests.kit.parts import parts_of
+
+part_bytes = parts_of("ckpt_backends.memory._PART_BYTES")
 
 
 class TestMemory(BackendConformance):
     @pytest.fixture
-    def open_root(self):
+    def open_root(self, part_bytes):
         store = uuid.uuid4().hex
         yield lambda name: open_memory(f"memory://{store}/{name}", {})
         forget_memory(store)

@@ -30,19 +30,21 @@ from ckpt_backends.folder import direct_io
 from ckpt_backends.folder import mounts as mounts_module
 from ckpt_backends.folder import posix as posix_module
 from ckpt_backends.folder.posix import open_posix
+from tests.kit.parts import parts_of
 
 PART = 8 << 20
+part_bytes = parts_of("ckpt_backends.folder.posix._PART_BYTES")
 
 
 class TestDisk(BackendConformance):
     @pytest.fixture
-    def open_root(self, tmp_path):
+    def open_root(self, tmp_path, part_bytes):
         return lambda name: open_posix(str(tmp_path / "made/later" / name), {})
 
 
 class TestTmpfs(BackendConformance):
     @pytest.fixture
-    def open_root(self):
+    def open_root(self, part_bytes):
         folder = tempfile.mkdtemp(dir="/dev/shm", prefix="ckpt-test-")
         yield lambda name: open_posix(f"file://{folder}/{name}", {})
         shutil.rmtree(folder)
@@ -50,7 +52,7 @@ class TestTmpfs(BackendConformance):
 
 class TestWithoutDirect(BackendConformance):
     @pytest.fixture
-    def open_root(self, tmp_path):
+    def open_root(self, tmp_path, part_bytes):
         return lambda name: open_posix(str(tmp_path / name), {"direct": False})
 
 
@@ -58,14 +60,14 @@ class TestByLink(BackendConformance):
     """Tests on a file system without RENAME_NOREPLACE, such as NFS."""
 
     @pytest.fixture
-    def open_root(self, tmp_path, monkeypatch):
+    def open_root(self, tmp_path, monkeypatch, part_bytes):
         monkeypatch.setattr(direct_io, "_rename_noreplace", lambda source, target: False)
         return lambda name: open_posix(str(tmp_path / name), {})
 
 
 class TestWithoutConditionalPut(BackendConformance):
     @pytest.fixture
-    def open_root(self, tmp_path):
+    def open_root(self, tmp_path, part_bytes):
         return lambda name: open_posix(str(tmp_path / name), {"put_if_absent": False})
 
 

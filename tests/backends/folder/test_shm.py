@@ -15,11 +15,14 @@ from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch
 from ckpt_backends.folder import shm
 from ckpt_backends.folder.shm import open_shm, stores
+from tests.kit.parts import parts_of
+
+part_bytes = parts_of("ckpt_backends.folder.posix._PART_BYTES")
 
 
 class TestShm(BackendConformance):
     @pytest.fixture
-    def open_root(self):
+    def open_root(self, part_bytes):
         token = uuid.uuid4().hex[:8]
         made: list[str] = []
 

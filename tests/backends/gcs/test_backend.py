@@ -10,6 +10,7 @@ from ckpt.errors import ConfigError, ObjectExists, StorageError, TransientStorag
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, payload, send
 from ckpt_backends.gcs.backend import GCSBackend, open_gcs
+from tests.kit.parts import parts_of
 from tests.servers import free_port
 
 pytestmark = [
@@ -18,6 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),
 ]
 _numbers = itertools.count()
+part_bytes = parts_of("ckpt_backends.gcs.backend.PART_BYTES")
 
 
 def options(server) -> dict[str, object]:
@@ -26,13 +28,13 @@ def options(server) -> dict[str, object]:
 
 class TestFakeGcs(BackendConformance):
     @pytest.fixture
-    def open_root(self, fake_gcs):
+    def open_root(self, fake_gcs, part_bytes):
         test = next(_numbers)
         return lambda name: open_gcs(f"gs://bucket/test-{test}/{name}", options(fake_gcs))
 
 
 @pytest.fixture
-def backend(fake_gcs):
+def backend(fake_gcs, part_bytes):
     backend = open_gcs(f"gs://bucket/test-{next(_numbers)}", options(fake_gcs))
     yield backend
     backend.close()
@@ -62,11 +64,11 @@ def test_a_conditional_put_whose_reply_was_lost_knows_itself(backend):
         backend.put("marker", [b"mine"], if_absent=True)
 
 
-def test_a_part_that_breaks_the_stream_may_be_sent_again(backend):
-    data = payload(20 << 20)
+def test_a_part_that_breaks_the_stream_may_be_sent_again(backend, part_bytes):
+    data = payload(5 * part_bytes // 2)
     view = memoryview(data)
     upload = backend.upload("key", len(data))
-    upload.write(0, view[: 8 << 20])
+    upload.write(0, view[:part_bytes])
     real = backend.request
 
     def broken(key, method, url, **how):
@@ -74,7 +76,7 @@ def test_a_part_that_breaks_the_stream_may_be_sent_again(backend):
 
     backend.request = broken
     with pytest.raises(TransientStorageError):
-        upload.write(8 << 20, view[8 << 20 : 16 << 20])
+        upload.write(part_bytes, view[part_bytes : 2 * part_bytes])
     backend.request = real
     assert list(backend.list("")) == []
     send(upload, view)
@@ -82,10 +84,10 @@ def test_a_part_that_breaks_the_stream_may_be_sent_again(backend):
     assert fetch(backend, "key") == data
 
 
-def test_a_part_that_has_been_sent_is_let_go(backend):
+def test_a_part_that_has_been_sent_is_let_go(backend, part_bytes):
     """Its memory may be another part's at once, and nothing refers to it."""
-    size = 64 << 20
-    memory = bytearray(8 << 20)
+    size = 8 * part_bytes
+    memory = bytearray(part_bytes)
     upload = backend.upload("key", size)
     tracemalloc.start()
     try:
@@ -96,16 +98,16 @@ def test_a_part_that_has_been_sent_is_let_go(backend):
     finally:
         tracemalloc.stop()
     upload.finish()
-    assert peak < 24 << 20
+    assert peak < 3 * part_bytes
     assert fetch(backend, "key") == b"".join(
         bytes([number + 1]) * len(memory) for number in range(8)
     )
 
 
-def test_parts_in_any_order_and_one_shorter_than_was_announced(backend):
-    data = payload((40 << 20) + 12345)
-    view, part = memoryview(data), 8 << 20
-    upload = backend.upload("key", 48 << 20)
+def test_parts_in_any_order_and_one_shorter_than_was_announced(backend, part_bytes):
+    data = payload(5 * part_bytes + 12345)
+    view, part = memoryview(data), part_bytes
+    upload = backend.upload("key", 6 * part_bytes)
     for number in (1, 0, 5, 3, 4, 2):
         upload.write(number * part, view[number * part : (number + 1) * part])
     assert list(backend.list("")) == []
@@ -113,8 +115,8 @@ def test_parts_in_any_order_and_one_shorter_than_was_announced(backend):
     assert fetch(backend, "key") == data
 
 
-def test_early_parts_are_sent_after_the_request_for_one_of_them_has_failed(backend):
-    data, part = payload(32 << 20), 8 << 20
+def test_early_parts_are_sent_after_the_request_for_one_of_them_has_failed(backend, part_bytes):
+    part, data = part_bytes, payload(4 * part_bytes)
     view, real, failures = memoryview(data), backend.request, [1]
     upload = backend.upload("key", len(data))
     for number in (1, 2, 3):
@@ -133,22 +135,24 @@ def test_early_parts_are_sent_after_the_request_for_one_of_them_has_failed(backe
     assert fetch(backend, "key") == data
 
 
-def halved(headers, data):
-    """Return the headers and the data of a request whose server takes only the first 4 MiB."""
+def halved(headers, data, nbytes):
+    """Return the headers and the data of a request whose server takes only the first part of
+    ``nbytes``.
+    """
     begin = int(headers["Content-Range"].split()[1].split("-")[0])
-    data = data[: 4 << 20]
+    data = data[:nbytes]
     span = f"bytes {begin}-{begin + data.nbytes - 1}/*"
     return {"Content-Range": span, "Content-Length": str(data.nbytes)}, data
 
 
-def test_the_rest_of_a_last_part_is_sent_if_the_server_took_half_of_it(backend):
-    data = payload((21 << 20) + 5)
+def test_the_rest_of_a_last_part_is_sent_if_the_server_took_half_of_it(backend, part_bytes):
+    data = payload(5 * part_bytes // 2 + 5)
     real, cuts = backend.request, [1]
 
     def request(key, method, url, *, headers=None, data=None):
-        if headers and headers["Content-Range"].endswith(f"/{(21 << 20) + 5}") and cuts:
+        if headers and headers["Content-Range"].endswith(f"/{5 * part_bytes // 2 + 5}") and cuts:
             cuts.pop()
-            headers, data = halved(headers, data)
+            headers, data = halved(headers, data, part_bytes // 2)
         return real(key, method, url, headers=headers, data=data)
 
     backend.request = request
@@ -161,16 +165,16 @@ def test_the_rest_of_a_last_part_is_sent_if_the_server_took_half_of_it(backend):
     assert fetch(backend, "key") == data
 
 
-def test_the_rest_of_an_early_part_is_sent_if_a_request_within_it_has_failed(backend):
-    data, part = payload(32 << 20), 8 << 20
+def test_the_rest_of_an_early_part_is_sent_if_a_request_within_it_has_failed(backend, part_bytes):
+    part, data = part_bytes, payload(4 * part_bytes)
     view, real, failures = memoryview(data), backend.request, ["reset", "half"]
 
     def request(key, method, url, *, headers=None, data=None):
         begin = (headers or {}).get("Content-Range", "").removeprefix("bytes ").split("-")[0]
-        if failures and begin in (f"{part}", f"{part + (4 << 20)}"):
+        if failures and begin in (f"{part}", f"{part + part_bytes // 2}"):
             if failures.pop() == "reset":
                 raise TransientStorageError(key, "reset")
-            headers, data = halved(headers, data)
+            headers, data = halved(headers, data, part_bytes // 2)
         return real(key, method, url, headers=headers, data=data)
 
     backend.request = request
@@ -185,22 +189,22 @@ def test_the_rest_of_an_early_part_is_sent_if_a_request_within_it_has_failed(bac
     assert fetch(backend, "key") == data
 
 
-def test_a_size_that_ends_with_a_part_and_is_less_than_was_announced(backend):
-    data = payload(24 << 20)
-    upload = backend.upload("key", 40 << 20)
+def test_a_size_that_ends_with_a_part_and_is_less_than_was_announced(backend, part_bytes):
+    data = payload(3 * part_bytes)
+    upload = backend.upload("key", 5 * part_bytes)
     send(upload, memoryview(data))
     assert upload.finish(len(data)).size == len(data)
     assert fetch(backend, "key") == data
 
 
-def test_a_server_that_takes_half_a_part_gets_the_other_half(backend):
+def test_a_server_that_takes_half_a_part_gets_the_other_half(backend, part_bytes):
     """Google's server may do so. The emulator takes all, so its answers are cut here."""
-    data = payload(24 << 20)
+    data = payload(3 * part_bytes)
     real, asked = backend.request, []
 
     def half(key, method, url, *, headers=None, data=None):
-        if data is not None and "/*" in headers["Content-Range"] and data.nbytes > 4 << 20:
-            headers, data = halved(headers, data)
+        if data is not None and "/*" in headers["Content-Range"] and data.nbytes > part_bytes // 2:
+            headers, data = halved(headers, data, part_bytes // 2)
         asked.append((headers or {}).get("Content-Range"))
         return real(key, method, url, headers=headers, data=data)
 
@@ -212,8 +216,8 @@ def test_a_server_that_takes_half_a_part_gets_the_other_half(backend):
     assert len(asked) == 7
 
 
-def test_a_last_reply_that_was_lost_is_found_out(backend):
-    data = payload(20 << 20)
+def test_a_last_reply_that_was_lost_is_found_out(backend, part_bytes):
+    data = payload(5 * part_bytes // 2)
     upload = backend.upload("key", len(data))
     send(upload, memoryview(data))
     real = backend.request
@@ -230,9 +234,9 @@ def test_a_last_reply_that_was_lost_is_found_out(backend):
     assert fetch(backend, "key") == data
 
 
-def test_an_object_of_the_same_size_is_no_upload_whose_last_reply_was_lost(backend):
+def test_an_object_of_the_same_size_is_no_upload_whose_last_reply_was_lost(backend, part_bytes):
     """Such an object is from an earlier try of the same upload, or from another job."""
-    size = 20 << 20
+    size = 5 * part_bytes // 2
     backend.put("key", [payload(size)])
     upload = backend.upload("key", size)
     send(upload, memoryview(bytes(size)))
@@ -246,10 +250,10 @@ def test_an_object_of_the_same_size_is_no_upload_whose_last_reply_was_lost(backe
         upload.finish()
 
 
-def test_a_reply_lost_in_the_middle_never_passes_for_whole(backend):
+def test_a_reply_lost_in_the_middle_never_passes_for_whole(backend, part_bytes):
     """Google ignores what it has. The emulator appends it once more, which must be detected."""
-    data = payload(24 << 20)
-    view, part = memoryview(data), 8 << 20
+    data = payload(3 * part_bytes)
+    view, part = memoryview(data), part_bytes
     upload = backend.upload("key", len(data))
     upload.write(0, view[:part])
     real = backend.request
@@ -268,14 +272,14 @@ def test_a_reply_lost_in_the_middle_never_passes_for_whole(backend):
         upload.finish()
 
 
-def test_an_upload_that_the_server_has_forgotten_must_be_sent_anew(backend):
-    data = payload(20 << 20)
+def test_an_upload_that_the_server_has_forgotten_must_be_sent_anew(backend, part_bytes):
+    data = payload(5 * part_bytes // 2)
     upload = backend.upload("key", len(data))
-    upload.write(0, memoryview(data)[: 8 << 20])
+    upload.write(0, memoryview(data)[:part_bytes])
     upload._location += "gone"
     for _ in range(2):
         with pytest.raises(TransientStorageError, match="forgotten"):
-            upload.write(8 << 20, memoryview(data)[8 << 20 : 16 << 20])
+            upload.write(part_bytes, memoryview(data)[part_bytes : 2 * part_bytes])
     upload.abort()
     assert list(backend.list("")) == []
 
@@ -285,11 +289,11 @@ def test_a_url_without_a_bucket_is_refused():
         open_gcs("gs://", {})
 
 
-def test_a_bucket_that_is_not_there_is_named(fake_gcs):
+def test_a_bucket_that_is_not_there_is_named(fake_gcs, part_bytes):
     backend = open_gcs("gs://gone/x", options(fake_gcs))
     for verb in (
         lambda: backend.put("key", [b"x"]),
-        lambda: backend.upload("key", 20 << 20),
+        lambda: backend.upload("key", 5 * part_bytes // 2),
         lambda: list(backend.list("")),
         lambda: list(backend.folders("")),
     ):

@@ -28,12 +28,16 @@ from ckpt.storage.testing.conformance import at_once, fetch, page_aligned, paylo
 from ckpt.storage.testing.uploads import UploadConformance
 from ckpt_backends.folder.direct_io import address
 from ckpt_backends.s3.backend import open_s3
+from tests.kit.marks import torture
+from tests.kit.parts import parts_of
 from tests.servers import KEY, SECRET
 
 pytestmark = pytest.mark.server
 _numbers = itertools.count()
 RIGHT = {"key": KEY, "secret": SECRET, "region": "us-east-1"}
 HASTY = {"config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 2, "read_timeout": 2}}
+
+part_bytes = parts_of("ckpt_backends.s3.backend.PART_BYTES")
 
 
 def fresh() -> str:
@@ -42,7 +46,7 @@ def fresh() -> str:
 
 class TestMoto(BackendConformance):
     @pytest.fixture
-    def open_root(self, moto_server):
+    def open_root(self, moto_server, part_bytes):
         test = fresh()
         # moto, one Python process, was seen once to leave a request of eight racing threads without
         # an answer, so a request is repeated sooner
@@ -54,7 +58,7 @@ class TestRclone(BackendConformance):
     """Tests on a real server, which ignores ``If-None-Match``."""
 
     @pytest.fixture
-    def open_root(self, rclone_s3):
+    def open_root(self, rclone_s3, part_bytes):
         test = fresh()
         options = {**RIGHT, "put_if_absent": False}
         return lambda name: open_s3(
@@ -63,8 +67,9 @@ class TestRclone(BackendConformance):
 
     def test_an_aborted_upload_leaves_nothing(self, backend):
         """rclone makes the folder when an upload begins, and leaves it there."""
-        upload = backend.upload("gone/large", 20 << 20)
-        upload.write(0, memoryview(payload(8 << 20)))
+        part = backend.capabilities.part_bytes
+        upload = backend.upload("gone/large", 3 * part)
+        upload.write(0, memoryview(payload(part)))
         upload.abort()
         assert list(backend.list("")) == []
 
@@ -117,7 +122,7 @@ class TestObstore(UploadConformance):
     """
 
     @pytest.fixture
-    def open_root(self, rclone_s3):
+    def open_root(self, rclone_s3, part_bytes):
         test = fresh()
         options = {
             **RIGHT,
@@ -131,21 +136,21 @@ class TestObstore(UploadConformance):
 
 
 @pytest.fixture
-def moto(moto_server):
+def moto(moto_server, part_bytes):
     backend = open_s3(f"s3://bucket/{fresh()}", {**RIGHT, "endpoint_url": moto_server.url})
     yield backend
     backend.close()
 
 
 @pytest.fixture
-def rclone(rclone_s3):
+def rclone(rclone_s3, part_bytes):
     backend = open_s3(f"s3://bucket/{fresh()}", {**RIGHT, **HASTY, "endpoint_url": rclone_s3.url})
     yield backend
     backend.close()
 
 
 @pytest.fixture
-def obstore(moto_server):
+def obstore(moto_server, part_bytes):
     options = {**RIGHT, "endpoint_url": moto_server.url, "client": "obstore", "checksums": True}
     backend = open_s3(f"s3://bucket/{fresh()}", options)
     yield backend
@@ -176,7 +181,7 @@ def test_a_part_is_not_taken_as_sent_after_an_early_part_was_lost(obstore):
     assert len(calls) == 2
 
 
-def test_the_description_of_s3_is_read_once(moto_server, rclone_s3, monkeypatch):
+def test_the_description_of_s3_is_read_once(moto_server, rclone_s3, monkeypatch, part_bytes):
     """Otherwise it takes a tenth of a second of CPU for each client of a tier."""
     read: list[str] = []
     load_file = JSONFileLoader.load_file
@@ -187,8 +192,8 @@ def test_the_description_of_s3_is_read_once(moto_server, rclone_s3, monkeypatch)
 
     for server in (rclone_s3, moto_server):
         backend = open_s3(f"s3://bucket/{fresh()}", {**RIGHT, "endpoint_url": server.url})
-        store(backend, "large", payload(9 << 20))
-        assert fetch(backend, "large") == payload(9 << 20)
+        store(backend, "large", payload(part_bytes + 1))
+        assert fetch(backend, "large") == payload(part_bytes + 1)
         backend.close()
         assert read == []
         monkeypatch.setattr(JSONFileLoader, "load_file", noted)
@@ -208,16 +213,16 @@ def losing(backend, method: str, error: Exception, times: int = 1):
     backend._fs.call_s3 = call_s3
 
 
-def test_a_lost_reply_to_the_last_request_is_no_failure(moto):
+def test_a_lost_reply_to_the_last_request_is_no_failure(moto, part_bytes):
     losing(moto, "complete_multipart_upload", TimeoutError())
-    data = payload(20 << 20)
+    data = payload(3 * part_bytes - 9)
     store(moto, "key", data)
     assert fetch(moto, "key") == data
 
 
-def test_a_completion_that_does_not_find_the_parts_may_be_repeated(moto):
+def test_a_completion_that_does_not_find_the_parts_may_be_repeated(moto, part_bytes):
     """The server may still be at work on an earlier request, whose reply was lost."""
-    data = payload(20 << 20)
+    data = payload(3 * part_bytes - 9)
     upload = moto.upload("key", len(data))
     send(upload, memoryview(data))
     real, failures = moto._fs.call_s3, [1]
@@ -236,8 +241,10 @@ def test_a_completion_that_does_not_find_the_parts_may_be_repeated(moto):
     assert fetch(moto, "key") == data
 
 
-def test_a_completion_that_never_happened_is_a_failure_even_over_an_older_object_of_that_size(moto):
-    data = payload(20 << 20)
+def test_a_completion_that_never_happened_is_a_failure_even_over_an_older_object_of_that_size(
+    moto, part_bytes
+):
+    data = payload(3 * part_bytes - 9)
     store(moto, "key", data)
     real = moto._fs.call_s3
 
@@ -256,11 +263,11 @@ def test_a_completion_that_never_happened_is_a_failure_even_over_an_older_object
 
 @pytest.mark.parametrize("name", ["moto", "rclone"])
 def test_an_upload_that_the_server_has_dropped_is_a_failure_over_an_object_of_that_size(
-    name, request
+    name, request, part_bytes
 ):
     """Another job may have stored the object, or an earlier try of this one."""
     backend = request.getfixturevalue(name)
-    old, new = payload(20 << 20), payload(20 << 20)[::-1]
+    old, new = payload(3 * part_bytes - 9), payload(3 * part_bytes - 9)[::-1]
     store(backend, "key", old)
     upload = backend.upload("key", len(new))
     send(upload, memoryview(new))
@@ -281,17 +288,17 @@ def uploads_of(backend) -> list[str]:
     ]
 
 
-def test_an_abort_leaves_no_parts_to_pay_for(moto):
-    upload = moto.upload("key", 20 << 20)
-    upload.write(0, memoryview(payload(8 << 20)))
+def test_an_abort_leaves_no_parts_to_pay_for(moto, part_bytes):
+    upload = moto.upload("key", 3 * part_bytes - 9)
+    upload.write(0, memoryview(payload(part_bytes)))
     assert uploads_of(moto)
     upload.abort()
     assert not uploads_of(moto)
 
 
-def test_uploads_that_were_cut_off_are_told_and_can_be_discarded(moto):
-    moto.upload("step-1/rank-0", 20 << 20).write(0, memoryview(payload(8 << 20)))
-    other = moto.upload("step-2/rank-0", 20 << 20)
+def test_uploads_that_were_cut_off_are_told_and_can_be_discarded(moto, part_bytes):
+    moto.upload("step-1/rank-0", 3 * part_bytes - 9).write(0, memoryview(payload(part_bytes)))
+    other = moto.upload("step-2/rank-0", 3 * part_bytes - 9)
     [found] = moto.unfinished_writes("step-1/")
     assert found.key == "step-1/rank-0"
     assert len(list(moto.unfinished_writes(""))) == 2
@@ -322,11 +329,11 @@ def test_a_conditional_put_that_the_client_repeated_knows_itself(moto):
     moto.put("marker", [b"mine"], if_absent=True)
 
 
-def test_a_bucket_that_is_not_there_is_named(moto_server):
+def test_a_bucket_that_is_not_there_is_named(moto_server, part_bytes):
     backend = open_s3("s3://gone/x", {**RIGHT, "endpoint_url": moto_server.url})
     for verb in (
         lambda: backend.put("key", [b"x"]),
-        lambda: backend.upload("key", 20 << 20),
+        lambda: backend.upload("key", 3 * part_bytes - 9),
         lambda: list(backend.list("")),
     ):
         with pytest.raises(StorageError, match="no bucket 'gone'") as caught:
@@ -335,12 +342,21 @@ def test_a_bucket_that_is_not_there_is_named(moto_server):
     backend.close()
 
 
-def test_listings_go_over_pages(moto):
+@pytest.mark.parametrize(("most", "puts"), [(10, 6), *torture((1000, 260))])
+def test_listings_go_over_pages(moto, most, puts):
+    real, asked = moto._fs.call_s3, []
+
+    def call_s3(name, **arguments):
+        asked.append(name)
+        return real(name, **arguments, **({"MaxKeys": most} if "list" in name else {}))
+
     at_once(
-        lambda thread: [moto.put(f"many/{thread}-{number}/x", [b""]) for number in range(260)], 4
+        lambda thread: [moto.put(f"many/{thread}-{number}/x", [b""]) for number in range(puts)], 4
     )
-    assert len({info.key for info in moto.list("many/")}) == 1040
-    assert len(set(moto.folders("many/"))) == 1040
+    moto._fs.call_s3 = call_s3
+    assert len({info.key for info in moto.list("many/")}) == 4 * puts
+    assert len(set(moto.folders("many/"))) == 4 * puts
+    assert asked == ["list_objects_v2"] * 2 * -(-4 * puts // most)
 
 
 def test_parts_grow_with_the_object(moto):
@@ -350,8 +366,8 @@ def test_parts_grow_with_the_object(moto):
     upload.abort()
 
 
-def test_a_part_that_is_none_is_refused(moto):
-    upload = moto.upload("key", 20 << 20)
+def test_a_part_that_is_none_is_refused(moto, part_bytes):
+    upload = moto.upload("key", 3 * part_bytes - 9)
     with pytest.raises(StorageError, match="not part"):
         upload.write(5, memoryview(b"x"))
     upload.abort()
@@ -394,11 +410,11 @@ def test_the_environment_may_name_the_endpoint(moto_server, monkeypatch):
 # the bytes of large objects
 
 
-def test_a_part_is_sent_from_the_memory_it_lies_in(moto, monkeypatch):
+def test_a_part_is_sent_from_the_memory_it_lies_in(moto, monkeypatch, part_bytes):
     """The kernel gets slices of the caller's memory, and of nothing else."""
     import socket
 
-    data = page_aligned(payload(20 << 20))
+    data = page_aligned(payload(3 * part_bytes - 9))
     first, seen, real = address(data), [0], socket.socket.sendall
 
     def sendall(self, given, *flags):
@@ -494,7 +510,7 @@ def test_an_answer_that_breaks_off_is_worth_another_try(rclone_s3):
 
 
 @pytest.mark.parametrize("by", ["option", "client_kwargs", "AWS_ENDPOINT_URL_S3"])
-def test_a_server_that_is_not_of_amazon_gets_no_checksums(moto_server, monkeypatch, by):
+def test_a_server_that_is_not_of_amazon_gets_no_checksums(moto_server, monkeypatch, by, part_bytes):
     """Servers of others may refuse them, however the server is named."""
     options: dict[str, Any] = {**RIGHT}
     if by == "option":
@@ -504,7 +520,7 @@ def test_a_server_that_is_not_of_amazon_gets_no_checksums(moto_server, monkeypat
     else:
         monkeypatch.setenv(by, moto_server.url)
     backend = open_s3(f"s3://bucket/{fresh()}", options)
-    data = payload(20 << 20)
+    data = payload(3 * part_bytes - 9)
     upload: Any = backend.upload("key", len(data))
     send(upload, memoryview(data))
     assert [part.get("ChecksumCRC32") for part, _ in upload._parts.values()] == [None] * 3
@@ -514,15 +530,15 @@ def test_a_server_that_is_not_of_amazon_gets_no_checksums(moto_server, monkeypat
 
 
 @pytest.mark.parametrize("checksums", [True, "false"])
-def test_checksums_of_parts_are_sent_where_asked_for(moto_server, checksums):
+def test_checksums_of_parts_are_sent_where_asked_for(moto_server, checksums, part_bytes):
     options = {**RIGHT, "endpoint_url": moto_server.url, "checksums": checksums}
     backend = open_s3(f"s3://bucket/{fresh()}", options)
-    data = payload(20 << 20)
+    data = payload(3 * part_bytes - 9)
     upload: Any = backend.upload("key", len(data))
     send(upload, memoryview(data))
     sent = [part.get("ChecksumCRC32") for part, _ in upload._parts.values()]
     if checksums is True:
-        first = zlib.crc32(data[: 8 << 20]).to_bytes(4, "big")
+        first = zlib.crc32(data[:part_bytes]).to_bytes(4, "big")
         assert base64.b64decode(sent[0]) == first
     else:
         assert sent == [None] * 3
@@ -531,7 +547,9 @@ def test_checksums_of_parts_are_sent_where_asked_for(moto_server, checksums):
     backend.close()
 
 
-def test_uploads_that_killed_jobs_left_behind_are_aborted_but_only_old_ones_of_ours(rclone_s3):
+def test_uploads_that_killed_jobs_left_behind_are_aborted_but_only_old_ones_of_ours(
+    rclone_s3, part_bytes
+):
     root = fresh()
     options = {**RIGHT, "endpoint_url": rclone_s3.url, "put_if_absent": False}
     keep = open_s3(f"s3://bucket/{root}", {**options, "abort_uploads_after_hours": 0})
@@ -541,14 +559,14 @@ def test_uploads_that_killed_jobs_left_behind_are_aborted_but_only_old_ones_of_o
         "else/rank-00000.safetensors",
     ]
     for key in left:
-        keep.upload(key, 20 << 20)
+        keep.upload(key, 3 * part_bytes - 9)
     young = open_s3(f"s3://bucket/{root}", options)
-    young.upload("step-000000002.bb/rank-00000.safetensors", 20 << 20).abort()
+    young.upload("step-000000002.bb/rank-00000.safetensors", 3 * part_bytes - 9).abort()
     assert sorted(uploads_of(keep)) == sorted(f"{root}/{key}" for key in left)
     hasty = open_s3(f"s3://bucket/{root}", {**options, "abort_uploads_after_hours": 1e-9})
-    hasty.upload("step-000000002.bb/rank-00001.safetensors", 20 << 20).abort()
+    hasty.upload("step-000000002.bb/rank-00001.safetensors", 3 * part_bytes - 9).abort()
     assert len(uploads_of(keep)) == 3, "rank 0 does it, not everybody"
-    hasty.upload("step-000000002.bb/rank-00000.safetensors", 20 << 20).abort()
+    hasty.upload("step-000000002.bb/rank-00000.safetensors", 3 * part_bytes - 9).abort()
     assert sorted(uploads_of(keep)) == sorted(f"{root}/{key}" for key in left[1:])
     for backend in (keep, young, hasty):
         backend.close()
@@ -557,18 +575,18 @@ def test_uploads_that_killed_jobs_left_behind_are_aborted_but_only_old_ones_of_o
 # obstore
 
 
-def test_obstore_that_is_given_up_leaves_no_parts_to_pay_for(obstore):
-    upload = obstore.upload("key", 40 << 20)
-    send(upload, memoryview(payload(32 << 20)))
+def test_obstore_that_is_given_up_leaves_no_parts_to_pay_for(obstore, part_bytes):
+    upload = obstore.upload("key", 5 * part_bytes)
+    send(upload, memoryview(payload(4 * part_bytes)))
     assert uploads_of(obstore)
     upload.abort()
     assert not uploads_of(obstore)
     with pytest.raises(TransientStorageError, match="start again"):
-        upload.write(32 << 20, memoryview(payload(8 << 20)))
+        upload.write(4 * part_bytes, memoryview(payload(part_bytes)))
 
 
-def test_a_lost_reply_to_the_last_request_of_obstore_is_no_failure(obstore):
-    data = payload(20 << 20)
+def test_a_lost_reply_to_the_last_request_of_obstore_is_no_failure(obstore, part_bytes):
+    data = payload(3 * part_bytes - 9)
     upload = obstore.upload("key", len(data))
     send(upload, memoryview(data))
     upload._file.close()  # it has arrived, and another try fails
@@ -576,8 +594,10 @@ def test_a_lost_reply_to_the_last_request_of_obstore_is_no_failure(obstore):
     assert fetch(obstore, "key") == data
 
 
-def test_an_upload_of_obstore_is_a_failure_if_another_has_replaced_the_object(obstore, moto_server):
-    data = payload(20 << 20)
+def test_an_upload_of_obstore_is_a_failure_if_another_has_replaced_the_object(
+    obstore, moto_server, part_bytes
+):
+    data = payload(3 * part_bytes - 9)
     store(obstore, "key", data)
     upload = obstore.upload("key", len(data))
     send(upload, memoryview(data))
@@ -588,7 +608,7 @@ def test_an_upload_of_obstore_is_a_failure_if_another_has_replaced_the_object(ob
     assert fetch(obstore, "key") == data[::-1]
 
 
-def test_a_server_that_dies_under_obstore(rclone_s3, monkeypatch):
+def test_a_server_that_dies_under_obstore(rclone_s3, monkeypatch, part_bytes):
     monkeypatch.setattr("ckpt_backends.s3.obstore._TRIES", 1)
     options = {
         **RIGHT,
@@ -598,9 +618,9 @@ def test_a_server_that_dies_under_obstore(rclone_s3, monkeypatch):
         "client": "obstore",
     }
     backend = open_s3(f"s3://bucket/{fresh()}", options)
-    data = payload(40 << 20)
+    data = payload(5 * part_bytes)
     upload = backend.upload("key", len(data))
-    upload.write(0, memoryview(data)[: 8 << 20])
+    upload.write(0, memoryview(data)[:part_bytes])
     rclone_s3.kill()
     try:
         with pytest.raises(TransientStorageError) as caught:
@@ -653,8 +673,10 @@ def test_a_conditional_put_on_a_server_that_ignores_it_still_spares_what_is_ther
     assert fetch(rclone, "marker") == b"first"
 
 
-def test_a_server_that_dies_is_transient_and_work_goes_on_when_it_is_back(rclone, rclone_s3):
-    data = payload(20 << 20)
+def test_a_server_that_dies_is_transient_and_work_goes_on_when_it_is_back(
+    rclone, rclone_s3, part_bytes
+):
+    data = payload(3 * part_bytes - 9)
     store(rclone, "before", data)
     rclone_s3.kill()
     try:
@@ -665,7 +687,7 @@ def test_a_server_that_dies_is_transient_and_work_goes_on_when_it_is_back(rclone
             lambda: rclone.head("before"),
             lambda: rclone.read_into("before", 0, memoryview(bytearray(10))),
             lambda: list(rclone.list("")),
-            lambda: rclone.upload("key", 20 << 20),
+            lambda: rclone.upload("key", 3 * part_bytes - 9),
         ):
             with pytest.raises(TransientStorageError):
                 verb()
@@ -677,13 +699,13 @@ def test_a_server_that_dies_is_transient_and_work_goes_on_when_it_is_back(rclone
     assert sorted(info.key for info in rclone.list("")) == ["after", "before"]
 
 
-def test_a_server_that_dies_under_an_upload(rclone, rclone_s3):
-    upload = rclone.upload("key", 20 << 20)
-    upload.write(0, memoryview(payload(8 << 20)))
+def test_a_server_that_dies_under_an_upload(rclone, rclone_s3, part_bytes):
+    upload = rclone.upload("key", 3 * part_bytes - 9)
+    upload.write(0, memoryview(payload(part_bytes)))
     rclone_s3.kill()
     try:
         with pytest.raises(TransientStorageError):
-            upload.write(8 << 20, memoryview(payload(8 << 20)))
+            upload.write(part_bytes, memoryview(payload(part_bytes)))
         upload.abort()
     finally:
         rclone_s3.start()
@@ -691,11 +713,11 @@ def test_a_server_that_dies_under_an_upload(rclone, rclone_s3):
 
 
 @pytest.mark.parametrize("when", ["a part", "the end"])
-def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when):
+def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when, part_bytes):
     """A server that was restarted does not know its uploads any more. Everything that is missing
     can be sent again.
     """
-    data = memoryview(payload(20 << 20))
+    data = memoryview(payload(3 * part_bytes - 9))
     upload = rclone.upload("key", len(data))
     part = upload.part_bytes
     upload.write(0, data[:part])
