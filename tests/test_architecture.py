@@ -542,6 +542,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.torture  # tests/cli/test_main.py takes all verbs in one process
 @pytest.mark.parametrize("command", ["ls", "show 1", "verify", "restore --latest --to {to}"])
 def test_the_command_line_does_not_import_torch(saved: Path, tmp_path: Path, command: str) -> None:
     done = run_cli(*command.format(to=tmp_path / "to").split(), root=saved)
@@ -563,7 +564,7 @@ def test_help_takes_little_more_processor_time_than_the_libraries_that_print_it(
     """A ratio, since machines differ: it is 1.3, with 0.2 s for the libraries."""
     help_of_ckpt = ("-m", "ckpt.cli.main", "--help")
     libraries = ("-c", "import typer.main, rich.console")
-    pairs = [(processor_seconds(*help_of_ckpt), processor_seconds(*libraries)) for _ in range(5)]
+    pairs = [(processor_seconds(*help_of_ckpt), processor_seconds(*libraries)) for _ in range(3)]
     assert statistics.median(one / other for one, other in pairs) < 1.6, pairs
 
 

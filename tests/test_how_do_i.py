@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.cli.main import app
+from tests.kit.marks import torture
 from tests.kit.pages import blocks
 
 PAGE = "how-do-i.md"
@@ -146,10 +147,12 @@ def test_a_cell_that_runs_again_takes_over() -> None:
     first["manager"].close()
 
 
-def test_ranks_are_started_by_spawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", *torture("spawn")])
+def test_ranks_are_started_by_spawn(tmp_path: Path, method: str) -> None:
     (text,) = [text for text in _PYTHON if "init_process_group" in text]
     arguments = (2, text, f"file://{tmp_path}/meeting")
-    torch.multiprocessing.spawn(_train, arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    start: Any = torch.multiprocessing.start_processes
+    start(_train, arguments, nprocs=2, start_method=method)
 
 
 def _train(rank: int, ranks: int, text: str, meeting: str) -> None:

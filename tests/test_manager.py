@@ -43,6 +43,7 @@ from ckpt.root.owner import Owner, claim, read_owner
 from ckpt.save.active_save import HandOver
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from tests.kit.marks import torture
 from tests.kit.stores import Gated, faulty, whole
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
@@ -541,20 +542,22 @@ assert (report.step if report else 0) == life - 1
 manager.save(state, life)
 slots = [name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")]
 print(len(slots), flush=True)
-if life < 3:
+if life < int(os.environ["NUMBER"]):
     os.execv(sys.executable, [sys.executable, "-c", os.environ["LIVES"], root, str(life + 1)])
 manager.close()
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lives", [2, *torture(3)])
 def test_a_program_that_restarts_itself_by_execv_goes_on_and_leaves_no_slots(
-    root: str, monkeypatch: pytest.MonkeyPatch
+    root: str, monkeypatch: pytest.MonkeyPatch, lives: int
 ) -> None:
     monkeypatch.setenv("LIVES", _LIVES)
+    monkeypatch.setenv("NUMBER", str(lives))
     said = run_code(_LIVES, root, "1")
     assert len(set(said.split())) == 1, said
-    assert whole(root) == [1, 2, 3]
+    assert whole(root) == [*range(1, lives + 1)]
 
 
 def test_a_job_is_told_at_the_restore_that_the_root_belongs_to_a_living_one(

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ckpt import torch_private as private
 from ckpt.errors import ConfigError
+from tests.kit.worlds import run_code
 from tests.state.ranks import mesh_of, rank_of
 
 
@@ -37,13 +36,15 @@ def test_a_torch_without_a_module_is_refused() -> None:
 @pytest.mark.slow
 def test_the_import_refuses_a_torch_without_a_required_name() -> None:
     code = (
+        "import sys\n"
         "import torch.distributed.distributed_c10d as c10d\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] == 'ckpt']:\n"
+        "    del sys.modules[name]\n"
         "del c10d._get_default_store\n"
         "from ckpt import CheckpointManager\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith(
+    said = run_code(code, status=1)
+    assert said.rstrip().endswith(
         f"ConfigError: torch {torch.__version__} has no "
         "torch.distributed.distributed_c10d._get_default_store, which ckpt needs: install torch "
         f"{private.tested_range()}"

@@ -324,6 +324,7 @@ def test_without_an_agent_for_a_while_the_trainer_says_so_once(
     assert whole(tmp_path / "far") == [1, 2, 3]
 
 
+@pytest.mark.torture  # tests/test_far_tier.py has a store that is down
 @pytest.mark.server
 def test_a_store_that_is_down_for_a_while_gets_everything_in_the_end(
     place: AgentFolder, tmp_path: Path, wire: Proxy
@@ -443,6 +444,7 @@ def test_nothing_torn_is_listed_when_the_trainer_is_killed_in_mid_copy(
         os.kill(int(reported), signal.SIGKILL)
 
 
+@pytest.mark.torture  # tests/agent/test_finish.py detaches without a worker
 @pytest.mark.server
 def test_a_detach_ends_the_copy_and_leaves_it_to_the_agent(
     place: AgentFolder, tmp_path: Path, wire: Proxy

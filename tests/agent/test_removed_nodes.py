@@ -31,7 +31,7 @@ def removals(root: Path, nodes: int, each: int, times: int, seed: int, timeout: 
     assert "ALL WELL" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.torture  # tests/distributed/test_replicas.py removes the memory of nodes
 def test_a_job_goes_on_in_memory_when_nodes_are_removed(tmp_path: Path, tally: Count) -> None:
     removals(tmp_path / "run", 3, 1, 2, 1, timeout=200)
     tally("nodes-removed", 2)

@@ -51,7 +51,7 @@ def run(script: str, *arguments: str) -> str:
 
 
 def test_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = run("quickstart.py", str(tmp_path))
+    first = run_script(ROOT / "examples" / "quickstart.py", tmp_path)
     assert "resumed" not in first
     assert first.splitlines()[-1].startswith("step 500")
     again = run_script(ROOT / "examples" / "quickstart.py", tmp_path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count
 from tests.kit.damage import sealed
 from tests.kit.stores import whole
+from tests.kit.worlds import run_code
 
 NAMES = (
     "..",
@@ -312,17 +312,10 @@ def test_numbers_in_a_manifest_reserve_nothing(step: Path, tmp_path: Path, tally
         folder = step.parent / f"step-{number:09d}.{whole_body['attempt']}"
         folder.mkdir()
         (folder / "manifest.json").write_bytes(packed)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", GREEDY, str(step.parent)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    restored = [line for line in done.stdout.splitlines() if line.startswith("RESTORED")]
-    assert restored == ["RESTORED 1"], done.stdout
-    assert int(done.stdout.rpartition("GREW ")[2]) < 200, done.stdout
+    said = run_code(GREEDY, step.parent)
+    restored = [line for line in said.splitlines() if line.startswith("RESTORED")]
+    assert restored == ["RESTORED 1"], said
+    assert int(said.rpartition("GREW ")[2]) < 200, said
     tally("sizes", len(bodies) + 2)
 
 

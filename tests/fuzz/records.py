@@ -25,7 +25,7 @@ BODIES = {
     kind: json.loads(msgspec.json.encode(record))
     for kind, record in ((Manifest, MANIFEST), (Packed, FRAGMENT))
 }
-FEW, MANY = 300, 5_000
+FEW, MANY = 100, 5_000
 SCALE = pytest.mark.parametrize(
     "examples",
     [FEW, pytest.param(MANY, marks=[pytest.mark.torture, pytest.mark.timeout(1800)])],

@@ -15,6 +15,7 @@ from ckpt.cli.main import main
 from tests.fuzz.mutations import mutated
 from tests.fuzz.records import fuzz, target
 from tests.kit.damage import sealed
+from tests.kit.marks import torture
 
 VERBS = (
     "ls --root runs",
@@ -39,7 +40,7 @@ CODES = {0, 1, 2, 3, 4, 5, 7, 8}
 SCALE = pytest.mark.parametrize(
     "examples",
     [
-        3 * len(VERBS),
+        len(VERBS),
         pytest.param(20_000, marks=[pytest.mark.torture, pytest.mark.timeout(7_200)]),
     ],
     ids=["few", "many"],
@@ -130,17 +131,19 @@ BODIES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("stride", [3, *torture(1)])
 @pytest.mark.parametrize("change", BODIES, ids=lambda change: json.dumps(change)[:50])
 def test_a_tree_that_no_save_writes_ends_in_our_errors(
     place: Path,
     change: dict[str, Any],
+    stride: int,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     [path] = Path("runs").glob("step-000000002.*/manifest.json")
     body = json.loads(path.read_bytes())["body"]
     path.write_bytes(sealed({**body, **change}))
-    for words in VERBS[:11]:
+    for words in VERBS[BODIES.index(change) % stride : 11 : stride]:
         monkeypatch.setattr("sys.argv", ["ckpt", *words.split()])
         code = main()
         reported = capsys.readouterr()

@@ -9,8 +9,6 @@ import os
 import pickle
 import resource
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from ckpt.exchange.foreign_files import Kind, detect, read_source
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import check_state
 from ckpt.exchange.joined_tensors import Copier
+from tests.kit.worlds import run_code
 
 pytestmark = pytest.mark.timeout(120)
 STATE = {"w": torch.arange(6.0), "n": [torch.ones(2), {"a": (1, 2)}]}
@@ -236,21 +235,6 @@ def test_a_file_that_is_cut_is_refused(tmp_path: Path) -> None:
 def test_an_import_from_the_command_line_ends(tmp_path: Path) -> None:
     source = folder(tmp_path / "source")
     fifo(source / ".metadata")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "ckpt.cli.main",
-            "import",
-            str(source),
-            str(tmp_path / "runs"),
-            "--step",
-            "1",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "is not an ordinary file" in done.stderr
+    words = ["ckpt", "import", str(source), str(tmp_path / "runs"), "--step", "1"]
+    code = f"import sys; from ckpt.cli.main import main; sys.argv = {words}; sys.exit(main())"
+    assert "is not an ordinary file" in run_code(code, status=2, timeout=100)

@@ -4,12 +4,15 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from ckpt.staging.slot import Slot
 from ckpt.staging.slots import NoContents, SlotPool
 from ckpt.staging.window import RingWindow
 from tests.kit.interrupting import interrupted_call
+from tests.processes import fork
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -332,55 +336,59 @@ def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def child() -> Any:
-    """Run a process that holds a slot in this test's folder, and has printed its path."""
-    script = (
-        "from ckpt.staging import slot_files, slots; import sys; slot_files.SHM = sys.argv[1]; "
-        "s = slots.SlotPool(1).acquire(1 << 20, wait=False); print(s.path, flush=True); "
-        "sys.stdin.read()"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", script, slot_files.SHM],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+@contextmanager
+def child() -> Iterator[tuple[int, str]]:
+    """Run a process that holds a slot in this test's folder. Yield its id and the slot's path.
+
+    Who kills it waits for it.
+    """
+    ear, mouth = os.pipe()
+
+    def hold() -> None:
+        os.write(mouth, str(take(SlotPool(1), MIB).path).encode())
+        signal.pause()
+
+    process = fork(hold)
+    os.close(mouth)
+    with open(ear) as file:
+        path = os.read(file.fileno(), 1000).decode()
+    try:
+        yield process, path
+    finally:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
 
 def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_live_one_is_kept(
     pools,
 ):
-    with child() as one, child() as two:
-        paths = [one.stdout.readline().strip(), two.stdout.readline().strip()]
+    with child() as (one, path), child() as (two, other):
         pools(1)
-        assert [os.path.exists(path) for path in paths] == [True, True]
-        one.kill()
-        one.wait()
+        assert [os.path.exists(path), os.path.exists(other)] == [True, True]
+        os.kill(one, signal.SIGKILL)
+        os.waitpid(one, 0)
         pools(1)
-        assert [os.path.exists(path) for path in paths] == [False, True]
-        two.kill()
+        assert [os.path.exists(path), os.path.exists(other)] == [False, True]
+        os.kill(two, signal.SIGKILL)
         pools(1)  # it is dead, although no process has reaped it yet
-        two.wait()
+        os.waitpid(two, 0)
         pools(1)
-        assert not os.path.exists(paths[1])
+        assert not os.path.exists(other)
 
 
 def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
     """The slots that are counted are those of ranks that the same process has started. This test's
     own are not among them, and theirs are not among this test's.
     """
-    script = (
-        "from ckpt.staging import slot_files, slots; import sys; slot_files.SHM = sys.argv[1]; "
-        "print(slot_files.held_by_siblings())"
-    )
+
+    def other() -> None:
+        assert 1 * MIB <= slot_files.held_by_siblings() <= 2 * MIB
+
     take(pools(1), 32 * MIB)
-    with child() as rank:
-        rank.stdout.readline()
-        other = subprocess.run(
-            [sys.executable, "-c", script, slot_files.SHM],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        held = slot_files.held_by_siblings()
-    assert 1 * MIB <= int(other.stdout) <= 2 * MIB
-    assert held == 0
+    with child():
+        assert os.waitpid(fork(other), 0)[1] == 0
+        assert slot_files.held_by_siblings() == 0
 
 
 def test_all_ranks_of_a_node_divide_the_memory_that_the_first_has_measured(shm):
