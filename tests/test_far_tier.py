@@ -13,7 +13,6 @@ import torch
 from bench.proxy import Proxy
 from ckpt import CheckpointManager, PendingSave, Tier
 from ckpt.errors import StepsMissing
-from ckpt_backends.s3 import backend as s3
 from tests.kit.parts import parts_of
 from tests.kit.stores import whole
 from tests.servers import KEY, SECRET
@@ -40,16 +39,16 @@ def far(proxy: Proxy, name: str) -> Tier:
     return Tier(f"s3://bucket/{name}", options={**options, "config_kwargs": hasty})
 
 
-def state(step: int) -> dict[str, torch.Tensor]:
+def state(step: int, part: int) -> dict[str, torch.Tensor]:
     """Return a state of several parts."""
-    return {"x": torch.full((5 * s3.PART_BYTES // 8,), step, dtype=torch.int32)}
+    return {"x": torch.full((5 * part // 8,), step, dtype=torch.int32)}
 
 
 @pytest.mark.parametrize(
     "trouble", ["down", "slow", pytest.param("held", marks=pytest.mark.torture)]
 )
 def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_end(
-    tmp_path, wire, trouble
+    tmp_path, wire, trouble, part_bytes
 ):
     near, bucket = str(tmp_path / "near"), far(wire, f"far-{trouble}")
     calls: dict[bool, list[float]] = {False: [], True: []}
@@ -61,11 +60,11 @@ def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_
             if step == 4:
                 saves[-1].result(60)
                 if trouble == "slow":
-                    wire.bytes_per_second = s3.PART_BYTES / 8
+                    wire.bytes_per_second = part_bytes / 8
                 else:
                     setattr(wire, trouble, True)
             began = time.perf_counter()
-            saves.append(manager.save_async(state(step), step))
+            saves.append(manager.save_async(state(step, part_bytes), step))
             calls[troubled].append(time.perf_counter() - began)
             saves[-1].result(20, tier=near)
             durable[troubled].append(time.perf_counter() - began)
@@ -79,7 +78,7 @@ def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_
     assert whole(tmp_path / "near") == list(range(1, 7))
     with CheckpointManager(bucket) as manager:
         for step in range(1, 7):
-            found = state(0)
+            found = state(0, part_bytes)
             manager.restore(found, step)
             assert found["x"].unique().tolist() == [step]
     # generous, since the machine is shared; a wait for the store would take many seconds
@@ -88,11 +87,11 @@ def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_
 
 
 @pytest.mark.torture
-def test_closing_does_not_wait_long_for_a_store_that_is_gone(tmp_path, wire):
+def test_closing_does_not_wait_long_for_a_store_that_is_gone(tmp_path, wire, part_bytes):
     bucket = far(wire, "gone")
     wire.down = True
     manager = CheckpointManager([str(tmp_path / "near"), bucket])
-    save = manager.save_async(state(1), 1)
+    save = manager.save_async(state(1, part_bytes), 1)
     save.result(20, tier=str(tmp_path / "near"))
     began = time.monotonic()
     with pytest.raises(StepsMissing, match="gone lacks step 1 "):

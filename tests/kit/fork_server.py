@@ -49,7 +49,8 @@ def serve(listener: socket.socket, tests: int) -> NoReturn:
     keep()
     end, forks = os.pidfd_open(tests), dict[int, int]()
     while True:
-        ready = select.select([listener, end, *forks], [], [])[0]
+        waits: list[Any] = [listener, end, *forks]
+        ready = select.select(waits, [], [])[0]
         if end in ready:
             os._exit(0)
         for fork in forks.keys() & {*ready}:

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -199,7 +198,7 @@ class _ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = self._user = 0
         self._connection: socket.socket | None = None
-        self._lines: BinaryIO | None = None
+        self._lines: socket.SocketIO | None = None
         self.pid: int | None = None
 
     def run(self, request: Mapping[str, object], timeout: float) -> list[int] | None:
@@ -228,7 +227,7 @@ class _ForkServer:
         statuses: list[int] = json.loads(lines.readline())
         return statuses
 
-    def _connect(self) -> tuple[socket.socket, BinaryIO]:
+    def _connect(self) -> tuple[socket.socket, socket.SocketIO]:
         if self._connection is None or self._lines is None or self._user != os.getpid():
             self._user = os.getpid()
             self._connection = socket.socket(socket.AF_UNIX)
