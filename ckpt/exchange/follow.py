@@ -19,13 +19,14 @@ from ckpt.catalog.index import is_committed, list_root, why_missing
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.config import Tier
 from ckpt.errors import (
+    AccessDenied,
     ConfigError,
     FormatUnsupported,
     IntegrityError,
+    LinkRefused,
     NoCheckpoint,
     ObjectNotFound,
     StorageError,
-    TransientStorageError,
 )
 from ckpt.errors.frames import frameless
 from ckpt.exchange.load import part_of, stored_names
@@ -42,6 +43,7 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 
 POLL_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 600.0
 _MOST_THREADS: Final = 8
 _REASON: Final = "ckpt.follow"
 _log = logging.getLogger("ckpt")
@@ -80,6 +82,22 @@ class Version:
         return f"<version {self.step}, read {origin}: {self.read_bytes} of {self.nbytes} bytes>"
 
 
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """A step that could not be read from any store.
+
+    Attributes:
+        positions: The stores that were asked. Another one may have the step intact.
+        due_at: When the step is read again, by ``time.monotonic``. It may be mended until then, or
+            only what came over the wire was damaged.
+        pause: The time between the last two reads, which grows.
+    """
+
+    positions: frozenset[int]
+    due_at: float
+    pause: float
+
+
 class Follower(Iterator[Version]):
     """The iterator that ``ckpt.follow`` returns.
 
@@ -112,7 +130,7 @@ class Follower(Iterator[Version]):
         self._memory: VersionMemory | None = None
         self._spare: VersionMemory | None = None
         self._deltas = DeltaReader()
-        self._damaged_refs: set[StepRef] = set()
+        self._damages: dict[StepRef, _Damage] = {}
         self._readable_stores: list[StorageBackend] = []  # They take no pins
 
     def __next__(self) -> Version:
@@ -123,7 +141,7 @@ class Follower(Iterator[Version]):
             NoCheckpoint: No version has come within ``timeout_seconds``.
             EntryMissing: The newest checkpoint has no part of the name.
             FormatUnsupported: This ckpt cannot read the newest checkpoint.
-            StorageError: A store denies a request. The version from before stays as it is.
+            AccessDenied: A store denies a request. The version from before stays as it is.
         """
         deadline = (
             None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
@@ -168,13 +186,40 @@ class Follower(Iterator[Version]):
             for candidate in candidates(self._stores, None, workers=self._listers):
                 if candidate.ref == self._ref:
                     return None
-                if candidate.ref not in self._damaged_refs:
+                if self._may_be_intact(candidate):
                     version = self._take(candidate)
                     if version is not None:
                         return version
-        except TransientStorageError as error:
+        except AccessDenied:
+            raise
+        except StorageError as error:
             _log.warning("ckpt: no new version could be read: %s", error)
         return None
+
+    def _may_be_intact(self, candidate: Candidate) -> bool:
+        damage = self._damages.get(candidate.ref)
+        return (
+            damage is None
+            or not damage.positions.issuperset(candidate.reachable)
+            or time.monotonic() >= damage.due_at
+        )
+
+    def _note_damage(self, candidate: Candidate, error: Exception) -> None:
+        """Note that a step was damaged on all stores that answer, and log that once."""
+        ref, damage = candidate.ref, self._damages.get(candidate.ref)
+        pause = self._poll_seconds if damage is None else damage.pause
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        positions = frozenset(candidate.reachable)
+        self._damages[ref] = _Damage(positions, time.monotonic() + pause, pause)
+        _log.log(
+            logging.WARNING if damage is None else logging.DEBUG,
+            "ckpt: step %d is passed over, and %s: %s",
+            ref.step,
+            "there is no version yet"
+            if self._ref is None
+            else f"the version of step {self._ref.step} stays",
+            error,
+        )
 
     def _take(self, candidate: Candidate) -> Version | None:
         """Return the version of a candidate; None if its step is damaged, was removed, or left the
@@ -186,20 +231,13 @@ class Follower(Iterator[Version]):
         try:
             with self._leases(stores, ref):
                 version = reader.whole(partial(self._assemble, reader, ref))
-        except (FormatUnsupported, TransientStorageError):
+        except FormatUnsupported:
             raise
-        except (IntegrityError, ObjectNotFound) as error:
+        except (IntegrityError, ObjectNotFound, LinkRefused) as error:
             if any(is_committed(store, ref) for store in stores):
-                self._damaged_refs.add(ref)
-                _log.warning(
-                    "ckpt: step %d is passed over, and %s: %s",
-                    ref.step,
-                    "there is no version yet"
-                    if self._ref is None
-                    else f"the version of step {self._ref.step} stays",
-                    error,
-                )
+                self._note_damage(candidate, error)
             return None
+        self._damages.pop(ref, None)
         rollback = last_rollback(list_root(store).rollback for store in stores)
         if rollback is not None and rollback != candidate.rollback and not rollback.keeps(ref):
             return None
@@ -322,7 +360,8 @@ def follow(
     being removed, if the store may be written to.
 
     A step that is damaged on all stores is passed over with a warning, and the last version stays.
-    A store that does not answer is asked again.
+    It is read again after ever longer times, and when a further store answers, since it may be
+    mended. A store that does not answer, or fails in another way, is asked again.
 
     Args:
         root: The folder or URL of the root, or a `Tier` if its backend needs options; or several

@@ -18,11 +18,19 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager, LocalShards, Tier
 from ckpt.coordination.api import Coordinator
-from ckpt.errors import AccessDenied, ConfigError, EntryMissing, NoCheckpoint
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    EntryMissing,
+    NoCheckpoint,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.exchange import follow as module
 from ckpt.exchange.follow import Follower, Version
 from ckpt.root.pins import all_pins
 from ckpt.save import delta_writer
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from tests.coordination.world import World
@@ -50,6 +58,23 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
 
 def follow(root: Any, **options: Any) -> Follower:
     return ckpt.follow(root, poll_seconds=0.01, timeout_seconds=0.05, **options)
+
+
+AWAY = Raise(TransientStorageError)
+
+
+class Switch:
+    """A store whose faults end when it is mended."""
+
+    def __init__(self, url: str, *rules: Rule) -> None:
+        self.store = open_backend(url)
+        self.current: StorageBackend = FaultyBackend(self.store, rules)
+
+    def mend(self) -> None:
+        self.current = self.store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.current, name)
 
 
 def is_idle(versions: Follower) -> bool:
@@ -343,6 +368,62 @@ def test_a_damaged_step_is_passed_over_and_the_last_version_stays(
     assert (version.step, version.base_step, digest(version.weights)) == (3, 1, content)
 
 
+def test_a_damaged_step_that_is_mended_comes_later(
+    tmp_path: Path, weights: dict[str, torch.Tensor], versions: Follower, caplog: Any
+) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        saved(manager, weights, 1)
+        next(versions)
+        content = saved(manager, weights, 2)
+    data = files(tmp_path / "run", 2)["data"]
+    intact = data.read_bytes()
+    flip(data)
+    assert is_idle(versions)
+    assert is_idle(versions)
+    data.write_bytes(intact)
+    versions._timeout_seconds = 60
+    version = next(versions)
+    assert (version.step, digest(version.weights)) == (2, content)
+    assert caplog.text.count("step 2 is passed over") == 1
+
+
+def test_a_step_that_is_damaged_here_is_read_as_soon_as_a_further_tier_answers(
+    tmp_path: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the tier was away says nothing about the step."""
+    roots = [str(tmp_path / "near"), str(tmp_path / "far")]
+    with CheckpointManager(roots) as manager:
+        content = saved(manager, weights, 1)
+    flip(files(tmp_path / "near", 1)["data"])
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_SECONDS", 3600.0)
+    far = Switch(roots[1], *(Rule(verb=verb, fault=AWAY) for verb in ("list", "folders", "head")))
+    monkeypatch.setattr(
+        module,
+        "open_backend",
+        lambda url, options: far if url == roots[1] else open_backend(url, options),
+    )
+    with ckpt.follow(roots, poll_seconds=0.01, timeout_seconds=0.05) as versions:
+        versions._poll_seconds = 3600.0
+        assert is_idle(versions)
+        far.mend()
+        assert digest(next(versions).weights) == content
+
+
+@pytest.mark.parametrize("error", [StorageError, TransientStorageError])
+def test_a_read_that_fails_is_no_damage(
+    tmp_path: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch,
+    error: type[StorageError],
+) -> None:  # fmt: skip
+    with CheckpointManager(tmp_path) as manager:
+        content = saved(manager, weights, 1)
+    store = Switch(str(tmp_path), Rule(verb="read_into", key="safetensors", fault=Raise(error)))
+    monkeypatch.setattr(module, "open_backend", lambda *_: store)
+    with follow(tmp_path) as versions:
+        assert is_idle(versions)
+        store.mend()
+        assert digest(next(versions).weights) == content
+
+
 def test_a_damaged_chunk_comes_from_the_next_tier(
     tmp_path: Path, weights: dict[str, torch.Tensor], caplog: Any
 ) -> None:
@@ -468,6 +549,21 @@ def test_an_error_of_a_delta_costs_no_save(
             version = next(versions)
             assert digest(version.weights) == content
     assert version.read_bytes < 0.05 * version.nbytes
+
+
+@pytest.mark.parametrize("host_memory", ["64MiB", "1x"])
+def test_the_bytes_that_deltas_keep_are_host_memory(
+    tmp_path: Path, weights: dict[str, torch.Tensor], caplog: Any, host_memory: str
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
+    with CheckpointManager(tmp_path, deltas="model", host_memory=host_memory) as manager:
+        saved(manager, weights, 1)
+        reservation = manager._saver.slots.reservation
+        nbytes = sum(value.nbytes for value in weights.values())
+        assert (reservation.nbytes, reservation.used_bytes) == (nbytes, nbytes)
+        saved(manager, weights, 2)
+        assert reservation.used_bytes == nbytes
+    assert "more keep the last step for deltas" in caplog.text
 
 
 def test_deltas_go_with_their_step(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
