@@ -19,9 +19,10 @@ from ckpt.agent.client import known_jobs
 from ckpt.agent.messages import JobStatus
 from ckpt.cli.agent import scrub_progress
 from ckpt.cli.options import PlacesArgument, RootsOption, places
-from ckpt.cli.output import duration, size
+from ckpt.cli.output import duration, moment, size
 from ckpt.cli.serve import ConfigsOption, watched_runs
 from ckpt.errors.sanitize import clean
+from ckpt.observe.job_life import LIFE_MEANING, JobLife
 from ckpt.observe.run_looks import RunLooks
 from ckpt.observe.run_view import RunView, StepView, TierView
 
@@ -74,8 +75,10 @@ def top(
             live.update(look())
 
 
-def _tables(run: RunView) -> Iterator[Table]:
-    """Yield the table of the tiers of a run, and the table of its newest steps."""
+def _tables(run: RunView) -> Iterator[Table | Text]:
+    """Yield whether the job of a run lives, the table of its tiers, and that of its last steps."""
+    if run.life is not None:
+        yield _life_line(run.life)
     tiers = Table(title=Text(clean(run.name), style="bold"), title_justify="left", box=box.SIMPLE)
     tiers.add_column("tier", overflow="fold")
     for name in ("steps", "newest", "used", "free", "under way"):
@@ -93,6 +96,12 @@ def _tables(run: RunView) -> Iterator[Table]:
     for row in run.steps[:_ROWS]:
         steps.add_row(str(row.step), size(row.nbytes), *_rest(row))
     yield steps
+
+
+def _life_line(life: JobLife) -> Text:
+    text = f"{LIFE_MEANING[life.state]} ({life.host}, process {life.pid}), {moment(life.time)}"
+    reason = f": {life.reason}" if life.reason else ""
+    return Text(clean(f"{text}{reason}"), style="green" if life.is_alive else "yellow")
 
 
 def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:

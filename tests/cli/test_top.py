@@ -30,6 +30,17 @@ def test_it_shows_tiers_and_steps_in_80_columns(cli: Cli, steps: dict[int, Writt
     assert max(map(len, ran.out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_it_says_whether_the_job_lives(cli: Cli, steps: dict[int, Written], is_over: bool) -> None:
+    journal = Journal("runs", rank=0)
+    journal(SaveStaged(step=400, nbytes=7, stall_seconds=0, tiers=(journal_root(),)))
+    if is_over:
+        journal.end()
+    [line] = [line for line in cli("top", "--once").out.splitlines() if "the job" in line]
+    assert line.startswith("the job has ended" if is_over else "the job lives")
+    journal.close()
+
+
 def journal_root() -> str:
     return open_backend("runs").url
 
