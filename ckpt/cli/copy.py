@@ -28,7 +28,7 @@ from ckpt.cli.options import (
     workers_for,
 )
 from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import open_watched
+from ckpt.cli.store_timeout import WatchedStore, open_watched
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -42,6 +42,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.selector import selector_of
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks
+from ckpt.root.claim_marker import is_being_removed
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import relation
 from ckpt.storage.tiers import resolve_tier, server_of
@@ -196,12 +197,18 @@ _FIELDS: Final[Sequence[Field[_Outcome]]] = (
 def _copy(
     source: StorageBackend,
     ref: StepRef,
-    destination: StorageBackend,
+    destination: WatchedStore,
     workers: Workers,
     *,
     check: bool,
 ) -> _Outcome:
     folder = StepFolder(destination, ref, workers)
+    if destination.ask(partial(is_being_removed, destination, ref)):
+        raise ObjectExists(
+            ref.claim_marker,
+            f"it is being removed on {destination.url}: if that was cut short, `ckpt rm "
+            f"{destination.url} {ref.step}` ends it",
+        )
     if not check and (nbytes := _size_of_copy(source, folder)) is not None:
         return _Outcome(ref=ref, nbytes=nbytes, is_skipped=True)
     with output.progress(f"step {ref.step}") as bar:

@@ -203,9 +203,25 @@ def test_where_a_removal_was_cut_short_the_error_names_the_command_that_ends_it(
     store.delete(ref.manifest)
     ran = cli("copy", "runs", "there")
     assert ran.code == 3
-    assert f"ckpt prune {store.url} --keep-last N" in ran.err
-    assert cli("prune", store.url, "--keep-last", 3).code == 0
+    assert f"ckpt rm {store.url} 300" in ran.err
+    assert cli("rm", store.url, 300).code == 0
     assert results(cli, "runs", "there") == {300: "copied"}
+
+
+@pytest.mark.parametrize("options", [[], ["--check"]])
+def test_a_step_whose_removal_has_begun_does_not_count_as_there(
+    cli: Cli, steps: dict[int, Written], options: list[str]
+) -> None:
+    assert cli("copy", "runs", "there", "--all").code == 0
+    store = open_backend("there")
+    assert claim_committed_for_removal(store, steps[200].ref)
+    ran = cli("copy", "runs", "there", "--all", "--json", *options)
+    assert ran.code == 3
+    result = "intact" if options else "already there"
+    rows = {step["step"]: step["result"] for step in ran.json["steps"]}
+    assert rows == {300: result, 200: "not copied", 100: result}
+    assert cli("rm", "there", 200).code == 0
+    assert results(cli, "runs", "there", "--step", 200) == {200: "copied"}
 
 
 def test_a_destination_without_permission_exits_with_3(cli: Cli, steps: dict[int, Written]) -> None:
