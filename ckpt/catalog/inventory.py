@@ -230,7 +230,7 @@ class Inventory:
                 steps += self._shown_steps(new) if self._for_display else map(self._step, new)
             self.pins = all_pins(self._backend)
         self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
-        live, present_refs = live_of(self.pins), set(listing.refs)
+        live, present_refs = live_of(self.pins, listing.refs), set(listing.refs)
         steps = [
             _without_base(step, step.bases - present_refs)
             if not step.bases <= present_refs
@@ -258,7 +258,7 @@ class Inventory:
         open_refs = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
         with errors_of(self._backend.url):
             steps = [self._step(ref) for ref in open_refs]
-            live = live_of(all_pins(self._backend)) if steps else {}
+            live = live_of(all_pins(self._backend), open_refs) if steps else {}
         return [replace(step, pins=live.get(step.ref, ())) for step in steps]
 
     def confirm(self, refs: Iterable[StepRef]) -> bool:

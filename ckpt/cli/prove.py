@@ -42,6 +42,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.metrics import metrics_of
 from ckpt.model.selector import parse_selector
 from ckpt.root.leases import lease
+from ckpt.root.pins import LONGEST_SECONDS, reserve_step
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 
@@ -180,6 +181,8 @@ class Replay:
         store = open_backend(str(root))
         with workers_for(self.backend) as workers:
             fetch_step([self.backend], StepFolder(store, self.origin, workers))
+        # The training may remove the step soon after it has saved it.
+        reserve_step(store, self.end, LONGEST_SECONDS, "ckpt prove compares with it")
         step = CommittedStep(ref=self.origin, root=store.url, path=f"{root}/{self.origin.folder}")
         code = run_until(self.command, step, self.signals, lambda: self._target(store) is not None)
         if (ref := self._target(store)) is None:

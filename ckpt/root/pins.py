@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,11 @@ from ckpt.storage.api import StorageBackend, is_there, read_record
 CLOCK_SKEW_SECONDS: Final = 3600.0
 """A pin keeps its step for this long after its end, since the clocks of machines may differ."""
 LONGEST_SECONDS: Final = 366 * 24 * 3600.0
+ENDLESS: Final = 250_000_000_000
+"""The end of a pin that does not end by itself: the year 9892."""
 
+ANY_ATTEMPT: Final = "anyattempt"
+"""The attempt that a pin names if it keeps every attempt at its step, those to come too."""
 _RETRY: Final = RetryPolicy()
 _MOST_BYTES: Final = 1 << 12
 _MOST_REASON: Final = 200
@@ -74,11 +78,14 @@ class Pin:
 
 
 class PinNote(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a pin, for people: the reason, and the user and machine that put the pin."""
+    """The content of a pin, for people: the reason, and the user and machine that put the pin. A
+    pin that is a named branch has its name.
+    """
 
     format: int = FORMAT
     reason: str = ""
     by: str = ""
+    branch: str = ""
 
 
 def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str = "") -> Pin:
@@ -96,6 +103,32 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
     return _put(backend, ref, seconds, reason, look_for_removal=True)
 
 
+def reserve_step(backend: StorageBackend, step: int, seconds: float, reason: str = "") -> Pin:
+    """Put a pin on each attempt at ``step`` that is committed from now on, or was before, and
+    return it. So no process removes such an attempt before the pin ends, however soon it would.
+
+    Raises ``ConfigError`` and ``StorageError`` as ``put_pin`` does.
+    """
+    return _put_new(backend, _new_pin(StepRef(step, ANY_ATTEMPT), seconds), reason)
+
+
+def put_endless_pin(
+    backend: StorageBackend, ref: StepRef, token: str, *, branch: str, reason: str
+) -> Pin:
+    """Pin ``ref`` until the pin is removed. Raises the errors of ``put_pin``.
+
+    Args:
+        backend: The store.
+        ref: The step.
+        token: The token of the pin.
+        branch: The name of the branch that the pin stands for.
+        reason: The reason, for people.
+    """
+    pin = _put_new(backend, Pin(ref, ENDLESS, token), reason, branch)
+    _check_presence(backend, pin, look_for_removal=True)
+    return pin
+
+
 def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
     """Replace ``pin`` by a pin that ends ``seconds`` from now, and return the new pin.
 
@@ -111,14 +144,15 @@ def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "
 def _put(
     backend: StorageBackend, ref: StepRef, seconds: float, reason: str, *, look_for_removal: bool
 ) -> Pin:
-    if not 0 < seconds <= LONGEST_SECONDS:
-        raise ConfigError(f"a pin of {seconds:g} s: give more than 0 s and at most 366 days")
-    if len(reason) > _MOST_REASON:
-        raise ConfigError(f"the reason has {len(reason)} characters: at most {_MOST_REASON}")
-    pin = Pin(ref, int(time.time() + seconds) + 1, secrets.token_hex(8))
-    data = pack(PinNote(reason=reason, by=user_at_host()[:_MOST_REASON]))
+    pin = _put_new(backend, _new_pin(ref, seconds), reason)
+    _check_presence(backend, pin, look_for_removal=look_for_removal)
+    return pin
+
+
+def _check_presence(backend: StorageBackend, pin: Pin, *, look_for_removal: bool) -> None:
+    """Remove ``pin``, which was just put, and raise ``NoCheckpoint`` if its step is not there."""
+    ref, has_marker = pin.ref, False
     with errors_of(backend.url):
-        _RETRY.call(lambda: backend.put(pin.key, [data]))
         try:
             has_marker = look_for_removal and _RETRY.call(
                 partial(is_there, backend, ref.claim_marker)
@@ -133,6 +167,20 @@ def _put(
             f"step {ref.step} is being removed" if has_marker else f"step {ref.step} is not there"
         )
         raise NoCheckpoint(backend.url, text)
+
+
+def _new_pin(ref: StepRef, seconds: float) -> Pin:
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise ConfigError(f"a pin of {seconds:g} s: give more than 0 s and at most 366 days")
+    return Pin(ref, int(time.time() + seconds) + 1, secrets.token_hex(8))
+
+
+def _put_new(backend: StorageBackend, pin: Pin, reason: str, branch: str = "") -> Pin:
+    if len(reason) > _MOST_REASON:
+        raise ConfigError(f"the reason has {len(reason)} characters: at most {_MOST_REASON}")
+    data = pack(PinNote(reason=reason, by=user_at_host()[:_MOST_REASON], branch=branch))
+    with errors_of(backend.url):
+        _RETRY.call(lambda: backend.put(pin.key, [data]))
     return pin
 
 
@@ -148,13 +196,22 @@ def all_pins(backend: StorageBackend) -> list[Pin]:
     return sorted(pin for key in keys if (pin := _parse(key)) is not None)
 
 
-def live_of(pins: Iterable[Pin]) -> dict[StepRef, tuple[Pin, ...]]:
-    """Return the entries of ``pins`` that have not ended, grouped by the steps that they keep."""
+def live_of(pins: Iterable[Pin], refs: Iterable[StepRef]) -> dict[StepRef, tuple[Pin, ...]]:
+    """Return the entries of ``pins`` that have not ended, grouped by those of ``refs`` that they
+    keep.
+    """
     live_pins: dict[StepRef, tuple[Pin, ...]] = {}
     for pin in pins:
         if pin.is_live:
             live_pins[pin.ref] = (*live_pins.get(pin.ref, ()), pin)
-    return live_pins
+    if live_pins:
+        pins_by_ref = ((ref, _pins_on(live_pins, ref)) for ref in refs)
+        return {ref: pins for ref, pins in pins_by_ref if pins}
+    return {}
+
+
+def _pins_on(live_pins: Mapping[StepRef, tuple[Pin, ...]], ref: StepRef) -> tuple[Pin, ...]:
+    return live_pins.get(ref, ()) + live_pins.get(StepRef(ref.step, ANY_ATTEMPT), ())
 
 
 def remove_ended(backend: StorageBackend, pins: Iterable[Pin]) -> None:
@@ -175,7 +232,7 @@ def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
 
 def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
     """Return True if a pin on ``ref`` has not ended."""
-    return ref in live_of(all_pins(backend))
+    return bool(live_of(all_pins(backend), [ref]))
 
 
 def _parse(key: str) -> Pin | None:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.index import committed
+from ckpt.retention.policy import Retention
+from ckpt.retention.pruner import prune
 from ckpt.root.pins import all_pins
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
@@ -28,12 +30,13 @@ def arrays_of(step: int, factor: float) -> dict[str, np.ndarray[Any, Any]]:
     return {"model/w": np.arange(64, dtype=np.float32) * factor + step, "count": np.array(step)}
 
 
-def go_on(root: str, factor: float) -> None:
+def go_on(root: str, factor: float, keep_last: int | None = None) -> None:
     """Resume from the newest step, and save the next three."""
     store = open_backend(root)
     newest = committed(store)[0].step
     for step in range(newest + 1, newest + 4):
         save(store, step, factor)
+        prune(store, Retention(keep_last=keep_last))
 
 
 def save(store: StorageBackend, step: int, factor: float) -> None:
@@ -73,6 +76,14 @@ def test_a_replay_that_is_equal_proves_the_step(cli: Cli, root: Path, tmp_path: 
     assert not all_pins(store)
     assert [ref.step for ref in committed(store)] == [5, 4, 3, 2, 1]
     assert cli("show", root, "best:proven:max", "--json").json["step"] == 2
+
+
+def test_a_replay_that_keeps_one_step_keeps_the_one_to_compare_with(
+    cli: Cli, root: Path, tmp_path: Path
+) -> None:
+    """The training saves later steps, and removes all but the newest, before the command looks."""
+    ran = cli("prove", root, "--step", 1, "--run", command(tmp_path, "1.0, 1"), "--json")
+    assert ran.json["proven"]
 
 
 def test_until_names_a_later_step(cli: Cli, root: Path, tmp_path: Path) -> None:

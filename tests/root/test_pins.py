@@ -20,7 +20,15 @@ from ckpt.retention.pruner import prune, remove_earlier_steps
 from ckpt.retention.removal import remove
 from ckpt.root.claim import Claim
 from ckpt.root.owner import Owner
-from ckpt.root.pins import all_pins, is_pinned, note_of, put_pin, remove_pin, renew_pin
+from ckpt.root.pins import (
+    all_pins,
+    is_pinned,
+    note_of,
+    put_pin,
+    remove_pin,
+    renew_pin,
+    reserve_step,
+)
 from ckpt.storage.api import StorageBackend, is_there
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
@@ -50,6 +58,15 @@ def test_a_pinned_step_outlives_the_retention_of_another_job(tmp_path: Path) -> 
     remove_pin(backend, pin)
     save(tmp_path, 5, keep_last=1)
     assert steps(backend) == [5]
+
+
+def test_a_step_is_reserved_before_it_is_saved(tmp_path: Path) -> None:
+    backend = open_backend(str(tmp_path))
+    reserve_step(backend, 2, 60)
+    save(tmp_path, 1, 2, 3, keep_last=1)
+    assert steps(backend) == [2, 3]
+    assert is_pinned(backend, find(backend, 2)[0])
+    assert not is_pinned(backend, find(backend, 3)[0])
 
 
 def test_a_pin_ends_by_itself_an_hour_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
