@@ -35,6 +35,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan
 from ckpt.save.save_job import SaveRequest
+from ckpt.staging.budget import Reservation
 from ckpt.storage.api import StorageBackend, read_object
 
 _MOST_SHARE: Final = 0.5
@@ -79,6 +80,15 @@ class _Layout:
 _NO_LAYOUT: Final = _Layout({}, ())
 
 
+def delta_memory(plan: SavePlan, part: str) -> int:
+    """Return the bytes that a writer of deltas of ``part`` keeps in memory after a save."""
+    return sum(
+        shard.box.numel * DTYPES[tensor.dtype].itemsize
+        for tensor in _tensors_of(plan, part)
+        for shard in tensor.shards
+    )
+
+
 class DeltaWriter:
     """Writes the deltas of one rank on one tier.
 
@@ -86,13 +96,17 @@ class DeltaWriter:
         part: The name of the part of the state that has deltas, such as "model".
         rank: The rank.
         backend: The tier.
+        reservation: Gets the bytes that this writer keeps in memory.
 
     Thread safety: one save at a time. The threads that write the image use the source that
     ``record`` returns, and each calls it for other chunks.
     """
 
-    def __init__(self, part: str, rank: int, backend: StorageBackend) -> None:
+    def __init__(
+        self, part: str, rank: int, backend: StorageBackend, reservation: Reservation
+    ) -> None:
         self._part, self._rank, self._backend = part, rank, backend
+        self._reservation = reservation
         self._plan: SavePlan | None = None
         self._layout = _NO_LAYOUT
         self._bytes = np.empty(0, dtype=np.uint8)
@@ -153,6 +167,7 @@ class DeltaWriter:
         if self._plan is not job.plan:
             layout = _layout_of(job.plan, self._part)
             if layout != self._layout:
+                self._reservation.used_bytes += layout.nbytes - self._layout.nbytes
                 self._layout, self._ref = layout, None
                 self._bytes = np.empty(layout.nbytes, dtype=np.uint8)
             self._plan = job.plan
@@ -255,13 +270,17 @@ class _ComparedImage(ImageWrapper):
         self.image.note_hashed(start, end)
 
 
-def _layout_of(plan: SavePlan, part: str) -> _Layout:
-    """Return the chunks of the tensors in ``part``."""
-    tensors = tuple(
+def _tensors_of(plan: SavePlan, part: str) -> tuple[Tensor, ...]:
+    return tuple(
         tensor
         for tensor in plan.tensors
         if tensor.name == part or tensor.name.startswith(f"{part}/")
     )
+
+
+def _layout_of(plan: SavePlan, part: str) -> _Layout:
+    """Return the chunks of the tensors in ``part``."""
+    tensors = _tensors_of(plan, part)
     shards = {
         shard.offset: (
             shard.offset + shard.box.numel * DTYPES[tensor.dtype].itemsize,

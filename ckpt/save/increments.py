@@ -1,9 +1,10 @@
 """Decides which chunks of an image an increment leaves out, since an older step has them.
 
 The image of a state with frozen tensors begins with them. Before the data file is written, the
-first chunks are hashed and compared with those of the base, which is the last whole file that this
-rank has committed to the tier. Everything before the first difference stays out of the new file. So
-one pass over the image is enough, also if the image passes through a ring.
+first chunks are hashed and compared with those of the base, which is the last whole file of the
+same save plan that this rank has committed to the tier. Everything before the first difference
+stays out of the new file. So one pass over the image is enough, also if the image passes through a
+ring.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ckpt.plan.save import SavePlan, tail_header
 from ckpt.save.save_job import SaveRequest
 from ckpt.storage.api import StorageBackend
 
+_MOST_BASES: Final = 4
 MOST_INCREMENTS: Final = 1000
 """After this number of increments of one base, a file is written as a whole. If the base is
 damaged, no more steps than this are lost.
@@ -121,19 +123,37 @@ class Tail:
         return WrittenFile((*base.chunks[: self.count], *own_chunks), encoding, increment)
 
 
-def base_after(job: SaveRequest, file: WrittenFile, base: BaseFile | None) -> BaseFile | None:
-    """Return the base of the next save, after ``file`` was committed.
+def base_of(plan: SavePlan, bases: Sequence[BaseFile]) -> BaseFile | None:
+    """Return the base of the next file of ``plan``: the whole file in ``bases`` of an equal plan;
+    None if there is none. A job that alternates between saves of the whole state and of a part has
+    a plan for each.
+    """
+    return next((base for base in bases if _is_alike(base.plan, plan)), None)
+
+
+def bases_after(job: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]) -> list[BaseFile]:
+    """Return the bases of the next saves, the last one first, after ``file`` was committed.
 
     Args:
         job: The save that was committed.
         file: Its data file.
-        base: The base that ``file`` refers to if it is an increment.
+        bases: The bases before.
     """
+    base = base_of(job.plan, bases)
+    rest = [item for item in bases if item is not base]
     if file.increment is None:
-        return BaseFile(ref=job.ref, plan=job.plan, file=file)
+        return [BaseFile(ref=job.ref, plan=job.plan, file=file), *rest][:_MOST_BASES]
     if base is None or file.increment.count < _most_chunks(job.plan):
-        return None  # Something has changed that was frozen, so the next file is whole
-    return dataclasses.replace(base, increments=base.increments + 1)
+        return rest  # Something has changed that was frozen, so the next file is whole
+    return [dataclasses.replace(base, plan=job.plan, increments=base.increments + 1), *rest]
+
+
+def _is_alike(a: SavePlan, b: SavePlan) -> bool:
+    """Return True if two plans lay out equal images."""
+    return a is b or (
+        (a.header, a.chunks, a.frozen_chunks, a.tensors)
+        == (b.header, b.chunks, b.frozen_chunks, b.tensors)
+    )
 
 
 def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int) -> Tail | None:
@@ -146,8 +166,7 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
         CkptError: The image has raised this error.
     """
     plan = job.plan
-    # A restore makes a new plan, so no step refers to one that the job has abandoned.
-    if base.plan is not plan or base.increments >= MOST_INCREMENTS:
+    if base.increments >= MOST_INCREMENTS:
         return None
     try:
         if not is_committed(backend, base.ref):

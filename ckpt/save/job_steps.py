@@ -17,6 +17,7 @@ from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback
 from ckpt.root.attempts import step_refs
+from ckpt.staging.budget import Reservation
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""
@@ -136,6 +137,7 @@ class JobSteps:
         durable_step: The newest step that this job has committed on a durable tier; -1 if there is
             none. If the job then restores an earlier step, it is the number of that step.
         rollback: The rollback that counts; None if the run has none.
+        reservation: The host memory that saves keep outside of slots.
         last_step: The last step of the job: the one after which it stops (see
             `ckpt.elastic.planned_stop`), or that was saved as the final one. It goes to every tier.
             None if it is not known.
@@ -158,6 +160,7 @@ class JobSteps:
         self._newest: dict[str, StepRef] = {}
         self.restored: StepRef | None = None
         self.rollback: Rollback | None = None
+        self.reservation = Reservation()
         self.durable_step = -1
         self.last_step: int | None = None
 

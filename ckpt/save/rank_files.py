@@ -15,6 +15,7 @@ import msgspec
 from ckpt.catalog.index import unfinished_of
 from ckpt.codec.registry import encoder_of
 from ckpt.config import SaveConfig
+from ckpt.coordination.api import Coordinator
 from ckpt.errors import AgentError, CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
@@ -36,7 +37,15 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
 from ckpt.save.delta_writer import DeltaWriter
-from ckpt.save.increments import BaseFile, Tail, WrittenFile, base_after, tail_of
+from ckpt.save.increments import (
+    BaseFile,
+    Tail,
+    WrittenFile,
+    base_of,
+    bases_after,
+    tail_of,
+)
+from ckpt.save.job_steps import JobSteps
 from ckpt.save.save_job import SaveRequest
 from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier
@@ -103,6 +112,7 @@ class RankFiles:
     Args:
         copier: Lets the agent copy the data file from a nearer tier. If that fails, this process
             copies the file. None if there is no agent.
+        steps: The steps of the job. No new file refers to one that the job has abandoned.
 
     Attributes:
         names: The names of the fragment file and of the data file.
@@ -115,13 +125,14 @@ class RankFiles:
     def __init__(
         self,
         tier: OpenTier,
-        rank: int,
-        world_size: int,
+        coordinator: Coordinator,
         config: SaveConfig,
         workers: Workers,
-        copier: FileCopier | None = None,
+        copier: FileCopier | None,
+        steps: JobSteps,
     ) -> None:
-        self._backend, self._rank, self._world_size = tier.backend, rank, world_size
+        rank = coordinator.rank
+        self._backend, self._rank, self._world_size = tier.backend, rank, coordinator.world_size
         self._chunk_bytes, self._workers = config.chunk_bytes, workers
         # Let the manifest hold the fragments too. Each node has the manifest, but only the
         # fragments of its own ranks.
@@ -135,11 +146,12 @@ class RankFiles:
         is_shared = not (tier.local or tier.in_memory) and not self._in_manifest
         self._takes_increments = config.incremental and is_shared
         self.has_room_for_base = True
-        self._base: BaseFile | None = None
+        self._bases: list[BaseFile] = []
+        self._steps = steps
         self._copier, self._is_alone = copier, False
         self._deltas: DeltaWriter | None = None
         if config.deltas is not None and not tier.in_memory:
-            self._deltas = DeltaWriter(config.deltas, rank, tier.backend)
+            self._deltas = DeltaWriter(config.deltas, rank, tier.backend, steps.reservation)
 
     def keys(self, ref: StepRef) -> list[str]:
         """Return the keys of all files of this rank for ``ref``, the fragment first."""
@@ -161,7 +173,7 @@ class RankFiles:
         saves may be increments of it.
         """
         if self._takes_increments:
-            self._base = base_after(job, file, self._base)
+            self._bases = bases_after(job, file, self._bases)
 
     def write(self, job: SaveRequest, on_bytes: OnBytes, retry: RetryPolicy) -> WrittenFile:
         """Write the data file of ``job``, and return when it is durable.
@@ -179,8 +191,10 @@ class RankFiles:
         if self._deltas is not None and job.source is None:
             job = replace(job, image=self._deltas.record(job))
         tail: Tail | None = None
-        if self._base is not None and job.plan.frozen_chunks and self.has_room_for_base:
-            tail = tail_of(job, self._base, self._backend, self._rank)
+        if self._bases and job.plan.frozen_chunks and self.has_room_for_base:
+            base = base_of(job.plan, self._bases)
+            if base is not None and not self._steps.has_abandoned(base.ref):
+                tail = tail_of(job, base, self._backend, self._rank)
         if job.source is None:
             self._file_from_memory = file = self._write(job, tail, counter)
             return file

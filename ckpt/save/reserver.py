@@ -43,6 +43,8 @@ class Reserver:
         preparation = self._plans.prepare(collection)
         growth = growth_of(collection, preparation.leaves)
         nbytes = preparation.plan.size + growth
+        if self._config.deltas is not None:
+            self._saver.expect_deltas(preparation.plan)
         self._saver.slots.plan(nbytes)
         overlap, check = self._config.overlap == "auto", self._config.check
         warm = partial(

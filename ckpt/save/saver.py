@@ -29,9 +29,11 @@ from ckpt.model.keys import StepRef
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
+from ckpt.plan.save import SavePlan
 from ckpt.root.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
+from ckpt.save.delta_writer import delta_memory
 from ckpt.save.detach import await_detaches, await_removals, leave_roots
 from ckpt.save.host_memory import slot_pool
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
@@ -171,6 +173,18 @@ class Saver:
             self.reserve(nbytes, devices=devices)
         except (ThreadLimit, RuntimeError) as error:  # A closing manager raises RuntimeError
             _log.debug("ckpt: no slot is made ahead: %s", error)
+
+    def expect_deltas(self, plan: SavePlan) -> None:
+        """Count the host memory that the deltas of saves with ``plan`` take, before the slots are
+        made. Each durable tier that may get steps from their images keeps the last one.
+        """
+        part = self._config.deltas
+        reservation = self.slots.reservation
+        if part is not None and self._durable and plan is not reservation.plan:
+            reservation.plan = plan
+            nearest = self._durable[0].tier.tier
+            count = 1 if nearest.every == 1 else len(self._durable)
+            reservation.nbytes = count * delta_memory(plan, part)
 
     # -- a save ------------------------------------------------------------------------------------
 

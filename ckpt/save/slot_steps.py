@@ -27,7 +27,7 @@ class SlotSteps:
     """
 
     def __init__(self, rank: int, job: JobSteps) -> None:
-        self._job = job
+        self._job, self.reservation = job, job.reservation
         self._names = (fragment_name(rank), data_name(rank, is_encoded=False))
         self._lock = threading.Lock()
         self._steps: dict[str, dict[str, tuple[OpenTier, StepRef]]] = {}
@@ -112,7 +112,7 @@ class SlotSteps:
             }
 
     def newest(self) -> int:
-        """Return the number of the newest step in a slot; -1 if there is none."""
+        """Return the number of the newest step of the branch in a slot; -1 if there is none."""
         with self._lock:
-            refs = [ref.step for steps in self._steps.values() for _, ref in steps.values()]
-        return max(refs, default=-1)
+            refs = [ref for steps in self._steps.values() for _, ref in steps.values()]
+        return max((ref.step for ref in refs if not self._job.has_abandoned(ref)), default=-1)

@@ -35,7 +35,7 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
-from ckpt.model.rollback import on_branch
+from ckpt.model.rollback import Rollback, on_branch
 from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
@@ -82,10 +82,10 @@ class TierWriter:
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn`` guards ``_retry``, ``_merge_cache``,
-    ``_foreign``, ``_unclean`` and ``_files``, because ``commit``, ``abort`` and ``claim`` may be
-    called by different threads. A thread that has just committed calls ``stored_image`` before it
-    commits again. Only the owner, which closes, uses ``_is_detached``. All other fields are set
-    once, or are thread-safe objects.
+    ``_foreign``, ``_rollback``, ``_unclean`` and ``_files``, because ``commit``, ``abort`` and
+    ``claim`` may be called by different threads. A thread that has just committed calls
+    ``stored_image`` before it commits again. Only the owner, which closes, uses ``_is_detached``.
+    All other fields are set once, or are thread-safe objects.
     """
 
     def __init__(
@@ -129,9 +129,7 @@ class TierWriter:
         patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
-        self._files = RankFiles(
-            tier, coordinator.rank, coordinator.world_size, config, self._workers, copier
-        )
+        self._files = RankFiles(tier, coordinator, config, self._workers, copier, steps.steps)
         # If nodes share the tier, an agent of another node may copy the files of this rank there.
         # So this rank puts a marker before it removes them (see ``claim_marker``).
         is_alone = tier.local or coordinator.world_size == 1
@@ -139,6 +137,7 @@ class TierWriter:
         self._merge_cache = MergeCache()
         self._leases = Leases(tier.backend)
         self._foreign: list[StepRef] | None = None
+        self._rollback: Rollback | None = None  # The one that this writer has put on the tier
         self._is_committed: dict[StepRef, bool] = {}
         self._unclean: set[StepRef] = set()
         self._is_detached = False
@@ -324,12 +323,13 @@ class TierWriter:
             self._pruner.ask()
 
     def newest_committed(self) -> int:
-        """Return the number of the newest committed step of any job; -1 if there is none.
+        """Return the number of the newest committed step of the branch, of any job; -1 if there is
+        none.
 
         Raises:
             StorageError: The store does not answer.
         """
-        refs = step_refs(self._backend)
+        refs = on_branch(self._steps.rollback, step_refs(self._backend))
         return next((ref.step for ref in refs if is_committed(self._backend, ref)), -1)
 
     def detach(self) -> None:
@@ -357,10 +357,13 @@ class TierWriter:
             self._pruner.close()
         self._leases.release()
         refs_by_path = self._slots.kept_by(self.tier)
-        for path, ref in refs_by_path.items():
-            if ref.step <= durable_step:
+        for path, ref in list(refs_by_path.items()):
+            is_abandoned = self._steps.steps.has_abandoned(ref)
+            if ref.step <= durable_step or (is_abandoned and durable_step >= 0):
                 with contextlib.suppress(CkptError):
                     self._slots.evict(path)
+            if is_abandoned:
+                del refs_by_path[path]
         newest = max((ref.step for ref in refs_by_path.values()), default=-1)
         if logs and newest > durable_step and not self._is_detached:
             _log.warning(
@@ -470,11 +473,14 @@ class TierWriter:
             branch = on_branch(self._steps.rollback, listing)
             self._foreign = [ref for ref in branch if ref.job != self.root.own]
             self._warn_of_later(self._foreign)
+        elif self._steps.steps.rollback != self._rollback:
+            self._put_rollback()
         return self._foreign
 
     def _put_rollback(self) -> None:
         """Put the rollback that counts on the tier, if the tier lacks it: it may not have answered
-        when the job went back, or its owner may have been alive.
+        when the job went back, or its owner may have been alive. So no step of the new branch is
+        committed there beside abandoned ones that nothing tells from it.
         """
         rollback = self._steps.rollback
         if rollback is None or self.in_memory:
@@ -487,6 +493,7 @@ class TierWriter:
                 self.url,
                 rollback.number,
             )
+        self._rollback = rollback
 
     def _warn_of_later(self, foreign: Sequence[StepRef]) -> None:
         restored_ref = self._steps.restored

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -70,6 +70,40 @@ _V2: Final = _Cgroups(
 )
 
 
+@dataclass(slots=True)
+class Reservation:
+    """The host memory that saves keep outside of slots: the bytes of the last step, for deltas.
+
+    Attributes:
+        nbytes: The bytes that this rank keeps from its first save on.
+        used_bytes: The bytes that it has taken so far.
+        plan: The save plan from which ``nbytes`` follows.
+
+    Thread safety: the training thread sets ``nbytes``, and the thread that streams ``used_bytes``.
+    """
+
+    nbytes: int = 0
+    used_bytes: int = 0
+    plan: object = None
+
+    def reduce(self, room: Room) -> Room:
+        """Return ``room`` without the bytes that this rank keeps, as the slots may use it."""
+        # What is taken already is no part of the memory that was measured.
+        absent = max(0, self.nbytes - self.used_bytes)
+        limit = None if room.limit is None else max(0, room.limit - self.nbytes)
+        memory = max(0, room.memory - absent)
+        if limit is not None:
+            memory = min(memory, limit)
+        shared_bytes = min(room.shared_bytes, memory)
+        return replace(
+            room,
+            memory=memory,
+            shared_bytes=shared_bytes,
+            limit=limit,
+            delta_bytes=self.nbytes,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """The memory that one rank may use.
@@ -79,12 +113,15 @@ class Room:
         shared_bytes: The bytes of ``memory`` that may be in ``/dev/shm``.
         ranks: The number of ranks that the memory of the node was divided among.
         limit: The bytes that the settings allow the rank; None for no limit.
+        delta_bytes: The bytes that the rank keeps for deltas, which ``memory`` and ``limit`` do not
+            have any more.
     """
 
     memory: int
     shared_bytes: int
     ranks: int
     limit: int | None = None
+    delta_bytes: int = 0
 
     @property
     def is_short(self) -> bool:
@@ -181,7 +218,7 @@ def decide(
         nbytes=nbytes,
         slot_bytes=nbytes,
         is_shared=is_shared,
-        sentence=f"{text}: {reason}{loss}{fewer}{_shortage(room)}",
+        sentence=f"{text}: {reason}{loss}{fewer}{_notes(room)}",
     )
 
 
@@ -189,10 +226,11 @@ def _in_waves(nbytes: int, most_slots: int, room: Room, ring: int, least: int) -
     limit = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
     ring = min(limit, ring)
     if ring < least:
+        deltas = _deltas(room) if room.delta_bytes else ""
         raise HostMemoryExhausted(
             nbytes,
             f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this "
-            "node (machine, memory cgroup or host_memory), "
+            f"node (machine, memory cgroup or host_memory){deltas}, "
             f"and the least is {_least(nbytes, least)}",
         )
     slots = max(1, min(most_slots, limit // nbytes)) if nbytes <= limit else 1
@@ -206,7 +244,13 @@ def _in_waves(nbytes: int, most_slots: int, room: Room, ring: int, least: int) -
         sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "
         f"waves, and through up to {_mib(spill)} more if an optimizer's step comes before they are "
         f"written: {_mib(room.memory)} may be used by each of {room.ranks} rank(s)"
-        f"{_shortage(room)}",
+        f"{_notes(room)}",
+    )
+
+
+def _deltas(room: Room) -> str:
+    return (
+        f"; {_mib(room.delta_bytes)} more keep the last step for deltas" if room.delta_bytes else ""
     )
 
 
@@ -221,12 +265,14 @@ def _least(nbytes: int, ring: int) -> str:
     )
 
 
-def _shortage(room: Room) -> str:
+def _notes(room: Room) -> str:
+    """Say what else the decision depends on."""
+    text = _deltas(room) if room.delta_bytes else ""
     if room.limit is None or not room.is_short:
-        return ""
+        return text
     return (
-        f"; host_memory allows {_mib(room.limit)}, but this machine or its memory cgroup has only "
-        f"{_mib(room.memory)} for each of {room.ranks} rank(s)"
+        f"{text}; host_memory allows {_mib(room.limit)}, but this machine or its memory cgroup has "
+        f"only {_mib(room.memory)} for each of {room.ranks} rank(s)"
     )
 
 
@@ -250,7 +296,7 @@ def measure(
         reclaimable: The bytes of slots of this rank that count as free.
         reclaimable_in_shm: The bytes of these slots that are in ``shm``.
     """
-    free = free_memory() + reclaimable
+    free = max(0, free_memory() + reclaimable)
     division = siblings or Siblings(node_memory=free, shm_bytes=0)
     memory = min(free, division.node_memory // ranks)
     if limit is not None:

@@ -23,7 +23,15 @@ from typing import Protocol
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed
 from ckpt.locks import Condition
 from ckpt.staging import slot_files
-from ckpt.staging.budget import Budget, Room, Siblings, decide, free_memory, measure
+from ckpt.staging.budget import (
+    Budget,
+    Reservation,
+    Room,
+    Siblings,
+    decide,
+    free_memory,
+    measure,
+)
 from ckpt.staging.device import Devices
 from ckpt.staging.frames import SAVES, Ring, Spill
 from ckpt.staging.slot import NoNeed, Slot, SlotLost, capacity_of
@@ -38,8 +46,13 @@ def _no_limit(nbytes: int) -> int | None:  # noqa: ARG001 - a limit may depend o
 class SlotContents(Protocol):
     """The steps that the files of slots hold between two saves.
 
+    Attributes:
+        reservation: The host memory that saves keep outside of slots.
+
     Thread safety: any thread may call the methods.
     """
+
+    reservation: Reservation
 
     def evict(self, path: str) -> None:
         """Remove the step that the file ``path`` holds from the tiers in memory, because the slot
@@ -66,6 +79,9 @@ class SlotContents(Protocol):
 
 class NoContents:
     """The `SlotContents` of a job without tiers in memory: no slot holds a step between saves."""
+
+    def __init__(self) -> None:
+        self.reservation = Reservation()
 
     def evict(self, path: str) -> None: ...
 
@@ -94,8 +110,8 @@ class SlotPool:
     Args:
         count: The most slots.
         ranks: The number of ranks of this job on this node, which all need as much memory.
-        limit: Returns the most bytes that this rank may use for images of a size in bytes; None for
-            what the machine has.
+        limit: Returns the most bytes that this rank may use for images and reservation of a size in
+            bytes; None for what the machine has.
         elastic: Whether large images may pass through memory in waves even if there is memory for
             whole images. The slots are then rings (see ``ckpt.staging.frames``), and only a save
             that finds the first one in use creates the second, which is closed when the last saves
@@ -103,6 +119,10 @@ class SlotPool:
         part_bytes: The largest part or chunk of an image (see ``budget.decide``).
         contents: The steps that slots hold between two saves. ``acquire`` prefers the slot with the
             oldest step.
+
+    Attributes:
+        reservation: The host memory that saves keep outside of slots. Its bytes are known before
+            the first slot is made.
 
     Thread safety: The training thread may call ``acquire``, ``plan`` and ``release``, a background
     thread may call ``reserve``, the threads that have streamed an image may call ``release``,
@@ -125,6 +145,7 @@ class SlotPool:
         self._count, self._ranks, self._limit = count, ranks, limit
         self._elastic, self._part_bytes = elastic, part_bytes
         self._contents = contents or NoContents()
+        self.reservation = self._contents.reservation
         self._free: list[Slot] = []
         self._slots: list[Slot] = []
         self._requests: list[_Request] = []
@@ -359,17 +380,19 @@ class SlotPool:
         siblings = None
         if self._ranks > 1:
             siblings = Siblings(
-                node_memory=self._node_memory.figure(free_memory),
+                node_memory=self._node_memory.figure(free_memory)
+                - self._ranks * self.reservation.used_bytes,
                 shm_bytes=slot_files.held_by_siblings(),
             )
-        return measure(
+        room = measure(
             slot_files.SHM,
             ranks=self._ranks,
-            limit=self._limit(nbytes),
+            limit=self._limit(nbytes + self.reservation.nbytes),
             siblings=siblings,
             reclaimable=sum(slot.capacity for slot in slots),
             reclaimable_in_shm=sum(slot.capacity for slot in slots if slot.is_shared),
         )
+        return self.reservation.reduce(room) if self.reservation.nbytes else room
 
     def _renew(self, request: _Request) -> None:
         """Remove the step in the slot of ``request``, and extend the file to its full length again.

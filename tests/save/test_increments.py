@@ -211,9 +211,12 @@ def test_a_farther_tier_has_increments_of_its_own(tmp_path):
 def test_a_job_that_goes_back_does_not_refer_to_an_abandoned_step(tmp_path):
     training = Adapted()
     with CheckpointManager(tmp_path) as manager:
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 4, 5):
             training.train()
+            if step == 3:
+                training.change(0)  # So step 4 is the base of step 5
             manager.save(training.state, step)
+        assert bases(tmp_path, 5) == {4}
         manager.restore(training.state, step=2)
         for step in (3, 4):
             training.train()
@@ -222,6 +225,30 @@ def test_a_job_that_goes_back_does_not_refer_to_an_abandoned_step(tmp_path):
     assert branch.attempt.endswith("tb")  # The try after the rollback
     manifest = read_manifest(open_backend(str(tmp_path)), ref_of(tmp_path, 4))
     assert manifest.bases == {branch}
+
+
+def test_a_job_that_goes_back_goes_on_with_a_base_that_is_on_the_branch(tmp_path):
+    training = Adapted()
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            training.train()
+            manager.save(training.state, step)
+        manager.restore(training.state, step=2)
+        training.train()
+        manager.save(training.state, 3)
+    assert bases(tmp_path, 3) == {1}
+
+
+def test_saves_of_a_part_between_saves_of_the_whole_cost_no_whole_file(tmp_path):
+    training, weights = Adapted(), {}
+    with CheckpointManager(Tier(str(tmp_path), keep_last=2)) as manager:
+        for step in range(1, 7):
+            training.train()
+            only = "model" if step % 2 == 0 else None
+            manager.save(training.state, step, only=only)
+            weights[step] = training.weights()
+    assert [bases(tmp_path, step) for step in (5, 6)] == [{1}, {2}]
+    check(tmp_path, weights)
 
 
 def test_a_rank_of_frozen_tensors_alone_writes_increments_too(tmp_path):

@@ -17,6 +17,7 @@ from ckpt.coordination.commit_state_machine import Vote
 from ckpt.coordination.committer import Committer
 from ckpt.errors import CommitError
 from ckpt.model.keys import StepRef
+from ckpt.model.rollback import roll_back
 from ckpt.save.job_steps import JobSteps
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.api import StorageBackend
@@ -46,6 +47,16 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (False, True)
     job.set_durable(TWO)
     assert not slots.is_needed("/two")
+
+
+def test_an_abandoned_step_in_memory_is_not_the_newest(tmp_path: Path) -> None:
+    job = JobSteps([])
+    tier, slots = OpenTier(0, Tier(str(tmp_path)), open_backend(str(tmp_path))), SlotSteps(0, job)
+    for ref, path in ((ONE, "/one"), (TWO, "/two")):
+        slots.keep(path, tier, ref)
+    assert slots.newest() == 2
+    job.rollback = roll_back([], ONE, [TWO])
+    assert slots.newest() == 1
 
 
 def test_a_job_that_goes_back_needs_the_step_that_it_goes_on_from(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging import budget
-from ckpt.staging.budget import Budget, Room, Siblings, decide, measure
+from ckpt.staging.budget import Budget, Reservation, Room, Siblings, decide, measure
 
 MIB = 1 << 20
 
@@ -36,6 +36,21 @@ def test_as_many_slots_as_fit_and_shared_if_one_does(memory, shared, slots, is_s
     assert f"{slots} slot(s) of 100 MiB" in budget.sentence
     assert ("lost with the process" in budget.sentence) != is_shared
     assert ("2 were wanted" in budget.sentence) == (slots < 2)
+
+
+@pytest.mark.parametrize("used", [0, 100])
+def test_what_deltas_keep_is_counted_and_told(tmp_path, monkeypatch, used):
+    """Memory that is yet to be taken is free on the machine until then."""
+    monkeypatch.setattr(budget, "free_memory", lambda: (1000 - used) * MIB)
+    kept = Reservation(100 * MIB, used * MIB)
+    assert kept.reduce(measure(str(tmp_path), ranks=1)).memory == 900 * MIB
+    room = kept.reduce(measure(str(tmp_path), ranks=1, limit=500 * MIB))
+    assert (room.memory, room.limit) == (400 * MIB, 400 * MIB)
+    sentence = decide(200 * MIB, most_slots=2, room=room).sentence
+    assert "100 MiB more keep the last step for deltas" in sentence
+    room = kept.reduce(measure(str(tmp_path), ranks=1, limit=150 * MIB))
+    with pytest.raises(HostMemoryExhausted, match="100 MiB more keep the last step for deltas"):
+        decide(500 * MIB, most_slots=2, room=room)
 
 
 def test_when_not_even_one_fits_the_numbers_are_told():
