@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, NoReturn, Self, Unpack
+from typing import Any, ClassVar, Final, NoReturn, Self, Unpack
 
 import torch
 
@@ -36,7 +36,7 @@ from ckpt.observe.journal import default_journal, journals_of
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pending import PendingSave, SaveRecord
 from ckpt.pipeline.workers import Workers, close_at_exit, has_script_ended
-from ckpt.restore.branch import BranchPoint, begin_branch
+from ckpt.restore.branch import BranchPoint, begin_branch, share_rollback
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
 from ckpt.root.owner import attend
@@ -92,6 +92,9 @@ class CheckpointManager:
         call. While ``save_async``, ``restore`` or the begin of ``save`` is interrupted by a signal
         handler, these methods and ``close`` raise `ConfigError` in the handler.
     """
+
+    _parts_count: ClassVar[bool] = False
+    """Whether the job continues from a step of which it has restored only a part."""
 
     def __init__(
         self,
@@ -393,7 +396,7 @@ class CheckpointManager:
         *,
         only: Names = None, exclude: Names = None, rename: Rename | None = None,
         cast: bool = False, strict: bool = True, read_through: bool = True, broadcast: bool = False,
-        rollback: bool = True,
+        rollback: bool = True, discard_newer: bool = False,
     ) -> RestoreReport | None:  # fmt: skip
         """Fill ``state`` with ``step``, or with the newest intact step.
 
@@ -411,8 +414,8 @@ class CheckpointManager:
             state: The state in the form in which it was saved.
             step: The only step to restore: its number, ``"best:loss"`` for the best value of a
                 metric (see ``best``; ``"best:loss:max"`` for the largest), or ``"latest~3"`` for
-                the step that is three checkpoints older than the newest. None: the newest intact
-                step.
+                the step that is three checkpoints older than the newest, or ``"branch:NAME"`` (see
+                `ckpt branch`). None: the newest intact step.
             only: Names (with all names below them), or patterns such as ``"model/*"`` (``*``
                 matches slashes and dots too). Other names keep their values, and need not be in
                 ``state``.
@@ -436,6 +439,8 @@ class CheckpointManager:
                 evaluate an old step with the whole state when no job trains. A restore beside a job
                 that is alive, or that may be alive on another machine, begins none before this
                 manager saves.
+            discard_newer: Whether the steps that the branch abandons are removed at once, on all
+                durable tiers. They cannot be restored any more. Pinned steps stay.
 
         Returns:
             The report, or None if ``step`` is None and there is no checkpoint at all.
@@ -453,6 +458,11 @@ class CheckpointManager:
         self._guard.check_open()
         selector = selector_of(step)
         selection = Selection.of(only, exclude, strict=strict, rename=rename, cast=cast)
+        if discard_newer and (selector is None or selection.is_part or not rollback):
+            raise ConfigError(
+                "discard_newer=True goes with the restore of a whole older step: give step=, and "
+                "neither only=, exclude= nor rollback=False"
+            )
         options = RestoreOptions(
             selection=selection, read_through=read_through, broadcast=broadcast
         )
@@ -468,21 +478,26 @@ class CheckpointManager:
             restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1
             report = restorer.restore(state, selector)
+            if restorer.outdated_tiers:
+                share_rollback(restorer.outdated_tiers, self._listers, restorer.rollback)
         live = without_plain(state)
         if report is not None:
             ref = StepRef(report.step, report.attempt)
             self._saver.steps.rollback = restorer.rollback
             is_first = selector is None and self._last_step is None
-            if self._origin.restore(ref, live, is_part=selection.is_part, is_first=is_first):
-                if selector is not None and rollback and not selection.is_part:
-                    self._begin_branch(ref, restorer, context)
-                self._continue_from(ref, removes=not selection.is_part)
+            is_look = selection.is_part and not self._parts_count
+            if self._origin.restore(ref, live, is_part=is_look, is_first=is_first):
+                if selector is not None and rollback and not is_look:
+                    self._begin_branch(ref, restorer, context, discards=discard_newer)
+                self._continue_from(ref, removes=not is_look)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._reserver.reserve_quietly(live)
         return report
 
-    def _begin_branch(self, ref: StepRef, restorer: Restorer, context: RestoreContext) -> None:
+    def _begin_branch(
+        self, ref: StepRef, restorer: Restorer, context: RestoreContext, *, discards: bool
+    ) -> None:
         """Abandon the steps after ``ref``, if there are any. All ranks call this."""
         point = BranchPoint(
             ref=ref,
@@ -491,10 +506,11 @@ class CheckpointManager:
             trial=self._ledger.next_branch_trial,
             is_certain=self._origin.is_certain,
         )
-        rollback = begin_branch(context, point, subject=f"branch/{self._restores}")
+        subject = f"branch/{self._restores}"
+        rollback = begin_branch(context, point, subject=subject, discards=discards)
         if rollback is not None:
             self._saver.steps.rollback = rollback
-            self._ledger.begin_branch(ref.step)
+            self._ledger.begin_branch(rollback)
 
     def _continue_from(self, ref: StepRef, *, removes: bool = True) -> None:
         """Note that the training continues from the state of ``ref``.
@@ -666,15 +682,16 @@ class CheckpointManager:
         tiers = self._saver.names_of(ref.step)
         if not tiers:  # This is the same on all ranks
             pending = SaveRecord(ref.step, 0, None, began=began)
-            pending.finish(
-                SaveSkipped(ref.step, "no tier takes this step (every)"), is_reported=True
-            )
+            reason = SaveSkipped(ref.step, "no tier takes this step (every)")
+            pending.finish(reason, is_reported=True)
             return pending
         collection = self._collect(view, patterns=patterns)
         # Another rank may have the name.
         if collection.idle_patterns and self._coordinator.world_size == 1:
             raise no_match_error(collection.idle_patterns)
         preparation = self._plans.prepare(collection)
+        if self._config.deltas is not None:
+            self._saver.expect_deltas(preparation.plan)
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
         devices = preparation.devices
         slot = self._saver.slots.acquire(preparation.plan.size, wait=wait, devices=devices)
@@ -698,14 +715,14 @@ class CheckpointManager:
             )  # fmt: skip
             hand_over = self._saver.hand_over(job, snapshot, pending, slot, trainable)
             self._newest_ref = ref
-            self._ledger.begin(pending, owner=self)
+            self._ledger.begin(pending, ref, owner=self)
             if not snapshot.has_landed:
                 self._fence.watch(snapshot)
             hand_over.begin()
         except BaseException as error:
             if hand_over is None or hand_over.call_off(error):
                 self._newest_ref = None
-                self._ledger.cancel(ref.step)
+                self._ledger.cancel(ref)
                 self._saver.slots.release(slot)
             raise
         pending.call_seconds = pending.age

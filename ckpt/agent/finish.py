@@ -1,7 +1,8 @@
 """The worker that finishes the steps of a job whose trainer has ended.
 
-1. Writes that the trainer had not finished when it died are discarded. On each tier, a commit that
-   lacks only its manifest is finished.
+1. A tier that was away when the job went back gets the rollback. Writes that the trainer had not
+   finished when it died are discarded. On each tier, the newest commit that lacks only its manifest
+   is finished.
 2. The newest step in memory is copied to the nearest durable tier, if all steps on that tier are
    older.
 3. The farther tiers get the steps that they lack and would keep, newest first. These are steps of
@@ -29,21 +30,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from ckpt.agent.job_branch import JobBranch
 from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.messages import Job
 from ckpt.agent.node_parts import NodeParts
 from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
-from ckpt.catalog.finalize import finalize
-from ckpt.catalog.index import branch_attempts_of, is_committed, unfinished_of
+from ckpt.catalog.finalize import RunFacts, finalize
+from ckpt.catalog.index import is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer_by_rank import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import LEADER
-from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, errors_of
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    IntegrityError,
+    RootInUse,
+    StorageError,
+    errors_of,
+)
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import rank_list
-from ckpt.model.rollback import last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention, history
 from ckpt.retention.pruner import prune
@@ -52,6 +60,7 @@ from ckpt.root.attempts import attempts_of
 from ckpt.root.claim import Claim
 from ckpt.root.owner import NO_PROCESS, Owner, delete_owner, owner_of, read_owner
 from ckpt.staging.slot_files import remove_orphans
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 from ckpt.upkeep.step_copier import StepCopier
 
@@ -111,6 +120,7 @@ class Finish:
         durable = [root for root in roots if not root.tier.in_memory]
         self._durable = [root for root in durable if not (job.here and root.tier.local)]
         self._on_node = [root for root in durable if root not in self._durable]
+        self._branch = JobBranch(root.tier.backend for root in durable)
         if not any(root.owner and root.owner.attempt == self._owner.attempt for root in roots):
             # If no root names the job, another job may have taken and released the roots since. If
             # a root could not be read, that root may still name the job.
@@ -136,6 +146,10 @@ class Finish:
         if self._is_superseded:
             return Ended("superseded")
         remove_orphans()
+        for root in (*self._durable, *self._on_node):
+            if root.tier.backend in self._branch.outdated_stores:
+                confirm = partial(self._confirm, root)
+                self._attempt(partial(self._branch.update, root.tier.backend, confirm))
         if not self._job.here:
             self._run_whole()
         elif self._durable:
@@ -290,37 +304,28 @@ class Finish:
                     discard(backend, writes)
 
     def _finish_commit(self, root: _Root) -> None:
-        """Put the manifest of the newest step of the job, if the step lacks only its manifest.
+        """Put the manifest of the newest step of the job on the current branch that lacks only its
+        manifest, unless a later one is committed.
 
         Raises:
             CommitError: The trainer still owns the root and lives, so it may yet commit the step.
             RootInUse: Another job has taken the root.
         """
-        backend = root.tier.backend
-        own = branch_attempts_of(backend, self._owner.attempt)
-        if not own or is_committed(backend, own[0]):
-            return
-        try:
-            finalize(backend, own[0], workers=self._workers)
-        except RootInUse as error:
-            owner = read_owner(backend)
-            if owner is not None and owner.attempt == self._owner.attempt:
-                raise CommitError(
-                    f"step {own[0].step} on {root.tier.url} waits for the trainer, which has not "
-                    "left this root to the agent yet"
-                ) from error
-            raise
-        except (CommitError, IntegrityError):
-            return  # The step lacks files, or its save was aborted
-        _log.info("ckpt: step %d on %s lacked only its manifest", own[0].step, root.tier.url)
-        self._report(Copied(own[0].step, root.tier.url))
+        backend, facts = root.tier.backend, RunFacts(rollback=self._branch.rollback)
+        for ref in self._branch.refs(attempts_of(backend, self._owner.attempt)):
+            if is_committed(backend, ref):
+                return
+            if _is_finished(backend, ref, self._workers, facts):
+                _log.info("ckpt: step %d on %s lacked only its manifest", ref.step, root.tier.url)
+                self._report(Copied(ref.step, root.tier.url))
+                return
 
     def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
         """Return the committed steps of the job on a tier, newest first, without abandoned ones."""
         steps = (inventory or root.inventory).look()
         return [
             stored_step
-            for stored_step in _on_branch(steps, self._durable)
+            for stored_step in self._branch.steps(steps)
             if stored_step.state == "committed" and stored_step.ref.job == self._owner.attempt
         ]
 
@@ -369,7 +374,7 @@ class Finish:
         steps = {
             stored_step.ref: stored_step
             for look in looks
-            for stored_step in _on_branch(look, self._durable)
+            for stored_step in self._branch.steps(look)
             if stored_step.state == "committed"
         }
         own = [ref for ref in steps if ref.job == self._owner.attempt]
@@ -398,6 +403,7 @@ class Finish:
             target.claim,
             [root.tier.backend for root in sources],
             FixedGuard(awaited_refs, durable),
+            rollback=self._branch.rollback,
             confirm=partial(self._confirm, target),
         )
 
@@ -516,7 +522,7 @@ class Finish:
         has_steps = False
         for stored_step in Inventory(root.tier.backend, part=bool(self._job.here)).look():
             own = stored_step.ref.job == self._owner.attempt
-            is_abandoned = not _on_branch([stored_step], self._durable)
+            is_abandoned = not self._branch.steps([stored_step])
             if own and (
                 stored_step.ref.step <= durable
                 or (is_abandoned and durable >= 0)
@@ -531,13 +537,27 @@ class Finish:
             delete_owner(root.tier.backend)
 
 
-def _on_branch(steps: Sequence[StoredStep], roots: Iterable[_Root]) -> list[StoredStep]:
-    """Return those of ``steps`` that no rollback has abandoned. Those on ``roots`` count too, as of
-    the last look at each, since a tier in memory has no rollbacks.
+def _is_finished(backend: StorageBackend, ref: StepRef, workers: Workers, facts: RunFacts) -> bool:
+    """Put the manifest of ``ref``, and return True. Return False if the step lacks more than that,
+    or if its save was aborted.
+
+    Raises:
+        CommitError: The trainer still owns the root and lives, so it may yet commit the step.
+        RootInUse: Another job has taken the root.
     """
-    rollback = last_rollback(root.inventory.rollback for root in roots)
-    refs = set(on_branch(rollback, (step.ref for step in steps if not step.is_abandoned)))
-    return [step for step in steps if step.ref in refs]
+    try:
+        finalize(backend, ref, workers=workers, facts=facts)
+    except RootInUse as error:
+        owner = read_owner(backend)
+        if owner is not None and owner.attempt == ref.job:
+            raise CommitError(
+                f"step {ref.step} on {backend.url} waits for the trainer, which has not left this "
+                "root to the agent yet"
+            ) from error
+        raise
+    except (CommitError, IntegrityError):
+        return False
+    return True
 
 
 def _is_remains(stored_step: StoredStep, parts: NodeParts | None) -> bool:

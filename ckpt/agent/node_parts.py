@@ -29,7 +29,7 @@ from typing import Final
 
 from ckpt.agent.messages import Job
 from ckpt.agent.reports import Copied, OnReport, progress_of
-from ckpt.catalog.index import branch_attempts_of, is_committed, own_objects, read_packed
+from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer_by_rank import (
     brought_ranks,
@@ -55,7 +55,9 @@ from ckpt.errors import (
 from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
+from ckpt.model.rollback import on_branch
 from ckpt.pipeline.workers import Workers
+from ckpt.root.attempts import attempts_of
 from ckpt.storage.api import StorageBackend
 from ckpt.upkeep.step_copier import StepCopier
 
@@ -93,7 +95,8 @@ class NodeParts:
         job: The job. Its processes on this node have ended.
         stores: The tiers of this node, nearest first.
         copier: The copier to the shared tier. It decides which steps that tier lacks and would
-            keep, and confirms that no other job has taken the roots.
+            keep, knows the rollback that counts, and confirms that no other job has taken the
+            roots.
         workers: The threads that copy.
         report: Called with the progress of each copy, and with each step that has become a
             checkpoint on the shared tier.
@@ -254,7 +257,8 @@ class NodeParts:
         """Return the steps of the job on the shared tier, committed or not, newest first. Abandoned
         steps are left out.
         """
-        return branch_attempts_of(self._target, self._job.owner.attempt)
+        refs = attempts_of(self._target, self._job.owner.attempt)
+        return on_branch(self._copier.rollback, refs)
 
     def _newest_number(self) -> int:
         newest = self.newest()
@@ -262,13 +266,18 @@ class NodeParts:
 
     def _parts(self) -> dict[StepRef, _Part]:
         """Return this node's part of each step of the job, newest step first. A step is left out if
-        no tier of the node has the files of all ranks of the node.
+        it is abandoned, or if no tier of the node has the files of all ranks of the node.
         """
         parts: dict[StepRef, _Part] = {}
         for store in self._stores:
             for step in Inventory(store, part=True).look():
-                is_own = step.ref.job == self._job.owner.attempt and not step.is_abandoned
-                if is_own and (step.state == "committed" or step.is_part) and self._has_all(step):
+                is_own = step.ref.job == self._job.owner.attempt
+                if (
+                    is_own
+                    and on_branch(self._copier.rollback, [step.ref])
+                    and (step.state == "committed" or step.is_part)
+                    and self._has_all(step)
+                ):
                     part = parts.get(step.ref) or _Part(step, (), frozenset())
                     copies = part.copies | self._copies(step)
                     parts[step.ref] = _Part(part.step, (*part.stores, store), copies)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.index import committed, own_objects
+from ckpt.catalog.index import committed, list_root, own_objects
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.rollbacks import copy_rollbacks
 from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.catalog.transfer import fetch_step, has_codec
 from ckpt.catalog.verify import OnProgress, StepFolder
@@ -79,9 +80,12 @@ def prefetch(
     results: list[PrefetchResult] = []
     sources = [source]
     for tier in near:
-        refs = committed(tier.backend)  # the newest first
-        if ref in refs or (latest and refs and refs[0] > ref):
-            results.append(PrefetchResult(tier=tier.url, ref=ref if ref in refs else refs[0]))
+        copy_rollbacks(source, tier.backend)  # So that no abandoned step is the newest there
+        refs = committed(tier.backend)
+        branch = set(list_root(tier.backend).on_branch)
+        newest = max(branch.intersection(refs), default=ref)
+        if ref in refs or (latest and newest > ref):
+            results.append(PrefetchResult(tier=tier.url, ref=ref if ref in refs else newest))
         else:
             results.append(_fill(tier, ref, sources, workers, on_progress))
         if results[-1].ref == ref:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.branches import find_branch
 from ckpt.catalog.index import (
     committed_among,
     list_root,
@@ -25,10 +26,10 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepId, StepRef
 from ckpt.model.metrics import metrics_of
 from ckpt.model.rollback import Rollback, current_branch, last_rollback
-from ckpt.model.selector import BestStep, LatestStep, Selector, resolve, why_none
+from ckpt.model.selector import BestStep, BranchStep, LatestStep, Selector, resolve, why_none
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo, StorageBackend
 
@@ -163,8 +164,9 @@ def step_on(
     stores: Sequence[StorageBackend],
     selector: Selector | None,
     modes: Callable[[], Mapping[str, Mode]],
-) -> int | None:
-    """Return the step that ``selector`` names on the stores of a run; None for the newest.
+) -> StepId | None:
+    """Return the step that ``selector`` names on the stores of a run; None for the newest. The name
+    of a branch stands for one attempt.
 
     All stores are asked, since any of them may have the best step. ``modes`` is called for a best
     step, and returns which values of a metric are the best, by its name.
@@ -175,5 +177,7 @@ def step_on(
     """
     if selector is None or isinstance(selector, int):
         return selector
+    if isinstance(selector, BranchStep):
+        return find_branch(stores, selector)
     roots = [MetricsReader(store).read(selector) for store in stores]
     return chosen_step(selector, roots, modes() if isinstance(selector, BestStep) else {})

@@ -12,15 +12,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ckpt.catalog.index import RootContents, creation_time, is_committed, list_root
 from ckpt.errors import CkptError, StorageError, TransientStorageError, with_root
-from ckpt.model.keys import OWNER, StepRef
+from ckpt.model.keys import OWNER, StepId, StepRef
 from ckpt.model.rollback import Rollback, heads_of, last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
@@ -37,8 +37,10 @@ A store that has not been listed after a third of this time gets one more small 
 answers neither request in time, it counts as down. Otherwise it has ``LISTING_SECONDS`` in all.
 """
 
-Finish = Callable[[StorageBackend, StepRef], bool]
-"""A function that tries to finish an uncommitted attempt on a store. It returns True on success."""
+Finish = Callable[[StorageBackend, StepRef, Rollback | None], bool]
+"""A function that tries to finish an uncommitted attempt on a store. It gets the rollback that
+counts on all stores, and returns True on success.
+"""
 Lists = Callable[[StorageBackend], RootContents]
 """A function that lists the attempts at steps on a store, committed or not, and its rollback."""
 
@@ -59,6 +61,7 @@ class Candidate:
             all other stores.
         rollback: The rollback that counts; None if there is none.
         heads: The newest step of each attempt on any store, committed or not.
+        rollbacks: For each store that was listed, by its position, the rollback that counts there.
     """
 
     ref: StepRef
@@ -66,14 +69,15 @@ class Candidate:
     reachable: tuple[int, ...]
     rollback: Rollback | None = None
     heads: tuple[StepRef, ...] = ()
+    rollbacks: Mapping[int, Rollback | None] = field(default_factory=dict[int, Rollback | None])
 
 
 def candidates(
     stores: Sequence[StorageBackend],
-    step: int | None,
+    step: StepId | None,
     *,
     workers: Workers,
-    finish: Finish = lambda _store, _ref: False,
+    finish: Finish = lambda _store, _ref, _rollback: False,
     lists: Lists = list_root,
     rollback: Rollback | None = None,
 ) -> Iterator[Candidate]:
@@ -88,7 +92,7 @@ def candidates(
 
     Args:
         stores: The stores, nearest first.
-        step: The step that is wanted.
+        step: The step that is wanted, or the only attempt at it.
         workers: Threads, one for each store. Some of them may still wait for the answer of a store
             when the iterator ends.
         finish: Called for the attempts at a step if none of them is committed.
@@ -123,17 +127,19 @@ class _Listing:
         self._stores, self._rollback = stores, rollback
         self._failure: StorageError | None = None
         self._holders: dict[StepRef, list[int]] = {}
+        self._rollbacks: dict[int, Rollback | None] = {}
         self._reachable = list(range(len(stores)))
         for position, listing in enumerate(_list_all(stores, workers, lists)):
             if isinstance(listing, StorageError):
                 self._drop(position, listing)
                 continue
             self._rollback = last_rollback([self._rollback, listing.rollback])
+            self._rollbacks[position] = listing.rollback
             for ref in listing.refs:
                 self._holders.setdefault(ref, []).append(position)
         self._heads = tuple(heads_of(self._holders))
 
-    def candidates(self, step: int | None, finish: Finish) -> Iterator[Candidate]:
+    def candidates(self, step: StepId | None, finish: Finish) -> Iterator[Candidate]:
         """Yield the candidates at ``step`` (None: at any step) that this listing has."""
         is_empty = True
         branch = set(on_branch(self._rollback, self._holders))
@@ -149,13 +155,15 @@ class _Listing:
             raise self._failure
 
     def _committed(
-        self, refs: Collection[StepRef], step: int | None, finish: Finish
+        self, refs: Collection[StepRef], step: StepId | None, finish: Finish
     ) -> Iterator[Candidate]:
         """Yield the candidates at ``step`` (None: at any step) among ``refs``, newest first."""
         for number in sorted({ref.step for ref in refs}, reverse=True):
-            if step not in (None, number):
+            if step is not None and number != (step.step if isinstance(step, StepRef) else step):
                 continue
             rivals = [ref for ref in self._holders if ref in refs and ref.step == number]
+            if isinstance(step, StepRef):
+                rivals = [ref for ref in rivals if ref == step]
             nearest = {
                 ref: place for ref in rivals if (place := self._nearest(ref)) is not None
             } or {
@@ -173,6 +181,7 @@ class _Listing:
                         reachable=tuple(self._reachable),
                         rollback=self._rollback,
                         heads=self._heads,
+                        rollbacks=self._rollbacks,
                     )
 
     def _nearest(self, ref: StepRef) -> int | None:
@@ -191,7 +200,10 @@ class _Listing:
     def _finish_on(self, ref: StepRef, finish: Finish) -> int | None:
         """Return the position of the nearest store on which ``finish`` commits ``ref``, or None."""
         places = [position for position in self._holders[ref] if position in self._reachable]
-        return next((position for position in places if finish(self._stores[position], ref)), None)
+        for position in places:
+            if finish(self._stores[position], ref, self._rollback):
+                return position
+        return None
 
     def _creation_time(self, ref: StepRef, rivals: int) -> float:
         """Return when the manifest of an attempt was made, in seconds since 1970.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -49,6 +50,7 @@ from ckpt.model.keys import StepRef, fragment_name, is_about_rank, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.readable import rank_list
+from ckpt.model.rollback import Rollback, last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
 from ckpt.root.claim_marker import claim_for_finish, release_finish
@@ -62,12 +64,30 @@ _PRUNE_NOTE: Final = (
 _log = logging.getLogger("ckpt")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What the caller knows of a run from elsewhere.
+
+    Attributes:
+        job_is_dead: Whether the processes of the job are known to have ended. It is used only if
+            the job ran on another machine, where this process cannot see it.
+        rollback: The rollback that counts on other tiers of the run; None if there is none, or if
+            it is not known. A tier in memory has none.
+    """
+
+    job_is_dead: bool = False
+    rollback: Rollback | None = None
+
+
+NO_FACTS: Final = RunFacts()
+
+
 def finalize(
     backend: StorageBackend,
     ref: StepRef,
     *,
     workers: Workers,
-    job_is_dead: bool = False,
+    facts: RunFacts = NO_FACTS,
     read_data: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
@@ -80,8 +100,7 @@ def finalize(
         backend: The store.
         ref: The attempt.
         workers: The threads that read.
-        job_is_dead: Whether the caller knows that the processes of the job have ended. It is used
-            only if the job ran on another machine, where this process cannot see it.
+        facts: What the caller knows of the run.
         read_data: Whether every byte is compared with its checksum. Otherwise only the sizes of the
             files are compared, as the leader does.
         on_progress: Called as bytes are read.
@@ -91,16 +110,17 @@ def finalize(
 
     Raises:
         RootInUse: The job of the attempt is alive, and commits the attempt itself.
-        JobUnseen: The job ran on another machine, and ``job_is_dead`` does not tell that it has
+        JobUnseen: The job ran on another machine, and ``facts`` do not tell that it has
             ended.
         CommitError: The attempt cannot become a checkpoint, for the reason in the error.
         IntegrityError: A file or a fragment of the attempt is damaged.
         StorageError: The store has failed, or a fragment was removed meanwhile.
     """
     folder = StepFolder(backend, ref, workers)
-    ask = partial(folder.retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
+    check = partial(_check_owner, backend, ref, job_is_dead=facts.job_is_dead)
+    ask = partial(folder.retry.call, check)
     owner = ask()
-    _check_last(backend, ref, owner)
+    _check_last(backend, ref, owner, facts.rollback)
     parts = read_fragments(folder)
     manifest = merge(parts)
     fragments = {
@@ -168,12 +188,15 @@ def _check_owner(backend: StorageBackend, ref: StepRef, *, job_is_dead: bool) ->
     return owner
 
 
-def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
+def _check_last(
+    backend: StorageBackend, ref: StepRef, owner: Owner, rollback: Rollback | None
+) -> None:
     """Raise ``CommitError`` if the leader has written to a later step, or in a later try at this
     step. If it has gone back to an earlier step since, what it wrote after that is later too.
     """
     listing = list_root(backend)
-    rollback, branch = listing.rollback, listing.on_branch
+    rollback = last_rollback([rollback, listing.rollback])
+    branch = on_branch(rollback, listing.refs)
     is_abandoned = ref not in branch
     # What was abandoned says nothing about the saves of the current branch.
     for attempt_ref in listing.refs if is_abandoned else branch:
@@ -266,8 +289,9 @@ class Finisher:
         self._tries: set[tuple[str, StepRef]] = set()
         self.finishes: list[tuple[int, str]] = []
 
-    def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
+    def finish(self, backend: StorageBackend, ref: StepRef, rollback: Rollback | None) -> bool:
         """Try to finish ``ref``, which has no manifest on ``backend``, and return True on success.
+        ``rollback`` is the one that counts on all tiers; None if there is none.
 
         Each attempt is tried once for each store. No `CkptError` is raised, since there may be
         other steps to restore.
@@ -276,7 +300,8 @@ class Finisher:
             return False
         self._tries.add((backend.url, ref))
         try:
-            finalize(backend, ref, workers=self._workers, read_data=False)
+            facts = RunFacts(rollback=rollback)
+            finalize(backend, ref, workers=self._workers, facts=facts, read_data=False)
         except JobUnseen as error:
             _log.warning(
                 "ckpt: %s (ckpt finalize %s --step %d --job-is-dead)", error, backend.url, ref.step

@@ -34,6 +34,7 @@ from ckpt.model.keys import (
     MANIFEST,
     OWNER,
     ROLLBACKS,
+    StepId,
     StepRef,
     is_file_name,
     parse_folder,
@@ -95,13 +96,6 @@ def list_root(backend: StorageBackend) -> RootContents:
     names = ask(backend, lambda: list(backend.folders("")))
     refs = sorted((ref for ref in map(parse_folder, names) if ref is not None), reverse=True)
     return RootContents(refs, newest_rollback(backend) if ROLLBACKS in names else None)
-
-
-def branch_attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
-    """Return the attempts at steps that one job has made and no rollback has abandoned, newest step
-    first.
-    """
-    return [ref for ref in list_root(backend).on_branch if ref.job == job]
 
 
 def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
@@ -332,8 +326,9 @@ def check_place(manifest_ref: StepRef, ref: StepRef) -> None:
         )
 
 
-def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
-    """Return the committed attempts at ``step`` (None: at any step), newest step first.
+def find(backend: StorageBackend, step: StepId | None) -> list[StepRef]:
+    """Return the committed attempts at ``step``, or the attempt ``step`` (None: all attempts at any
+    step), newest step first.
 
     Steps of the current branch come before those of abandoned branches. Of several attempts at a
     step, the one with the youngest manifest comes first. An attempt whose manifest is damaged comes
@@ -345,10 +340,12 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     """
     listing = list_root(backend)
     all_refs, branch = listing.refs, set(listing.on_branch)
-    present = committed_among(backend, [ref for ref in all_refs if step in (None, ref.step)])
+    wanted_refs = [ref for ref in all_refs if step in (None, ref.step, ref)]
+    present = committed_among(backend, wanted_refs)
     refs = [ref for ref in all_refs if ref in present]
     if not refs:
-        raise NoCheckpoint(backend.url, why_missing(backend, all_refs, step))
+        number = step.step if isinstance(step, StepRef) else step
+        raise NoCheckpoint(backend.url, why_missing(backend, all_refs, number))
     attempts_at = Counter(ref.step for ref in refs)
     ages = {ref: creation_time(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
     return sorted(refs, key=lambda ref: (ref in branch, ref.step, ages[ref]), reverse=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ckpt.catalog.finalize import RunFacts
 from ckpt.catalog.finalize import finalize as finish
 from ckpt.catalog.index import is_committed, why_missing
 from ckpt.catalog.inventory import Inventory
@@ -114,8 +115,9 @@ class _Outcome:
 def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool) -> _Outcome:
     try:
         with output.progress(f"step {ref.step}") as bar:
+            facts = RunFacts(job_is_dead=job_is_dead)
             return _Outcome(
-                ref, finish(backend, ref, workers=workers, job_is_dead=job_is_dead, on_progress=bar)
+                ref, finish(backend, ref, workers=workers, facts=facts, on_progress=bar)
             )
     except (CommitError, IntegrityError) as error:  # Other steps may still be finished
         return _Outcome(ref, error=error)

@@ -26,6 +26,7 @@ from ckpt.cli.store_timeout import open_watched, silence_notes
 from ckpt.config import Best, Tier, load_config
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback
 from ckpt.retention.policy import (
     YOUNG,
     FixedGuard,
@@ -34,6 +35,7 @@ from ckpt.retention.policy import (
     Retention,
     Verdict,
     judge,
+    on_branch,
     unknown_metric,
 )
 from ckpt.retention.pruner import Removal, carry_out
@@ -140,9 +142,8 @@ def prune(
     tier = resolve_tier(root, config)
     rule = _rule(tier, keep_last, keep_every, keep_best)
     backend = open_watched(tier.url, tier.options, timeout)
-    owner, steps = backend.ask(
-        lambda: (read_owner(backend), Inventory(backend, part=tier.local is True).look())
-    )
+    inventory = Inventory(backend, part=tier.local is True)
+    owner, steps = backend.ask(lambda: (read_owner(backend), inventory.look()))
     if not steps:
         raise NoCheckpoint(backend.url, backend.ask(partial(why_missing, backend, [], None)))
     _warn_of_names(rule, steps)
@@ -150,7 +151,10 @@ def prune(
         frozenset["StepRef"]()
         if force
         else _missing_farther(
-            _farther_tiers(tier, config, owner, url=backend.url, dry_run=dry_run), steps, timeout
+            _farther_tiers(tier, config, owner, url=backend.url, dry_run=dry_run),
+            on_branch([step for step in steps if step.state == "committed"]),
+            inventory.rollback,
+            timeout,
         )
     )
     verdicts = judge(
@@ -249,21 +253,23 @@ def activity(owner: Owner) -> str:
 
 
 def _missing_farther(
-    farther_tiers: Sequence[Tier], steps: Sequence[StoredStep], timeout: float
+    farther_tiers: Sequence[Tier],
+    steps: Sequence[StoredStep],
+    rollback: Rollback | None,
+    timeout: float,
 ) -> frozenset[StepRef]:
-    """Return the committed ``steps`` that one of the ``farther_tiers`` takes, lacks, and
-    would keep.
+    """Return those of ``steps``, the checkpoints of the branch that ``rollback`` has begun, that
+    one of the ``farther_tiers`` takes, lacks, and would keep.
 
     A job or its agent may still have to read these steps to copy them. If a farther tier cannot be
     listed, all steps that it takes count as lacking, and a warning is printed.
     """
     missing_refs: set[StepRef] = set()
-    committed_steps = [step for step in steps if step.state == "committed"]
     for tier in farther_tiers:
         present: Metrics = {}
         try:
             store = open_watched(tier.url, tier.options, timeout)
-            present = store.ask(partial(checkpoints, store, tier, committed_steps))
+            present = store.ask(partial(checkpoints, store, tier, steps, rollback))
             # Each step is judged beside the steps that the tier has, and not beside the others that
             # it lacks, since a running job copies all of these. ``best_counts`` would keep fewer.
             settings = replace(tier, best_counts=False)
@@ -272,9 +278,7 @@ def _missing_farther(
                 f"the steps that {tier.url} lacks are not known, so all that it takes stay: {error}"
             )
             settings = Tier(tier.url, every=tier.every)
-        missing_refs |= {
-            step.ref for step in committed_steps if missing_steps(settings, present, [step])
-        }
+        missing_refs |= {step.ref for step in steps if missing_steps(settings, present, [step])}
     return frozenset(missing_refs)
 
 

@@ -120,6 +120,10 @@ class StepRef:
         return f"{self.folder}/{name}"
 
 
+StepId = int | StepRef
+"""A step: its number, which stands for all attempts at it, or one attempt."""
+
+
 def parse_folder(name: str) -> StepRef | None:
     """Return the step and attempt that the name of a folder states, or None if ckpt never gives a
     folder this name.

@@ -14,11 +14,14 @@ from typing import Final
 
 import msgspec
 
-from ckpt.model.keys import StepRef
+from ckpt.errors import CommitError
+from ckpt.model.keys import StepRef, rollback_key
 from ckpt.model.manifest import FORMAT
 
 _NO_LIMIT: Final = ((0, None),)
 _NO_STEP: Final = -1
+MOST_NUMBER: Final = 999_999_999
+"""The highest number of a rollback."""
 
 Segments = tuple[tuple[int, int | None], ...]
 """Pairs (trial, last step) of one job, by ascending trial. The tries of the job from this trial on,
@@ -151,11 +154,19 @@ def roll_back(
         ref: The step to go back to.
         heads: The newest step of each attempt of the run, committed or not.
         trials: For each job that goes on after the rollback, the number of its first try then.
+
+    Raises:
+        CommitError: The last rollback has the highest number, so that none can follow.
     """
     history = history_of(rollbacks)
     last = history[-1] if history else None
     if is_newest(last, ref, heads):
         return None
+    if last is not None and last.number >= MOST_NUMBER:
+        raise CommitError(
+            f"no rollback can follow rollback {last.number}, which has the highest number: no run "
+            f"goes back so often, so delete {rollback_key(last.number)} on each tier that has it"
+        )
     base, end = _branch_of(history, ref)
     jobs: dict[str, Segments] = {}
     for job in sorted({head.job for head in heads} | (last.jobs.keys() if last else set())):

@@ -2,12 +2,14 @@
 
 ``1200`` is the step of this number, ``latest`` the newest checkpoint, ``latest~3`` the one that is
 three checkpoints older, and ``best:loss`` the checkpoint with the best value of a metric. Only
-checkpoints of the current branch count. A selector has no minus, which begins an option of the
+checkpoints of the current branch count. ``branch:before-spike`` is the step that a person has given
+this name, on any branch. A selector does not begin with a minus, which begins an option of the
 command line.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, cast, get_args
@@ -22,6 +24,8 @@ LATEST: Final = "latest"
 """The selector of the newest checkpoint."""
 _OLDER: Final = f"{LATEST}~"
 _BEST: Final = "best:"
+_BRANCH: Final = "branch:"
+_BRANCH_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _MODES: Final = get_args(Mode)
 _MOST_DIGITS: Final = 18
 
@@ -64,12 +68,34 @@ class BestStep:
         return f"{_BEST}{self.metric}" + (f":{self.mode}" if self.mode else "")
 
 
-Selector = int | LatestStep | BestStep
+@dataclass(frozen=True, slots=True)
+class BranchStep:
+    """The step that a person has named, with the branch that led to it."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        """Check the name.
+
+        Raises:
+            ConfigError: The name is wrong.
+        """
+        if not _BRANCH_NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"a branch named {self.name[:80]!r}: use 1 to 64 letters, digits, '-', '_' and "
+                "'.', and begin with a letter or digit"
+            )
+
+    def __str__(self) -> str:
+        return f"{_BRANCH}{self.name}"
+
+
+Selector = int | LatestStep | BestStep | BranchStep
 
 
 def is_selector(text: str) -> bool:
     """Return True if ``text`` is a selector or begins like one."""
-    return text == LATEST or _is_number(text) or text.startswith((_OLDER, _BEST))
+    return text == LATEST or _is_number(text) or text.startswith((_OLDER, _BEST, _BRANCH))
 
 
 def parse_selector(text: str) -> Selector:
@@ -85,12 +111,14 @@ def parse_selector(text: str) -> Selector:
         return int(text)
     if older != text and _is_number(older):
         return LatestStep(int(older))
+    if text.startswith(_BRANCH):
+        return BranchStep(text.removeprefix(_BRANCH))
     if metric not in (text, ""):
         name, _, mode = metric.rpartition(":")
         return BestStep(name, cast("Mode", mode)) if name and mode in _MODES else BestStep(metric)
     raise ConfigError(
-        f"step={text!r}: a step is a number of at most {_MOST_DIGITS} digits, {LATEST}, {_OLDER}1 "
-        f"or {_BEST}METRIC"
+        f"step={text!r}: a step is a number of at most {_MOST_DIGITS} digits, {LATEST}, "
+        f"{_OLDER}1, {_BEST}METRIC or {_BRANCH}NAME"
     )
 
 

@@ -176,7 +176,9 @@ class NodeSurvey:
         that is local to several nodes, the function returns False without calling ``finish``, since
         no rank sees all files of a step there.
         """
-        return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
+        return lambda store, ref, rollback: (
+            not isinstance(store, Union) and finish(store, ref, rollback)
+        )
 
     def fault(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> str:
         """Return why a step cannot be restored from the nodes of the job. The text is empty if the

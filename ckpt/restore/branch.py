@@ -26,6 +26,7 @@ from ckpt.events import RolledBack
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, is_newest, roll_back
 from ckpt.pipeline.workers import Workers
+from ckpt.restore.discard import Discard
 from ckpt.restore.restorer import RestoreContext
 from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.api import StorageBackend
@@ -72,13 +73,16 @@ class BranchPoint:
     is_certain: bool
 
 
-def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -> Rollback | None:
+def begin_branch(
+    context: RestoreContext, point: BranchPoint, *, subject: str, discards: bool = False
+) -> Rollback | None:
     """Let the history of the run go on from ``point``. All ranks call this alike.
 
     Args:
         context: The tiers, connections and threads of the restore.
         point: The step, and what is known about the run.
         subject: The subject of the message, which no other call uses.
+        discards: Whether the steps that are abandoned are removed now, if a tier has the rollback.
 
     Returns:
         The rollback, which at least one tier of the leader has, or which each tier gets when this
@@ -125,9 +129,34 @@ def begin_branch(context: RestoreContext, point: BranchPoint, *, subject: str) -
             rollback.number,
         )
     elif not decision.rival:
-        own = [tier for tier in durable if tier.nodes and rank in tier.nodes.lowest_ranks]
+        own = [tier for tier in durable if _leads(tier, rank)]
         _put(own, context.listers, rollback)
+    if discards and not decision.rival:
+        Discard(context, rollback).run([tier for tier in durable if _leads(tier, rank)])
     return rollback
+
+
+def _leads(tier: OpenTier, rank: int) -> bool:
+    """Return True if ``rank`` is the lowest of those that share the store of a tier."""
+    return rank in tier.nodes.lowest_ranks if tier.nodes else rank == LEADER
+
+
+def share_rollback(tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback | None) -> None:
+    """Put ``rollback``, which some tier of the run has, on ``tiers``, which lack it: they were away
+    when the run was rolled back. A `StorageError` is only logged. If this job may not write to a
+    tier, the next job that saves there puts the rollback.
+    """
+    if rollback is None:
+        return
+    for url, error in _answers(tiers, listers, lambda store: put_rollback(store, rollback)).items():
+        if error is None:
+            _log.info("ckpt: %s has the rollback to step %d now", url, rollback.step)
+        elif not _is_denied(error):
+            _warn_of_absence(url, rollback, error)
+
+
+def _warn_of_absence(url: str, rollback: Rollback, error: StorageError) -> None:
+    _log.warning("ckpt: the rollback to step %d is not on %s: %s", rollback.step, url, error)
 
 
 def _is_denied(error: StorageError | None) -> bool:
@@ -177,9 +206,7 @@ def _put(tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback) -> Sto
     answers = _answers(tiers, listers, lambda store: put_rollback(store, rollback))
     for url, error in answers.items():
         if error is not None:
-            _log.warning(
-                "ckpt: the rollback to step %d is not on %s: %s", rollback.step, url, error
-            )
+            _warn_of_absence(url, rollback, error)
     errors = [error for error in answers.values() if error is not None]
     if len(errors) < len(answers):
         return None

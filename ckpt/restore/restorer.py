@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from ckpt.catalog.branch_metrics import step_on
-from ckpt.catalog.candidates import candidates
+from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.checks import true_or_false
@@ -157,6 +157,8 @@ class Restorer:
     Attributes:
         rollback: The rollback that counted when the step was chosen; None if there was none.
         heads: On the leader, the newest step of each attempt on any tier or under way.
+        outdated_tiers: On the leader, the shared tiers that lack ``rollback``, which another tier
+            has.
 
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
@@ -181,6 +183,7 @@ class Restorer:
         self._is_overwritten = False
         self.rollback: Rollback | None = None
         self.heads: list[StepRef] = []
+        self.outdated_tiers: list[OpenTier] = []
 
     def restore(
         self, state: MutableMapping[str, Any], step: Selector | None
@@ -323,6 +326,8 @@ class Restorer:
             stores, number, workers=self._listers, finish=finish, rollback=rollback
         ):
             self.heads = heads_of([*candidate.heads, *neighbours.heads(), *refs_in_use])
+            if candidate.rollback is not None:
+                self._judge_rollbacks(candidate, neighbours, is_newest=step is None)
             if fault := neighbours.fault(candidate, stores):
                 _log.warning(
                     "ckpt: step %d is not whole, and another step is tried: %s",
@@ -346,6 +351,27 @@ class Restorer:
         if rejections:
             yield _Proposal(
                 "", 0, (), rejections=tuple(rejections), finished_commits=tuple(finisher.finishes)
+            )
+
+    def _judge_rollbacks(
+        self, candidate: Candidate, neighbours: NodeSurvey, *, is_newest: bool
+    ) -> None:
+        """Note which tiers lack the rollback that counts, unless it waits for the first save of
+        this job. Log a warning if the newest step has to be an abandoned one.
+        """
+        rollback = candidate.rollback
+        if last_rollback([neighbours.rollback(), *candidate.rollbacks.values()]) == rollback:
+            tiers = ((self._tiers[place], last) for place, last in candidate.rollbacks.items())
+            self.outdated_tiers = [
+                tier
+                for tier, last in tiers
+                if last != rollback and not (tier.nodes or tier.in_memory)
+            ]
+        if is_newest and rollback is not None and not rollback.keeps(candidate.ref):
+            _log.warning(
+                "ckpt: step %d was abandoned, and it is the newest step that is left: no step of "
+                "the current branch is on any tier (`ckpt log` shows the branches)",
+                candidate.ref.step,
             )
 
     # -- every rank's part -------------------------------------------------------------------------

@@ -17,5 +17,8 @@ def step_refs(backend: StorageBackend) -> list[StepRef]:
 
 
 def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
-    """Return the attempts at steps on a store that one job has made, newest step first."""
-    return [ref for ref in step_refs(backend) if ref.job == job]
+    """Return the attempts at steps on a store that one job has made, newest step first. Of several
+    tries at a step, the last one comes first.
+    """
+    refs = [ref for ref in step_refs(backend) if ref.job == job]
+    return sorted(refs, key=lambda ref: (ref.step, ref.trial), reverse=True)

@@ -224,7 +224,8 @@ class Backfill:
         ]
         owed_farther = frozenset[StepRef]().union(*(self._owed_refs[url] for url in farther_urls))
         guard = FixedGuard(owed_farther, durable)
-        return StepCopier(writer.tier, writer.root, durable, guard, self._retry)
+        rollback = self._steps.rollback
+        return StepCopier(writer.tier, writer.root, durable, guard, self._retry, rollback)
 
     def _go(self, writer: TierWriter, steps: Sequence[StoredStep]) -> None:
         """Copy ``steps`` to the tier of ``writer``, which lacks them."""

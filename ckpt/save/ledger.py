@@ -23,6 +23,8 @@ from ckpt.errors import (
 from ckpt.errors.base import few
 from ckpt.errors.frames import without_frames
 from ckpt.events import Observers, SaveFailed, SaveSuspicious
+from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback, on_branch
 from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
 
 _log = logging.getLogger("ckpt")
@@ -48,12 +50,13 @@ class SaveLedger:
         self._raises_suspicions = config.on_suspicious == "raise"
         self._lock = threading.Lock()
         self._pending: list[SaveRecord] = []
-        self._saved_steps: set[int] = set()
+        self._refs: dict[int, list[StepRef]] = {}
+        """By step, the tries that were saved or are under way, on any branch."""
+        self._rollback: Rollback | None = None
         self._trials: dict[int, int] = {}
         self._first_trial = 0
-        self._owners: dict[int, object] = {}
-        self._abandoned_ids: set[int] = set()
-        """The ``id`` of each save that was under way when its branch was abandoned."""
+        self._entries: dict[int, tuple[StepRef, object]] = {}
+        """By the ``id`` of each save that is under way, its try and its owner."""
         self._skip_count = 0
         self._failed_steps: list[int] = []
         self._suspicions: list[SuspiciousState] = []
@@ -82,9 +85,10 @@ class SaveLedger:
         return all(save.done() for save in self.pending)
 
     def has(self, step: int) -> bool:
-        """Return True if ``step`` was saved, or if its save is under way."""
+        """Return True if ``step`` was saved on the current branch, or if its save is under way."""
         with self._lock:
-            return step in self._saved_steps
+            refs = self._refs.get(step, ())
+            return bool(refs and on_branch(self._rollback, refs))
 
     def next_trial(self, step: int) -> int:
         """Return the number of earlier tries to save ``step``, and count a further try."""
@@ -102,21 +106,18 @@ class SaveLedger:
         with self._lock:
             return max(self._trials.values(), default=0)
 
-    def begin_branch(self, step: int) -> None:
-        """Let the steps after ``step`` be saved again."""
+    def begin_branch(self, rollback: Rollback) -> None:
+        """Let the steps that ``rollback`` has abandoned be saved again."""
         first_trial = self.next_branch_trial
         with self._lock:
-            self._first_trial = first_trial
-            self._abandoned_ids |= {
-                id(save) for save in self._pending if save.step > step and not save.done()
-            }
-            self._saved_steps = {number for number in self._saved_steps if number <= step}
+            self._first_trial, self._rollback = first_trial, rollback
 
-    def begin(self, pending: SaveRecord, owner: object) -> None:
+    def begin(self, pending: SaveRecord, ref: StepRef, owner: object) -> None:
         """Add a save.
 
         Args:
             pending: The handle of the save.
+            ref: The try at the step.
             owner: The manager. The ledger holds a reference to it until the save has ended. The
                 exit handler has only a weak reference. Without this one, a manager that the script
                 has dropped would not be closed at exit.
@@ -126,17 +127,18 @@ class SaveLedger:
                 save for save in self._pending if not save.done() or save.unreported_error
             ]
             self._pending.append(pending)
-            self._saved_steps.add(pending.step)
-            self._owners[id(pending)] = owner
+            self._refs.setdefault(ref.step, []).append(ref)
+            self._entries[id(pending)] = ref, owner
 
-    def cancel(self, step: int) -> None:
-        """Remove the save of ``step``, which was called off before it began."""
+    def cancel(self, ref: StepRef) -> None:
+        """Remove the save ``ref``, if there is one. It was called off before it began."""
         with self._lock:
-            self._saved_steps.discard(step)
             for save in list(self._pending):
-                if save.step == step and id(save) not in self._abandoned_ids:
-                    self._owners.pop(id(save), None)
+                entry = self._entries.get(id(save))
+                if entry is not None and entry[0] == ref:
+                    del self._entries[id(save)]
                     self._pending.remove(save)
+                    self._refs[ref.step].remove(ref)
 
     def give_up(self, reason: str, timeout: float | None) -> None:
         """Give up all saves, because ``reason`` ends the process, and log what the tiers lack.
@@ -160,10 +162,10 @@ class SaveLedger:
         is_skip = isinstance(error, SaveSkipped | TierBehind)
         if error is not None:
             with self._lock:
+                entry = self._entries.get(id(pending))
                 # A step that a tier has given up is on nearer tiers.
-                is_abandoned = id(pending) in self._abandoned_ids
-                if not (isinstance(error, TierBehind) or is_abandoned):
-                    self._saved_steps.discard(pending.step)
+                if entry is not None and not isinstance(error, TierBehind):
+                    self._refs[pending.step].remove(entry[0])
                 self._skip_count += isinstance(error, SaveSkipped)
                 if not is_skip:
                     self._failed_steps.append(pending.step)
@@ -173,9 +175,8 @@ class SaveLedger:
         # The user has chosen that saves may be skipped or fail, so no later call raises the error.
         pending.finish(error, is_reported=is_skip or self._warns)
         with self._lock:
-            self._abandoned_ids.discard(id(pending))
-            owner = self._owners.pop(id(pending), None)
-        del owner  # Outside of the lock, since this may be the last reference
+            entry = self._entries.pop(id(pending), None)
+        del entry  # Outside of the lock, since this may be the last reference
 
     def suspect(self, error: SuspiciousState, *, logs: bool) -> None:
         """Notify the observers that a committed step is suspicious. If ``on_suspicious="raise"``,
@@ -202,7 +203,7 @@ class SaveLedger:
             has_begun: Whether the save has begun all the same. If so, the handle of that save is
                 returned, and the save ends by itself.
         """
-        for pending in self.pending if has_begun else ():
+        for pending in reversed(self.pending) if has_begun else ():
             if pending.step == step:
                 return pending
         pending = SaveRecord(step, 0, None, began=time.perf_counter())

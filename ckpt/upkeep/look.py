@@ -8,16 +8,28 @@ from ckpt.catalog.index import committed_among
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback, last_rollback, on_branch
 from ckpt.retention.policy import Metrics, Retention
 from ckpt.storage.api import StorageBackend
 
 
-def checkpoints(backend: StorageBackend, tier: Tier, line: Sequence[StoredStep]) -> Metrics:
+def checkpoints(
+    backend: StorageBackend,
+    tier: Tier,
+    line: Sequence[StoredStep],
+    rollback: Rollback | None = None,
+) -> Metrics:
     """Return the checkpoints on a tier that decide which steps of ``line`` the tier lacks and would
-    keep, with their metrics.
+    keep, with their metrics. An abandoned one decides nothing, whatever its number is.
 
     The manifests of the tier are read only if its retention policy removes steps and it lacks a
     step that it takes.
+
+    Args:
+        backend: The store of the tier.
+        tier: The settings of the tier.
+        line: The steps that the tier may get, all of one branch.
+        rollback: The rollback that counts on nearer tiers; None if there is none.
 
     Raises:
         StorageError: The store has failed.
@@ -28,5 +40,7 @@ def checkpoints(backend: StorageBackend, tier: Tier, line: Sequence[StoredStep])
     }
     if Retention.of(tier).keeps_all or len(present) == len(taken_refs):
         return present
-    steps = Inventory(backend).look()
-    return present | {step.ref: step.metrics for step in steps if step.state == "committed"}
+    inventory = Inventory(backend)
+    metrics = {step.ref: step.metrics for step in inventory.look() if step.state == "committed"}
+    branch = on_branch(last_rollback([rollback, inventory.rollback]), metrics)
+    return present | {ref: metrics[ref] for ref in branch}

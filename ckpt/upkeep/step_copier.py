@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.catalog.index import is_committed, own_objects
+from ckpt.catalog.index import is_committed, list_root, own_objects
 from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.codec.registry import encoder_of
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef, data_name
+from ckpt.model.rollback import Rollback
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
-from ckpt.root.attempts import step_refs
 from ckpt.root.claim import Claim
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
@@ -33,7 +33,7 @@ from ckpt.upkeep.plan import missing_steps
 class _CopyGuard(StepGuard):
     """The guard of a tier while ``ref`` is copied there.
 
-    Steps that are newer than ``ref`` must stay, and so must the steps of ``guard``.
+    Steps of the branch that are newer than ``ref`` must stay, and so must the steps of ``guard``.
     """
 
     target: StorageBackend
@@ -41,8 +41,8 @@ class _CopyGuard(StepGuard):
     ref: StepRef
 
     def awaited_refs(self) -> frozenset[StepRef]:
-        newer = frozenset(newer_ref for newer_ref in step_refs(self.target) if newer_ref > self.ref)
-        return newer | self.guard.awaited_refs()
+        branch = list_root(self.target).on_branch
+        return frozenset(ref for ref in branch if ref > self.ref) | self.guard.awaited_refs()
 
     def is_owed(self, ref: StepRef) -> bool:
         return self.guard.is_owed(ref)
@@ -61,6 +61,7 @@ class StepCopier:
         sources: The stores that may have the steps, nearest first. Some of them may be in memory.
         guard: The steps of the tier that must stay when room is made for a copy.
         retry: How requests are retried.
+        rollback: The rollback that counts on the sources; None if there is none.
         confirm: Called before a manifest is put. It raises if the steps must not become checkpoints
             on the tier any more.
     """
@@ -70,6 +71,7 @@ class StepCopier:
     sources: Sequence[StorageBackend]
     guard: StepGuard
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    rollback: Rollback | None = None
     confirm: Callable[[], object] = lambda: None
 
     def missing_steps(self, line: Sequence[StoredStep], limit: int) -> list[StoredStep]:
@@ -79,7 +81,7 @@ class StepCopier:
         Raises:
             StorageError: The tier does not answer.
         """
-        present = checkpoints(self.tier.backend, self.tier.tier, line)
+        present = checkpoints(self.tier.backend, self.tier.tier, line, self.rollback)
         return missing_steps(self.tier.tier, present, line, limit)
 
     def copy(

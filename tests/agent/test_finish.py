@@ -26,21 +26,25 @@ from ckpt.agent import client
 from ckpt.agent.client import status
 from ckpt.agent.finish import Finish, _Root
 from ckpt.agent.folder import AgentFolder, Lock
+from ckpt.agent.job_branch import JobBranch
 from ckpt.agent.messages import Job
 from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.rollbacks import newest_rollback, put_rollback
 from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse, RootLost
 from ckpt.model.keys import OWNER, StepRef
+from ckpt.model.rollback import roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process, machine
+from ckpt.root.attempts import attempts_of
 from ckpt.root.claim import Claim
 from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
 from ckpt_backends.folder.posix import PosixBackend
 from tests.agent.conftest import await_state, holders, job_of, memory_folder
-from tests.checkpoints import write_checkpoint
-from tests.cli.conftest import Cli, cli
+from tests.checkpoints import DEAD, own, write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli, cli
 from tests.kit.states import restored
 from tests.kit.stores import whole
 from tests.kit.waiting import until
@@ -220,6 +224,72 @@ def test_a_far_tier_gets_the_steps_of_the_branch(tmp_path: Path) -> None:
         assert finishing.run().error == ""
     assert whole(far) == [2], "step 3 is abandoned"
     assert committed(open_backend(str(far))) == committed(backend)[:1]
+
+
+def branched_job(near: Path, far: Path, *, record_on: Path) -> Job:
+    """Return the job of a trainer that was killed after it went back from step 9 to step 1, and
+    then saved step 2. The far tier has the abandoned steps 8 and 9, and is full.
+    """
+    stores = {root: open_backend(str(root)) for root in (near, far)}
+    for root, steps in ((near, (1,)), (far, (8, 9))):
+        for step in steps:
+            write_checkpoint(stores[root], step, ARRAYS)
+    heads = [StepRef(9, DEAD.attempt)]
+    rollback = roll_back([], StepRef(1, DEAD.attempt), heads, trials={DEAD.attempt: 1})
+    assert rollback is not None
+    put_rollback(stores[record_on], rollback)
+    write_checkpoint(stores[near], 2, ARRAYS, attempt=StepRef(2, DEAD.attempt).retry(1).attempt)
+    own(stores[near], DEAD)
+    tiers = ({"url": str(near)}, {"url": str(far), "keep_last": 1})
+    return Job(DEAD, (Process(DEAD.pid, 1),), ranks=1, tiers=tiers, backlog=4, environment={})
+
+
+def finished(job: Job) -> str:
+    with Workers("test", 2) as workers, Finish(job, workers, lambda _: None) as finishing:
+        return finishing.run().error
+
+
+@pytest.mark.parametrize("record", ["near", "far"])
+def test_a_tier_that_was_away_at_the_rollback_gets_it_from_the_agent(
+    tmp_path: Path, record: str
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    assert finished(branched_job(near, far, record_on=tmp_path / record)) == ""
+    for root in (near, far):
+        store = open_backend(str(root))
+        assert newest_rollback(store) is not None
+        assert committed(store)[0].step == 2
+    assert whole(far) == [2], "the abandoned steps went first"
+
+
+def test_the_agent_finishes_the_newest_step_of_the_branch_that_has_all_files(
+    tmp_path: Path,
+) -> None:
+    """The abandoned step 9 lacks its manifest too. The last try at step 3 lacks its files, and so
+    does step 4 of a rank that is not the leader.
+    """
+    near, far = tmp_path / "near", tmp_path / "far"
+    job = branched_job(near, far, record_on=near)
+    store = open_backend(str(near))
+    write_checkpoint(store, 9, ARRAYS, commit=False)
+    ref = StepRef(3, DEAD.attempt).retry(1)
+    write_checkpoint(store, 3, ARRAYS, attempt=ref.attempt, commit=False)
+    write_checkpoint(
+        store, 4, ARRAYS, world_size=2, attempt=StepRef(4, DEAD.attempt).retry(1).attempt,
+        commit=False,
+    )  # fmt: skip
+    for file in near.glob("step-000000004.*/rank-00000.*"):
+        file.unlink()
+    assert finished(job) == ""
+    assert committed(store)[0] == ref
+    assert StepRef(9, DEAD.attempt) not in committed(store)
+
+
+def test_of_several_tries_at_a_step_the_last_one_comes_first(tmp_path: Path) -> None:
+    store, ref = open_backend(str(tmp_path)), StepRef(3, "abcxyz")
+    for trial in (1, 9, 10):
+        write_checkpoint(store, 3, ARRAYS, attempt=ref.retry(trial).attempt)
+    assert [attempt.trial for attempt in attempts_of(store, "abcxyz")] == [10, 9, 1]
 
 
 def test_the_agent_reads_a_manifest_once_to_plan_and_once_to_remove(
@@ -551,7 +621,8 @@ def test_an_agent_that_dies_is_started_again_by_the_trainer(
 def finish_of(owner: Owner, **fields: Any) -> Any:
     """Return a `Finish` of a job without tiers, with ``fields`` set."""
     found = object.__new__(Finish)
-    for name, value in {"_owner": owner, "_is_superseded": False, "_errors": [], **fields}.items():
+    default = {"_owner": owner, "_is_superseded": False, "_errors": [], "_branch": JobBranch()}
+    for name, value in (default | fields).items():
         setattr(found, name, value)
     return found
 

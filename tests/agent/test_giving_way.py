@@ -128,7 +128,7 @@ def test_one_worker_finishes_a_job_and_frees_its_memory(
             assert outcome(frees=False) == Ended("done")
             assert memory.exists()
             with monkeypatch.context() as patch:
-                patch.setattr(Finish, "clean", lambda _: Ended("failed", "no"))
+                patch.setattr(Finish, "free_memory", lambda _: Ended("failed", "no"))
                 assert outcome(frees=True) == Ended("done")
             assert outcome(frees=True) == Ended("freed")
             assert not memory.exists()

@@ -16,6 +16,7 @@ from ckpt.agent.finish import Finish
 from ckpt.agent.messages import Job, fields_of
 from ckpt.agent.node_parts import NodeParts
 from ckpt.agent.reports import Ended
+from ckpt.catalog.rollbacks import newest_rollback, put_rollback
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -30,6 +31,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.keys import StepRef
+from ckpt.model.rollback import roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import DEAD, own, write_checkpoint
@@ -115,6 +117,19 @@ def test_a_part_without_a_manifest_waits_until_no_other_node_can_have_the_manife
     shared = open_backend(str(tmp_path / "shared"))
     shared.put(StepRef(1, DEAD.attempt).end_note(0), [b""])  # and for no later step
     assert finish(node) == Ended("done")
+
+
+def test_an_abandoned_part_counts_neither_as_the_newest_nor_as_one_that_waits(
+    tmp_path: Path, node: Job
+) -> None:
+    """The job went back from step 2 to step 1. Only the shared tier has the rollback."""
+    shared = open_backend(str(tmp_path / "shared"))
+    target = StepRef(1, DEAD.attempt)
+    rollback = roll_back([], target, [StepRef(2, DEAD.attempt)], trials={DEAD.attempt: 1})
+    assert rollback is not None
+    put_rollback(shared, rollback)
+    assert finish(node) == Ended("done")
+    assert newest_rollback(open_backend(str(tmp_path / "node"))) == rollback
 
 
 def test_a_part_without_a_manifest_does_not_wait_forever_for_a_lost_node(

@@ -74,6 +74,16 @@ def test_a_later_step_of_the_near_tier_stays_the_newest(
     assert whole(near) == [1, 9]
 
 
+def test_an_abandoned_step_of_the_near_tier_is_not_the_newest(
+    tmp_path: Path, far: Path, cli: Cli
+) -> None:
+    near = tmp_path / "near"
+    assert cli("copy", far, near, "--step", 2).code == 0
+    assert cli("rollback", far, 1).code == 0
+    assert cli("agent", "prefetch", far, "--to", near, "--json").json["tiers"][0]["step"] == 1
+    assert cli("show", near, "latest", "--json").json["step"] == 1
+
+
 def test_the_tiers_of_the_configuration_are_filled(tmp_path: Path, far: Path, cli: Cli) -> None:
     Path("ckpt.toml").write_text(
         f'[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "near"\ncodec = "zstd"\n'

@@ -14,7 +14,7 @@ from ckpt.catalog.rollbacks import put_rollback
 from ckpt.config import Mode
 from ckpt.errors import AccessDenied, NoCheckpoint
 from ckpt.model.encoding import pack
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepId, StepRef
 from ckpt.model.rollback import roll_back
 from ckpt.model.selector import BestStep, LatestStep, parse_selector
 from ckpt.storage.api import StorageBackend
@@ -52,7 +52,7 @@ def metrics_on(*stores: StorageBackend) -> dict[int, Mapping[str, float]]:
     return branch_metrics([MetricsReader(store).read(LOSS) for store in stores])
 
 
-def chosen(text: str, *stores: StorageBackend, **modes: Mode) -> int | None:
+def chosen(text: str, *stores: StorageBackend, **modes: Mode) -> StepId | None:
     return step_on(stores, parse_selector(text), lambda: modes)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.catalog.finalize import finalize
+from ckpt.catalog.finalize import RunFacts, finalize
 from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.abort_reason import Abort
 from ckpt.coordination.commit_state_machine import (
@@ -371,7 +371,7 @@ def start_finisher(sim: Simulation, attempt: Attempt, index: int) -> Task:
                 sim.tiers[index],
                 attempt.ref,
                 workers=Inline(),  # type: ignore[arg-type]
-                job_is_dead=True,
+                facts=RunFacts(job_is_dead=True),
                 read_data=False,
             )
 

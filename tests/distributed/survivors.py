@@ -52,7 +52,7 @@ def merged_again(root: Path, step: int, tmp_path: Path) -> tuple[bytes, bytes]:
     """
     import shutil
 
-    from ckpt.catalog.finalize import finalize
+    from ckpt.catalog.finalize import RunFacts, finalize
     from ckpt.pipeline.workers import Workers
     from ckpt.root.attempts import step_refs
     from ckpt.storage.registry import open_backend
@@ -64,5 +64,5 @@ def merged_again(root: Path, step: int, tmp_path: Path) -> tuple[bytes, bytes]:
     before = path.read_bytes()
     path.unlink()
     with Workers("test", 2) as workers:
-        finalize(backend, ref, workers=workers, job_is_dead=True)
+        finalize(backend, ref, workers=workers, facts=RunFacts(job_is_dead=True))
     return before, path.read_bytes()

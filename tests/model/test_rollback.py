@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from ckpt.errors import CommitError
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, rollback_key, rollback_number
-from ckpt.model.rollback import Rollback, heads_of, last_rollback, on_branch, roll_back
+from ckpt.model.rollback import (
+    MOST_NUMBER,
+    Rollback,
+    heads_of,
+    last_rollback,
+    on_branch,
+    roll_back,
+)
 
 A, B = "a" * 12, "b" * 12
 
@@ -31,6 +40,21 @@ def test_the_steps_after_the_target_leave_the_branch():
     assert rollback is not None
     assert on_branch(rollback, [*run, *refs(B, 3)]) == [*run[:2], *refs(B, 3)]
     assert [rollback.precedes(ref) for ref in (run[0], *refs(B, 3))] == [False, True]
+
+
+def test_a_record_with_the_highest_number_is_named_by_the_next_rollback():
+    """No run goes back so often. Without this error, nobody would read the next record."""
+    run = refs(A, 1, 2, 3)
+    last = roll_back([], run[1], heads_of(run))
+    assert last is not None
+    for number in (MOST_NUMBER - 1, MOST_NUMBER):
+        assert rollback_number(rollback_key(number)) == number
+    assert rollback_number(rollback_key(MOST_NUMBER + 1)) is None
+    last = replace(last, number=MOST_NUMBER - 1)
+    after = roll_back([last], run[0], heads_of(run))
+    assert after is not None
+    with pytest.raises(CommitError, match="delete rollbacks/999999999"):
+        roll_back([last, after], run[2], heads_of(run))
 
 
 def test_going_back_to_the_newest_step_is_no_rollback():

@@ -14,6 +14,7 @@ from ckpt.errors import ConfigError
 from ckpt.model.metrics import mode_of
 from ckpt.model.selector import (
     BestStep,
+    BranchStep,
     LatestStep,
     is_selector,
     parse_selector,
@@ -43,6 +44,8 @@ MODES = st.dictionaries(NAMES, st.sampled_from(["min", "max"]))
         ("best:max", BestStep("max")),
         ("best::max", BestStep(":max")),
         ("best:x:max:min", BestStep("x:max", "min")),
+        ("branch:before-spike", BranchStep("before-spike")),
+        ("branch:0.1_b", BranchStep("0.1_b")),
     ],
 )
 def test_a_text_is_a_selector(text, selector):
@@ -62,6 +65,12 @@ def test_a_text_is_a_selector(text, selector):
 def test_another_text_names_no_step(text):
     with pytest.raises(ConfigError, match=r"step=.*: a step is a number"):
         parse_selector(text)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-a", ".a", "a b", "x" * 65, "\u00e4"])
+def test_a_branch_has_a_name_without_slashes(name):
+    with pytest.raises(ConfigError, match="use 1 to 64 letters"):
+        parse_selector(f"branch:{name}")
 
 
 @pytest.mark.parametrize("place", ["runs/latest~3", "./best:loss", "best", "s3://best:a/b", "12x"])
@@ -156,7 +165,7 @@ def test_the_star_of_a_list_is_at_the_best_step(steps, modes):
 )
 def test_the_reason_is_given_where_there_is_no_such_step(text, steps, words):
     selector = parse_selector(text)
-    assert not isinstance(selector, int)
+    assert isinstance(selector, LatestStep | BestStep)
     assert resolve(selector, steps, {}) is None
     assert words in why_none(selector, steps)
 

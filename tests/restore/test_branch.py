@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,28 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.branches import put_branch
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.index import committed, find
 from ckpt.catalog.rollbacks import all_rollbacks, newest_rollback
 from ckpt.catalog.watching import Watcher
 from ckpt.config import SaveConfig
-from ckpt.errors import AccessDenied, NoCheckpoint, StorageError, TransientStorageError
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    NoCheckpoint,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.events import Observers, RolledBack
-from ckpt.model.keys import rollback_key
+from ckpt.model.keys import StepRef, rollback_key
+from ckpt.model.rollback import Rollback, roll_back
+from ckpt.model.selector import BranchStep
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Workers
 from ckpt.retention import pruner
 from ckpt.root.owner import Owner, put_owner
+from ckpt.root.pins import put_pin
 from ckpt.save.ledger import SaveLedger
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, Raise, Rule, SimulatedCrash
@@ -228,14 +238,102 @@ def test_a_tier_that_was_away_gets_the_rollback_with_the_first_save(near, far, m
     assert newest(far) == (6, 60)
 
 
+def refuse_rollbacks(patch: pytest.MonkeyPatch, root: Path, **fault: Any) -> None:
+    """Let ``root`` take no rollback, as if it were away at the moment of the rollback."""
+    faulty(patch, root, [Rule(verb="put", key="rollbacks", fault=Raise(StorageError), **fault)])
+
+
+def test_the_same_job_puts_the_rollback_on_a_tier_that_was_away_with_its_next_save(
+    near, far, monkeypatch
+):
+    tiers: list[Any] = [str(near), Tier(str(far), keep_last=1)]
+    refuse_rollbacks(monkeypatch, far, nth=1)
+    trained = state(0)
+    with CheckpointManager(tiers) as manager:
+        for step in (5, 6, 7):
+            trained["x"].fill_(step)
+            manager.save(trained, step)
+        restored(manager, trained, step=5)
+        assert newest(far) == (7, 7)
+        trained["x"].fill_(60)
+        manager.save(trained, 6)
+    assert newest(far) == (6, 60)
+    assert whole(far) == [6], "retention does not take the abandoned step 7 for the newest"
+
+
+def test_a_restore_puts_the_rollback_on_a_tier_that_was_away(near, far, monkeypatch):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6, 7)
+    with monkeypatch.context() as patch:
+        refuse_rollbacks(patch, far)
+        go_back(tiers, 5)
+    assert newest(tiers) == (5, 5)
+    assert newest(far) == (5, 5)
+
+
+def test_a_restore_that_may_not_write_leaves_the_tier_that_was_away(near, far, monkeypatch, caplog):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6, 7)
+    with monkeypatch.context() as patch:
+        refuse_rollbacks(patch, far)
+        go_back(tiers, 5)
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        faulty(patch, far, [Rule(verb="put", fault=Raise(AccessDenied))])
+        assert newest(tiers) == (5, 5)
+    assert not [record for record in caplog.records if "rollback" in record.message]
+    assert newest(far) == (7, 7)
+
+
+def test_the_backfill_judges_no_copy_beside_abandoned_steps(near, far, monkeypatch):
+    """The farther tier has only abandoned steps, and was away at the rollback."""
+    tiers = [str(near), Tier(str(far), keep_last=1)]
+    run(near, 5)
+    run(str(far), 8, 9)
+    with monkeypatch.context() as patch:
+        refuse_rollbacks(patch, far)
+        go_back(tiers, 5)
+    run_on([str(near), Tier(str(far), keep_last=1, every=5)], 6, 60)
+    assert newest(far) == (5, 5), "step 5 is copied, and steps 8 and 9 are not the newest"
+
+
 def test_a_save_of_the_abandoned_branch_that_fails_late_frees_no_number():
     ledger = SaveLedger(Observers(()), SaveConfig(on_error="warn"))
     old, new = (SaveRecord(6, 0, None, began=0.0) for _ in range(2))
-    ledger.begin(old, owner=ledger)
-    ledger.begin_branch(5)
-    ledger.begin(new, owner=ledger)
+    first = StepRef(6, "a" * 12)
+    ledger.begin(old, first, owner=ledger)
+    ledger.begin_branch(rollback_to(5, first))
+    ledger.begin(new, first.retry(1), owner=ledger)
     ledger.end(old, StorageError("", "the old one"))
     assert ledger.has(6), "the new save of step 6 is under way"
+
+
+def rollback_to(step: int, *heads: StepRef, after: Sequence[Rollback] = ()) -> Rollback:
+    ref = StepRef(step, heads[0].attempt)
+    trials = {ref.job: max(head.trial for head in heads) + 1}
+    rollback = roll_back(after, ref, heads, trials=trials)
+    assert rollback is not None
+    return rollback
+
+
+def test_a_branch_that_is_taken_up_again_has_its_own_saves_and_no_others():
+    """Step 3 of the first branch was saved, and step 2 of the second one fails late."""
+    ledger = SaveLedger(Observers(()), SaveConfig(on_error="warn"))
+    saves = {name: SaveRecord(int(name[0]), 0, None, began=0.0) for name in ("1", "2", "3", "2b")}
+    first = [StepRef(step, "a" * 12) for step in (1, 2, 3)]
+    for ref in first:
+        ledger.begin(saves[str(ref.step)], ref, owner=ledger)
+        ledger.end(saves[str(ref.step)], None)
+    back = rollback_to(1, first[-1])
+    ledger.begin_branch(back)
+    assert not ledger.has(2)
+    second = first[1].retry(1)
+    ledger.begin(saves["2b"], second, owner=ledger)
+    again = rollback_to(3, first[-1], second, after=[back])
+    ledger.begin_branch(again)
+    assert ledger.has(3), "it would be saved a second time on its branch"
+    ledger.end(saves["2b"], StorageError("", "of the second branch"))
+    assert ledger.has(2), "that of the first branch"
 
 
 def test_observers_learn_of_it(near):
@@ -353,11 +451,12 @@ def test_a_record_under_the_name_of_another_is_not_believed(near, caplog):
     assert "it is rollback 1" in caplog.text
 
 
-def test_if_the_branch_has_no_step_any_more_all_steps_count(near):
+def test_if_the_branch_has_no_step_any_more_all_steps_count_with_a_warning(near, caplog):
     run(near, 5, 6, 7)
     go_back(near, 5)
     shutil.rmtree(next(near.glob("step-000000005.*")))
     assert newest(near) == (7, 7)
+    assert "step 7 was abandoned, and it is the newest step that is left" in caplog.text
     assert find(open_backend(str(near)), None)[0].step == 7
 
 
@@ -379,6 +478,86 @@ def test_readers_of_the_newest_step_take_that_of_the_branch(near):
     assert [step.step for step in Watcher(store, "all").look()] == [5, 6, 7]
     assert set(ckpt.load(str(near))) == {"x"}
     assert ckpt.load(str(near), "x")[0] == 5
+
+
+# -- what the caller removes at once ---------------------------------------------------------------
+
+
+def test_the_newer_steps_go_at_once_from_all_tiers_if_the_caller_says_so(near, far):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6, 7)
+    put_pin(open_backend(str(far)), find(open_backend(str(far)), 6)[0], 60)
+    go_back(tiers, 5, discard_newer=True)
+    assert (whole(near), whole(far)) == ([5], [5, 6]), "a pinned step stays"
+    assert newest(tiers) == (5, 5)
+    assert len(all_rollbacks(open_backend(str(near)))) == 1
+
+
+def test_a_manager_that_saves_removes_its_newer_steps_and_goes_on(near, far):
+    trained = state(0)
+    with CheckpointManager([str(near), str(far)]) as manager:
+        for step in (1, 2, 3):
+            trained["x"].fill_(step)
+            manager.save(trained, step)
+        restored(manager, trained, step=1, discard_newer=True)
+        assert manager.steps() == whole(near) == whole(far) == [1]
+        trained["x"].fill_(20)
+        manager.save(trained, 2)
+    assert newest(far) == (2, 20)
+    assert len(committed(open_backend(str(near)))) == 2
+
+
+def test_nothing_goes_if_no_branch_begins(near):
+    run(near, 5, 6)
+    with owned_by_another(near):
+        go_back(near, 5, discard_newer=True)
+    with owned_by_another(near, machine="another"):
+        go_back(near, 5, discard_newer=True)
+    assert whole(near) == [5, 6]
+
+
+def test_a_tier_that_fails_keeps_the_steps_for_retention(near, far, monkeypatch, caplog):
+    tiers = [str(near), str(far)]
+    run(tiers, 5, 6)
+    with monkeypatch.context() as patch:
+        faulty(patch, far, [Rule(verb="delete", fault=Raise(StorageError))])
+        go_back(tiers, 5, discard_newer=True)
+    assert whole(near) == [5]
+    assert f"abandoned steps stay on {far} for now" in caplog.text
+    assert newest(tiers) == (5, 5)
+
+
+@pytest.mark.parametrize("how", [{}, {"step": 5, "only": "x"}, {"step": 5, "rollback": False}])
+def test_a_discard_without_a_rollback_is_refused(near, how):
+    run(near, 5, 6)
+    with CheckpointManager(near) as manager, pytest.raises(ConfigError, match="discard_newer"):
+        manager.restore(state(0), discard_newer=True, **how)
+    assert whole(near) == [5, 6]
+
+
+# -- named branches --------------------------------------------------------------------------------
+
+
+def test_a_named_branch_is_restored_by_its_name_after_the_run_has_gone_back(near):
+    run(near, 1, 2, 3)
+    store = open_backend(str(near))
+    put_branch(store, BranchStep("first.try"), find(store, 3)[0])
+    go_back(near, 1)
+    with CheckpointManager(Tier(str(near), keep_last=1)) as manager:
+        restored(manager, state(0))
+        for step in (2, 3):
+            manager.save(state(10 * step), step)
+    assert whole(near) == [3], "of two attempts at step 3, retention keeps both"
+    assert len(committed(store)) == 2
+    with CheckpointManager(near) as manager:
+        target = state(0)
+        restored(manager, target, step="branch:first.try")
+        assert target["x"][0] == 3
+        assert manager.latest_step() == 3
+    assert newest(near) == (3, 3)
+    assert ckpt.load(str(near), "x", step="branch:first.try")[0] == 3
+    with CheckpointManager(near) as manager, pytest.raises(NoCheckpoint, match="second"):
+        manager.restore(state(0), step="branch:second")
 
 
 # -- what is removed, and when --------------------------------------------------------------------

@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from ckpt.catalog.finalize import finalize
+from ckpt.catalog.finalize import RunFacts, finalize
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
@@ -77,7 +77,7 @@ def test_ranks_that_discard_their_parts_at_once_leave_no_files(left):
 
 def finish(store) -> None:
     with Workers("test", 2) as workers:
-        finalize(store, REF, workers=workers, job_is_dead=True)
+        finalize(store, REF, workers=workers, facts=RunFacts(job_is_dead=True))
 
 
 def test_a_rank_clears_its_own_away_and_leaves_no_mark(left):

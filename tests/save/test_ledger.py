@@ -5,6 +5,7 @@ import pytest
 from ckpt.config import SaveConfig
 from ckpt.errors import AccessDenied, TierBehind
 from ckpt.events import Observers
+from ckpt.model.keys import StepRef
 from ckpt.pending import SaveRecord
 from ckpt.save.ledger import SaveLedger
 
@@ -23,7 +24,7 @@ def test_a_close_that_hangs_although_all_saves_have_ended_says_so(
 def test_a_tier_that_is_behind_hides_no_error_of_another_tier(failing: str) -> None:
     ledger = SaveLedger(Observers([]), SaveConfig())
     record = SaveRecord(1, 0, None, began=0, tiers={"a": "a", "b": "b"})
-    ledger.begin(record, owner=None)
+    ledger.begin(record, StepRef(1, "a" * 12), owner=None)
     refused = AccessDenied("k")
     first, second = (TierBehind(1), refused) if failing == "b" else (refused, TierBehind(1))
     assert record.end_on("a", first) is True

@@ -12,8 +12,10 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.rollbacks import put_rollback
 from ckpt.codec import registry
 from ckpt.model.keys import data_name
+from ckpt.model.rollback import roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard
@@ -67,6 +69,32 @@ def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
     assert asked == [(getattr(held, size), known)]
     assert settled == ([] if known else [7])
     assert committed(tiers[1].backend) == [held.ref]
+
+
+def test_abandoned_steps_decide_nothing_and_make_room(near: Path, far: Path) -> None:
+    """The farther tier has the abandoned steps 8 and 9, and room for two steps."""
+    with CheckpointManager(Tier(str(far))) as manager:
+        manager.save(STATE, 8)
+        manager.save(STATE, 9)
+    with CheckpointManager(Tier(str(near))) as manager:
+        manager.save(STATE, 5)
+        manager.save(STATE, 7)
+    (tier,) = open_tiers([Tier(str(near))])
+    line = Inventory(tier.backend).look()
+    (store,) = open_tiers([Tier(str(far))])
+    steps = Inventory(store.backend).look()
+    (full,) = open_tiers([Tier(str(far), keep_last=1, capacity=2 * steps[0].nbytes + 100)])
+    rollback = roll_back([], line[1].ref, [steps[0].ref])
+    claim = Claim(full.backend, Owner.of_this_process("b" * 12))
+    claim.take()
+    copier = StepCopier(full, claim, [tier.backend], FixedGuard(), rollback=rollback)
+    assert copier.missing_steps(line, 4) == line[:1]
+    assert rollback is not None
+    put_rollback(full.backend, rollback)
+    with Workers("copy", 1) as workers:
+        for step in line:
+            copier.copy(step, workers)
+    assert {ref.step for ref in committed(full.backend)} == {5, 7}
 
 
 @pytest.mark.parametrize("source", ["none", "zstd"])

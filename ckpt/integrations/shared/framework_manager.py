@@ -8,8 +8,10 @@ from ckpt.model.keys import StepRef
 
 class FrameworkManager(CheckpointManager):
     """A `CheckpointManager` that learns from the framework which step the training continues
-    from.
+    from. A step that the framework asks for counts as a whole if it leaves out a part.
     """
+
+    _parts_count = True
 
     def continue_from(self, ref: StepRef) -> None:
         """Note that the training continues from the state of ``ref``.

@@ -17,6 +17,7 @@ from ckpt.config import Tier
 from ckpt.errors import NoCheckpoint, StorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
@@ -193,7 +194,7 @@ def build_and_fill(
     return result
 
 
-def _finish_none(_store: StorageBackend, _ref: StepRef) -> bool:
+def _finish_none(_store: StorageBackend, _ref: StepRef, _rollback: Rollback | None) -> bool:
     return False
 
 
