@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Final
 
 import typer
 
+from ckpt.catalog.branches import Branch, all_branches
 from ckpt.catalog.inventory import StoredStep
 from ckpt.cli import output
 from ckpt.cli.metric_columns import MetricColumns
@@ -25,6 +27,7 @@ from ckpt.config import Mode, load_config
 from ckpt.errors import NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, abandoned_by, history_of
+from ckpt.model.selector import BranchStep
 from ckpt.observe.metric_modes import modes_of_run
 
 _CURRENT: Final = "*"
@@ -39,7 +42,7 @@ class _Line:
     Attributes:
         graph: The symbols that draw the branches.
         step: The checkpoint of the line; None for a line that only joins two branches.
-        note: The rollbacks to the step, and the one that has abandoned it.
+        note: The names of the step, the rollbacks to it, and the one that has abandoned it.
     """
 
     graph: str
@@ -62,7 +65,7 @@ def log(
 
     "*" is a step of the current branch, from which the next job goes on. "o" is a step that a
     rollback has abandoned; "|/" joins its branch with the step that both have in common. `ckpt
-    rollback` goes back, and takes an abandoned branch up again.
+    rollback` goes back, and takes an abandoned branch up again. `ckpt branch` gives a step a name.
 
     \b
     Examples:
@@ -74,7 +77,7 @@ def log(
     if not steps:
         urls = ", ".join(tier.store.url for tier in tiers)
         raise NoCheckpoint(urls, "there is no checkpoint, and so no history")
-    rollbacks = history_of(rollbacks_of(tiers))
+    rollbacks, branches = history_of(rollbacks_of(tiers)), _branches(tiers)
     if json:
         branch_by_ref = {ref: abandoned_by(rollbacks, ref) for ref in steps}
         output.show_json(
@@ -82,10 +85,11 @@ def log(
                 "roots": [tier.store.url for tier in tiers],
                 "steps": [_as_json(step, branch_by_ref[ref]) for ref, step in steps.items()],
                 "rollbacks": [_rollback_as_json(rollback) for rollback in rollbacks],
+                "branches": [_branch_as_json(branch) for branch in branches],
             }
         )
         return
-    lines = _lines(list(steps.values()), rollbacks)
+    lines = _lines(list(steps.values()), rollbacks, branches)
     modes = modes_of_run(load_config(config).tiers, [tier.store.url for tier in tiers])
     _show(lines if newest is None else _head(lines, newest), modes)
 
@@ -102,7 +106,18 @@ def _checkpoints(tiers: Sequence[RunTier]) -> dict[StepRef, StoredStep]:
     return by_ref
 
 
-def _lines(steps: Sequence[StoredStep], rollbacks: Sequence[Rollback]) -> list[_Line]:
+def _branches(tiers: Sequence[RunTier]) -> list[Branch]:
+    """Return the named branches on any tier, by name."""
+    by_name: dict[str, Branch] = {}
+    for tier in tiers:
+        for branch in tier.store.ask(partial(all_branches, tier.store)):
+            by_name.setdefault(branch.name, branch)
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def _lines(
+    steps: Sequence[StoredStep], rollbacks: Sequence[Rollback], branches: Sequence[Branch]
+) -> list[_Line]:
     """Return the lines of the history, newest step first.
 
     The steps that one rollback has abandoned stand together, after the steps of the current branch
@@ -120,7 +135,17 @@ def _lines(steps: Sequence[StoredStep], rollbacks: Sequence[Rollback]) -> list[_
         lines += _groups_above(groups, step.ref.step)
         targets = [rollback for rollback in rollbacks if rollback.ref == step.ref]
         lines.append(_Line(_CURRENT, step, "; ".join(map(_text_of, targets))))
-    return [*lines, *_groups_above(groups, -1)]
+    lines += _groups_above(groups, -1)
+    return [_with_names(line, branches) for line in lines]
+
+
+def _with_names(line: _Line, branches: Sequence[Branch]) -> _Line:
+    names = [_name_of(branch) for branch in branches if line.step and branch.ref == line.step.ref]
+    return replace(line, note="; ".join(filter(None, [*names, line.note]))) if names else line
+
+
+def _name_of(branch: Branch) -> str:
+    return f"{BranchStep(branch.name)}{f': {branch.reason}' if branch.reason else ''}"
 
 
 def _groups_above(groups: dict[int, list[StoredStep]], number: int) -> list[_Line]:
@@ -188,6 +213,16 @@ def _as_json(step: StoredStep, rollback: Rollback | None) -> dict[str, object]:
         "committed_at": output.moment_utc(step.created_at),
         "metrics": dict(step.metrics),
         "abandoned_by": rollback.number if rollback is not None else None,
+    }
+
+
+def _branch_as_json(branch: Branch) -> dict[str, object]:
+    return {
+        "name": branch.name,
+        "step": branch.ref.step,
+        "attempt": branch.ref.attempt,
+        "author": branch.author,
+        "reason": branch.reason,
     }
 
 

@@ -40,6 +40,7 @@ Examples:
   ckpt top runs/gpt                               watch it in the terminal
   ckpt log runs/gpt                               what came after what?
   ckpt rollback runs/gpt 1200                     go back: later steps are abandoned
+  ckpt branch runs/gpt before-spike 1200          give it a name, and keep it
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
   ckpt rm runs/gpt --after 1200                   newer steps go for good
@@ -147,6 +148,7 @@ COMMANDS: Final = {
     "advise": ("advise:advise", "Show how often to save, and what is lost per day."),
     "copy": ("copy:copy", "Copy checkpoints between any two places."),
     "rollback": ("rollback:rollback", "Let a run go on from an older step."),
+    "branch": ("branch:branch", "Give a step a name, and keep it."),
     "prune": ("prune:prune", "Remove checkpoints that need not be kept."),
     "rm": ("rm:rm", "Remove the steps that you name, on all tiers of a run."),
     "pin": ("pin:pin", "Keep a step from being removed for some time."),

@@ -12,6 +12,7 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from ckpt.catalog.branch_metrics import MeasuredRoot, MetricsReader, chosen_step
+from ckpt.catalog.branches import find_branch
 from ckpt.catalog.index import committed, find, is_committed
 from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
 from ckpt.config import MEMORY, Mode, Tier, load_config
@@ -23,8 +24,8 @@ from ckpt.errors import (
     ObjectNotFound,
     StorageError,
 )
-from ckpt.model.keys import StepRef
-from ckpt.model.selector import BestStep, Selector, is_selector, selector_of
+from ckpt.model.keys import StepId, StepRef
+from ckpt.model.selector import BestStep, BranchStep, Selector, is_selector, selector_of
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import is_damage
@@ -64,7 +65,9 @@ StepOption = Annotated[
     str | None,
     typer.Option("--step", metavar="STEP", help="The same as STEP.", show_default=False),
 ]
-STEP_FORMS: Final = "a number, latest, latest~3 (3 checkpoints before it) or best:METRIC"
+STEP_FORMS: Final = (
+    "a number, latest, latest~3 (3 checkpoints before it), best:METRIC or branch:NAME"
+)
 """What a step may be, for the help of options."""
 PLACE_AND_STEP: Final = (
     f"ROOT is the same as --root. STEP is {STEP_FORMS}; a folder with such a name is ./NAME."
@@ -142,7 +145,7 @@ def places_and_step(
 
     Returns:
         The places, nearest first (empty if none is given), and the selector of the step (None for
-        the newest). ``step_number`` returns its number.
+        the newest). ``step_id`` returns the step.
 
     Raises:
         ConfigError: A place or a step is given twice, or a step is none.
@@ -256,13 +259,28 @@ def source_and_destination(
     return place, destination
 
 
-def step_number(
+def step_id(
     stores: Sequence[WatchedStore | CkptError],
     selector: Selector | None,
     config: str | None = None,
-) -> int | None:
-    """Do the same as ``number_of``. If ``selector`` is None, return None for the newest step."""
+) -> StepId | None:
+    """Do the same as ``number_of``, but return the attempt for the name of a branch. If
+    ``selector`` is None, return None for the newest step.
+    """
+    if isinstance(selector, BranchStep):
+        present = _all_of(stores)
+        return present[0].ask(partial(find_branch, present, selector))
     return None if selector is None else number_of(stores, selector, config)
+
+
+def _all_of(stores: Sequence[WatchedStore | CkptError]) -> list[WatchedStore]:
+    """Return ``stores``. Raises the first error among them."""
+    present: list[WatchedStore] = []
+    for store in stores:
+        if isinstance(store, CkptError):
+            raise store
+        present.append(store)
+    return present
 
 
 def number_of(
@@ -284,12 +302,13 @@ def number_of(
     """
     if isinstance(selector, int):
         return selector
+    if isinstance(selector, BranchStep):
+        present = _all_of(stores)
+        return present[0].ask(partial(find_branch, present, selector)).step
     tiers = load_config(config).tiers
-    roots: list[MeasuredRoot] = []
-    for store in stores:
-        if isinstance(store, CkptError):
-            raise store
-        roots.append(store.ask(partial(MetricsReader(store).read, selector)))
+    roots: list[MeasuredRoot] = [
+        store.ask(partial(MetricsReader(store).read, selector)) for store in _all_of(stores)
+    ]
     modes: dict[str, Mode] = {}
     if isinstance(selector, BestStep):
         urls = [root.url for root in roots]
@@ -301,10 +320,10 @@ def find_steps(
     backend: WatchedStore, selector: Selector | None, config: str | None = None
 ) -> list[StepRef]:
     """Return the committed attempts at the step that ``selector`` names (None: at any step), in the
-    order of ``find``. The arguments and errors are those of ``step_number``.
+    order of ``find``. The arguments and errors are those of ``step_id``.
     """
-    number = step_number([backend], selector, config)
-    return backend.ask(partial(find, backend, number))
+    step = step_id([backend], selector, config)
+    return backend.ask(partial(find, backend, step))
 
 
 def open_root(root: str | None, config: str | None = None, *, timeout: float) -> WatchedStore:

@@ -25,7 +25,7 @@ from ckpt.cli.options import (
     seconds,
 )
 from ckpt.cli.records import Field
-from ckpt.root.pins import Pin, PinNote, all_pins, note_of, put_pin
+from ckpt.root.pins import ENDLESS, Pin, PinNote, all_pins, note_of, put_pin
 
 _FIELDS: Final[Sequence[Field[tuple[Pin, PinNote]]]] = (
     Field("", lambda pair: pair[0].ref, kind="step"),
@@ -88,7 +88,8 @@ def unpin(
 ) -> None:
     r"""End the pins of a step, or of all steps without STEP.
 
-    Pins of `ckpt watch` end too. A watcher at work puts its pin again after some minutes.
+    Pins of `ckpt watch` end too. A watcher at work puts its pin again after some minutes. Named
+    branches stay (`ckpt branch NAME --delete`).
 
     \b
     Examples:
@@ -98,7 +99,9 @@ def unpin(
     place, number = place_and_number(arguments, root, step, "all pins end")
     backend = open_root(place, config, timeout=timeout)
     pins = [
-        pin for pin in backend.ask(partial(all_pins, backend)) if number in (None, pin.ref.step)
+        pin
+        for pin in backend.ask(partial(all_pins, backend))
+        if number in (None, pin.ref.step) and pin.until != ENDLESS
     ]
     if not pins:
         backend.ask(partial(find, backend, number))  # Raises if there is no such step

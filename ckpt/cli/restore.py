@@ -27,13 +27,13 @@ from ckpt.cli.options import (
     TimeoutOption,
     naming_a_removed,
     places_and_step,
-    step_number,
+    step_id,
     way_out,
     workers_for,
 )
 from ckpt.cli.store_timeout import WatchedStore, open_watched, watch
 from ckpt.errors import CkptError, ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepId, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import is_folder, local_path, relation
@@ -113,8 +113,8 @@ def restore(
     if len(sources) == 1 and destination is not None:
         sources = [*nearer_tiers(sources[0], destination, timeout), *sources]
     with _without_empty(destination):
-        number = step_number(sources, selector, config)
-        local_step = _first_intact(sources, number, destination)
+        chosen_step = step_id(sources, selector, config)
+        local_step = _first_intact(sources, chosen_step, destination)
     seconds, nbytes = local_step.seconds, local_step.nbytes
     if json:
         output.show_json(
@@ -229,7 +229,7 @@ def _without_empty(destination: WatchedStore | None) -> Generator[None]:
 
 
 def _first_intact(
-    sources: list[WatchedStore], step: int | None, destination: WatchedStore | None
+    sources: list[WatchedStore], step: StepId | None, destination: WatchedStore | None
 ) -> _LocalStep:
     """Try the committed attempts, newest step first, until an attempt is intact, and return it.
 

@@ -27,9 +27,10 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.prune import of_bytes
 from ckpt.cli.records import Field
-from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run
+from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of
 from ckpt.cli.store_timeout import silence_notes
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
+from ckpt.model.rollback import on_branch
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
 from ckpt.observe.journal import journal_files
 from ckpt.retention.removal import remove
@@ -99,7 +100,8 @@ def rm(
     The tiers are those of ckpt.toml, if ROOT is one of them or is not given; else those that are
     given. A step that stayed on a tier would be restored from there. So nothing is removed if a
     tier does not answer, if a step is pinned, or if the job is alive or has left work to its agent
-    (--force). The last checkpoint goes only with --run.
+    (--force). The last checkpoint of the current branch goes only with --run, or after a `ckpt
+    rollback` to another branch.
 
     \b
     Examples:
@@ -211,13 +213,19 @@ def _check(
     Raises:
         CommitError: A step is pinned, a step that stays refers to one, or a job or its agent may be
             at work (not with ``force``).
-        ConfigError: No checkpoint would be left, and the call does not name the whole run.
+        ConfigError: No checkpoint of the current branch would be left, and the call does not name
+            the whole run.
     """
     if not force:
         check_idle(tiers, consequence="may save or copy the steps again")
     for tier, step in removals:
         # A job that was killed leaves its pins on the bases of its increments.
         if pins := [pin for pin in step.pins if not _is_lease(tier, pin)]:
+            if names := [name for pin in pins if (name := _branch_of(tier, pin))]:
+                raise CommitError(
+                    f"step {step.ref.step} on {tier.store.url} is the branch {names[0]}: end it "
+                    f"with `ckpt branch {tier.store.url} {names[0]} --delete` first"
+                )
             raise CommitError(
                 f"step {step.ref.step} on {tier.store.url} is pinned until "
                 f"{output.moment(max(pin.until for pin in pins))}: end the pin with "
@@ -238,6 +246,31 @@ def _check(
             f"{output.count(len(numbers), 'checkpoint')} would go, and none be left: to remove "
             "the whole run, give --run alone"
         )
+    _check_branch(tiers, choice)
+
+
+def _check_branch(tiers: Sequence[RunTier], choice: _Choice) -> None:
+    """Check that a checkpoint of the current branch is left, if there is one. Otherwise the next
+    start would take an abandoned step.
+
+    Raises:
+        ConfigError: None would be left.
+    """
+    refs = {step.ref for tier in tiers for step in tier.steps if step.state == "committed"}
+    rest = {ref for ref in refs if not choice.takes(ref.step)}
+    branch = on_branch(rollback_of(tiers), refs)
+    if branch and rest and rest.isdisjoint(branch):
+        newest, urls = max(rest).step, " ".join(tier.store.url for tier in tiers)
+        raise ConfigError(
+            f"no checkpoint of the current branch would be left, and a start would take step "
+            f"{newest}, which a rollback has abandoned: to go on from it, give `ckpt rollback "
+            f"{urls} {newest}` first; to remove the whole run, give --run alone"
+        )
+
+
+def _branch_of(tier: RunTier, pin: Pin) -> str:
+    """Return the name of the branch that ``pin`` stands for; empty if it stands for none."""
+    return tier.store.ask(partial(note_of, tier.store, pin)).branch
 
 
 def _is_lease(tier: RunTier, pin: Pin) -> bool:

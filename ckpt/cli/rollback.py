@@ -18,11 +18,18 @@ from ckpt.cli.options import (
     RootsOption,
     StepOption,
     TimeoutOption,
-    number_of,
     places_and_step,
+    step_id,
 )
-from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of, rollbacks_of
-from ckpt.errors import ConfigError, NoCheckpoint
+from ckpt.cli.run_tiers import (
+    RunTier,
+    attempt_at,
+    check_idle,
+    look_at_run,
+    rollback_of,
+    rollbacks_of,
+)
+from ckpt.errors import ConfigError
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, heads_of, on_branch, roll_back
 from ckpt.model.selector import LATEST
@@ -70,7 +77,8 @@ def rollback(
     tiers = look_at_run(urls, config, timeout)
     if not (force or dry_run):
         check_idle(tiers, consequence="may save later steps again")
-    ref = _target(tiers, number_of([tier.store for tier in tiers], selector, config))
+    target = step_id([tier.store for tier in tiers], selector, config)
+    ref = target if isinstance(target, StepRef) else attempt_at(tiers, target or 0)
     refs = {step.ref for tier in tiers for step in tier.steps}
     new = roll_back(rollbacks_of(tiers), ref, heads_of(refs), reason=reason, author=user_at_host())
     record = new or rollback_of(tiers)
@@ -79,26 +87,6 @@ def rollback(
         for tier in durable:  # Also those that an earlier call did not reach
             tier.store.ask(partial(put_rollback, tier.store, record))
     _show(tiers, ref, new, dry_run=dry_run, json=json)
-
-
-def _target(tiers: Sequence[RunTier], number: int) -> StepRef:
-    """Return the attempt at the step ``number`` to go back to: that of the current branch if it has
-    one, or else the youngest.
-
-    Raises:
-        NoCheckpoint: No tier has the step as a checkpoint.
-    """
-    steps = [
-        step
-        for tier in tiers
-        for step in tier.steps
-        if step.ref.step == number and step.state == "committed"
-    ]
-    if not steps:
-        urls = ", ".join(tier.store.url for tier in tiers)
-        raise NoCheckpoint(urls, f"step {number}, to go back to, is no checkpoint there")
-    branch = set(on_branch(rollback_of(tiers), (step.ref for step in steps)))
-    return max(steps, key=lambda step: (step.ref in branch, step.created_at)).ref
 
 
 def _show(

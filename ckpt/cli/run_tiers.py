@@ -12,8 +12,9 @@ from ckpt.cli.options import ask_each, open_each
 from ckpt.cli.prune import activity
 from ckpt.cli.store_timeout import WatchedStore
 from ckpt.config import MEMORY, Tier, load_config
-from ckpt.errors import CkptError, CommitError
-from ckpt.model.rollback import Rollback, last_rollback
+from ckpt.errors import CkptError, CommitError, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.model.rollback import Rollback, last_rollback, on_branch
 from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.registry import scheme_of, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
@@ -91,6 +92,26 @@ def rollbacks_of(tiers: Sequence[RunTier]) -> list[Rollback]:
         for tier in tiers
         for rollback in tier.store.ask(partial(all_rollbacks, tier.store))
     ]
+
+
+def attempt_at(tiers: Sequence[RunTier], number: int) -> StepRef:
+    """Return the attempt at the step ``number`` that counts: that of the current branch if it has
+    one, or else the youngest.
+
+    Raises:
+        NoCheckpoint: No tier has the step as a checkpoint.
+    """
+    steps = [
+        step
+        for tier in tiers
+        for step in tier.steps
+        if step.ref.step == number and step.state == "committed"
+    ]
+    if not steps:
+        urls = ", ".join(tier.store.url for tier in tiers)
+        raise NoCheckpoint(urls, f"step {number} is no checkpoint there")
+    branch = set(on_branch(rollback_of(tiers), (step.ref for step in steps)))
+    return max(steps, key=lambda step: (step.ref in branch, step.created_at)).ref
 
 
 def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:

@@ -27,12 +27,12 @@ from ckpt.cli.options import (
     open_each,
     places_and_step,
     removal_error,
-    step_number,
+    step_id,
     workers_for,
 )
 from ckpt.cli.records import Field
 from ckpt.errors import CkptError, ConfigError, IntegrityError, NoCheckpoint
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepId, StepRef
 from ckpt.observe.journal import note_verified
 from ckpt.storage.api import StorageBackend
 
@@ -71,15 +71,15 @@ def verify(
     if all_steps and selector is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
     places = open_each(roots, config, timeout=timeout, all_tiers=all_tiers)
-    number = step_number([place.store for place in places], selector, config)
+    chosen_step = step_id([place.store for place in places], selector, config)
     whole = all_steps or selector is not None
     if len(places) == 1 and not all_tiers:
-        _verify_one(places[0], number, whole=whole, json=json)
+        _verify_one(places[0], chosen_step, whole=whole, json=json)
     else:
-        _verify_several(places, number, whole=whole, json=json)
+        _verify_several(places, chosen_step, whole=whole, json=json)
 
 
-def _verify_one(place: StoreOrError, step: int | None, *, whole: bool, json: bool) -> None:
+def _verify_one(place: StoreOrError, step: StepId | None, *, whole: bool, json: bool) -> None:
     """Verify the steps of one tier, and print the reports.
 
     Args:
@@ -196,7 +196,7 @@ class _Tier:
 
 
 def _verify_several(
-    places: list[StoreOrError], step: int | None, *, whole: bool, json: bool
+    places: list[StoreOrError], step: StepId | None, *, whole: bool, json: bool
 ) -> None:
     """Verify the steps of several tiers, and print one result for all tiers. Except for ``places``,
     the tiers, the arguments are those of ``_verify_one``.

@@ -120,7 +120,7 @@ def test_the_steps_of_all_tiers_count(cli: Cli, runs: StorageBackend) -> None:
     [
         ("show best:", 2, "step='best:': a step is a number"),
         ("show latest~", 2, "a step is a number"),
-        ("show latest~x", 2, "latest, latest~1 or best:METRIC"),
+        ("show latest~x", 2, "latest, latest~1, best:METRIC or branch:NAME"),
         ("show latest~99", 7, "there are 3 checkpoints, and the oldest is latest~2, step 100"),
         ("show best:bleu", 2, "there is 'acc', 'loss', 'val/loss'"),
         ("show best:loss/x", 2, "there is 'acc', 'loss', 'val/loss'"),

@@ -101,6 +101,22 @@ def test_a_job_goes_on_from_the_step_that_a_person_has_gone_back_to(
     assert (numbers(cli, "near"), numbers(cli, "far")) == ([1, 2], [1, 2])
 
 
+def test_the_last_step_of_the_branch_does_not_go_before_abandoned_ones(
+    cli: Cli, tiers: tuple[Path, Path]
+) -> None:
+    assert cli("rollback", 1).code == 0
+    for dry_run in ([], ["--dry-run"]):
+        ran = cli("rm", 1, *dry_run)
+        assert ran.code == 2
+        assert "a start would take step 4, which a rollback has abandoned" in ran.err
+    assert f"`ckpt rollback {tiers[0]} {tiers[1]} 4` first" in ran.err
+    assert numbers(cli, tiers[0]) == [1, 2, 3, 4]
+    assert cli("rm", 4).code == 0, "an abandoned step"
+    assert cli("rollback", tiers[0], tiers[1], 3).code == 0
+    assert cli("rm", 1).code == 0
+    assert (numbers(cli, tiers[0]), numbers(cli, tiers[1])) == ([2, 3], [2, 3])
+
+
 def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "ckpt.toml").write_text(
         '[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "runs"\nevery = 2\n', encoding="utf-8"
