@@ -102,6 +102,26 @@ def test_a_stateful_loader_resumes_by_itself(tmp_path: Path, saved: int) -> None
     assert job.train() == dict(islice(reference.items(), saved, None))
 
 
+def test_a_run_that_goes_back_goes_on_with_its_new_branch(tmp_path: Path) -> None:
+    job = new()
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        first = job.train(after=lambda batch: batch > 25 and checkpoints.save_state(batch))
+    job = new(seed=8)
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        assert checkpoints.load_state(26) is not None
+        again = job.train(
+            after=lambda batch: batch == 28 and checkpoints.save_state(batch).result()
+        )
+        assert checkpoints.manager.steps() == [26, 28], "steps 27, 29 and 30 are abandoned"
+    assert again == dict(islice(first.items(), 26, None))
+    job = new(seed=9)
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        report = checkpoints.load_state()
+        assert report is not None
+        assert report.step == job.seen.batches == 28
+    assert len(list(tmp_path.glob("step-000000028.*"))) == 2, "two attempts, and the new one counts"
+
+
 def test_the_names_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     job = new()
     job.train()

@@ -18,7 +18,6 @@ Importing this module imports Lightning.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import replace
 from typing import Any, Final, Unpack
@@ -30,8 +29,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics
 from ckpt.catalog.index import committed, creation_time
-from ckpt.catalog.inventory import Inventory
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
 from ckpt.errors import CkptError, ConfigError
 from ckpt.integrations.lightning.loops import (
@@ -49,6 +48,8 @@ from ckpt.integrations.shared.own_state import saved_as
 from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef, parse_folder
+from ckpt.model.metrics import best_steps
+from ckpt.model.selector import BestStep
 from ckpt.pending import PendingSave
 from ckpt.state.tensors.per_rank import PerRank, RngState
 from ckpt.storage.places import is_folder, local_path
@@ -393,7 +394,7 @@ class CkptCheckpoint(ModelCheckpoint):
         return step
 
     def _best_step(self) -> int:
-        """Return the number of the step with the best metric on the tiers.
+        """Return the number of the step with the best metric on the tiers, of the current branch.
 
         If several steps have the best metric, return the newest of them. Of several attempts at a
         step, the youngest counts, since a restore takes that one. This is called only if this
@@ -404,26 +405,18 @@ class CkptCheckpoint(ModelCheckpoint):
         """
         metric, tiers = self.monitor or "", open_tiers(self._tiers)
         try:
-            entries = [entry for tier in tiers for entry in Inventory(tier.backend).look()]
+            roots = [MetricsReader(tier.backend).read(BestStep(metric or "-")) for tier in tiers]
         finally:
             for tier in tiers:
                 tier.backend.close()
-        whole = [entry for entry in entries if entry.state == "committed"]
-        by_age = sorted(whole, key=lambda entry: entry.created_at)
-        youngest = {entry.ref.step: entry.ref for entry in by_age}
-        values = {
-            entry.ref.step: entry.metrics[metric]
-            for entry in whole
-            if entry.ref == youngest[entry.ref.step]
-            and math.isfinite(entry.metrics.get(metric, math.nan))
-        }
-        if not values:
+        steps = branch_metrics(roots)
+        values = [(step, steps[step][metric]) for step in steps if metric in steps[step]]
+        if not (best := best_steps(values, "max" if self.mode == "max" else "min")):
             raise ConfigError(
                 f"ckpt_path='best': no step in {self.root} has the metric {metric!r}: "
                 "resume with ckpt_path='last'"
             )
-        sign = -1 if self.mode == "max" else 1
-        return min(values, key=lambda step: (sign * values[step], -step))
+        return best[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the list of best steps from ``state_dict``, unless ``dirpath`` has changed since the

@@ -56,6 +56,29 @@ def test_every_step_resumes_with_the_same_losses(nets: Any, tmp_path: Path) -> N
         assert resumed == after(losses, step), step
 
 
+def test_a_training_that_goes_back_goes_on_with_its_new_branch(nets: Any, tmp_path: Path) -> None:
+    every: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 1}
+    losses = nets.fit(nets.Net(), CkptCheckpoint(tmp_path, **every))
+    assert steps(tmp_path) == list(range(1, 9))
+    (step,) = tmp_path.glob("step-000000003.*")
+    rare: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 5}
+    again = nets.fit(nets.Net(), CkptCheckpoint(tmp_path, **rare), str(step))
+    assert again == after(losses, 3)
+    assert steps(tmp_path) == [1, 2, 3, 5], "the later steps of the first branch are abandoned"
+    resumed = nets.fit(nets.Net(), CkptCheckpoint(tmp_path, **every), "last")
+    assert resumed == after(losses, 5)
+    assert steps(tmp_path) == [1, 2, 3, 5, 6, 7, 8]
+
+
+def test_the_best_step_is_one_of_the_current_branch(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(3)}
+    with CheckpointManager(tmp_path) as manager:
+        for step, loss in enumerate((2.0, 3.0, 1.0), 1):
+            manager.save(state, step, metrics={"val_loss": loss})
+        manager.restore(state, step=2)
+    assert CkptCheckpoint(tmp_path, monitor="val_loss")._best_step() == 1
+
+
 def test_an_epoch_end_resumes_with_a_plain_loader(nets: Any, tmp_path: Path) -> None:
     def fit(root: Path, path: str | None = None) -> dict[int, float]:
         nets.seed_everything(3, verbose=False)
