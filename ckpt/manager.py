@@ -248,7 +248,7 @@ class CheckpointManager:
                 not raise this error, since another rank may have the name. If no rank has the name,
                 the save fails with the error.
         """
-        pending = self._begin(state, step, metrics, (only, exclude), final=final)
+        pending = self._begin(state, step, metrics, only, exclude, final=final)
         if pending.step != self._saver.steps.last_step:  # For the last step, close() raises errors
             self._ledger.raise_unreported(but=pending)
         return pending
@@ -259,7 +259,8 @@ class CheckpointManager:
         state: Mapping[str, Any],
         step: int | None,
         metrics: Metrics | None,
-        names: tuple[Names, Names],
+        only: Names,
+        exclude: Names,
         *,
         final: bool,
     ) -> PendingSave:
@@ -299,7 +300,7 @@ class CheckpointManager:
             reason = ""
             if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
-            checked_metrics, patterns = as_metrics(metrics or {}), patterns_for(*names)
+            checked_metrics, patterns = as_metrics(metrics or {}), patterns_for(only, exclude)
             notes = (
                 {METRICS: checked_metrics}
                 if checked_metrics and self._coordinator.rank == LEADER
@@ -330,7 +331,7 @@ class CheckpointManager:
         The call raises the errors of ``save_async`` and ``PendingSave.result``. With
         ``on_error="warn"`` it raises no error of a save: ``PendingSave.exception`` returns it.
         """
-        pending = self._begin(state, step, metrics, (only, exclude), final=final)
+        pending = self._begin(state, step, metrics, only, exclude, final=final)
         if self._config.on_error == "warn":
             pending.exception(timeout)
         else:
