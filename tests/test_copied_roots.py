@@ -13,6 +13,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import RootInUse
 from ckpt.storage.api import read_object
 from ckpt.storage.registry import open_backend
+from tests.kit.marks import torture
 from tests.kit.stores import whole
 from tests.kit.worlds import paused
 from tests.servers import Server
@@ -30,7 +31,7 @@ with CheckpointManager(Tier(url, options=options)) as manager:
 """
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", *torture("s3")])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
     if request.param == "folder":
         return str(tmp_path), {}

@@ -16,6 +16,7 @@ from ckpt.errors import ConfigError, EntryMissing
 from ckpt.storage.registry import open_backend
 from tests.distributed.launch import WORKERS
 from tests.kit.jobs import job, train, values
+from tests.kit.marks import torture
 from tests.kit.worlds import world
 
 
@@ -145,8 +146,9 @@ def test_a_pattern_that_fits_no_name_is_an_error_and_nothing_is_saved(tmp_path: 
 
 
 @pytest.mark.timeout(400)  # a hundred real saves, which may run on a busy machine
-def test_a_hundred_saves_whose_patterns_alternate_are_each_of_their_own_part(
-    tmp_path: Path,
+@pytest.mark.parametrize("saves", [24, *torture(100)])
+def test_saves_whose_patterns_alternate_are_each_of_their_own_part(
+    tmp_path: Path, saves: int
 ) -> None:
     state = job(1)
     kinds: list[dict[str, Any]] = [
@@ -157,17 +159,17 @@ def test_a_hundred_saves_whose_patterns_alternate_are_each_of_their_own_part(
     ]
     expected: dict[int, dict[str, torch.Tensor]] = {}
     with CheckpointManager(tmp_path) as manager:
-        for step in range(100):
+        for step in range(saves):
             train(state)
             expected[step] = values(state)
             manager.save_async(state, step, **kinds[step % 4])
-            if step == 50:
+            if step == saves // 2:
                 state["model"][0].half()  # the structure may change at the same time
                 state["model"][0].float()
-    sizes = {nbytes(tmp_path, step) for step in range(100)}
+    sizes = {nbytes(tmp_path, step) for step in range(saves)}
     assert len(sizes) == 4
     with CheckpointManager(tmp_path) as manager:
-        for step in range(93, 100):
+        for step in range(saves - 7, saves):
             other = job(2)
             before = values(other)
             report = manager.restore(other, step)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.errors import EntryMissing, RestoreError, ShapeMismatch
+from tests.kit.marks import each_once
 from tests.kit.models import compiled
 from tests.state.saving import restored
 
@@ -280,8 +281,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("there", WRAPPERS)
-@pytest.mark.parametrize("here", WRAPPERS)
+@pytest.mark.parametrize(("there", "here"), each_once(WRAPPERS, WRAPPERS))
 def test_whatever_wraps_the_model_then_and_now(tmp_path: Path, there: str, here: str) -> None:
     torch.manual_seed(1)
     one, two = (job(WRAPPERS[each](Net()), seed) for seed, each in ((1, there), (2, here)))

@@ -22,6 +22,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, ConfigError, HostMemoryExhausted, OutOfSpace, StagingError
 from ckpt.storage.testing import Raise, Rule
 from tests.kit import small_pieces
+from tests.kit.marks import torture
 from tests.kit.stores import Wrapped, faulty, wrap_stores
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
@@ -102,8 +103,7 @@ def assert_restores(root: Path, expected: dict[str, torch.Tensor]) -> None:
     [
         ("auto", SMALL),
         ("off", SMALL),
-        ("auto", MIB),
-        pytest.param("off", MIB, marks=pytest.mark.torture),
+        *torture(("auto", MIB), ("off", MIB)),
     ],
     indirect=["mib"],
 )
@@ -389,7 +389,7 @@ def test_the_tier_in_memory_needs_whole_images(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", *torture("zstd")])
 def test_a_header_larger_than_the_ring_is_saved_and_restored(tmp_path, codec):
     """The ring has 16 KiB, in pieces of 4 KiB, and the header of 3,000 tensors has 200 KiB or more.
 

@@ -39,6 +39,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, LoseReply, Raise, Rule, flip_byte
 from tests.catalog.small import IMPATIENT, SMALL
 from tests.checkpoints import Arrays, Written, write_checkpoint
+from tests.kit.marks import each_once
 
 
 def memory() -> StorageBackend:
@@ -146,9 +147,10 @@ def test_a_fetched_step_is_the_same_to_the_byte(
     assert reported[-1] == (report.nbytes, report.nbytes)
 
 
-@pytest.mark.parametrize("part_bytes", [7, 100, 4096, 5000, 1 << 20])
-@pytest.mark.parametrize("span_bytes", [1, 300, 6000])
-@pytest.mark.parametrize("parallel_parts", [True, False])
+@pytest.mark.parametrize(
+    ("part_bytes", "span_bytes", "parallel_parts"),
+    each_once([7, 100, 4096, 5000, 1 << 20], [1, 300, 6000], [True, False]),
+)
 def test_parts_and_spans_of_any_size_fit_together(
     source: StorageBackend,
     workers: Workers,

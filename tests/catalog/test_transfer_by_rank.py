@@ -16,6 +16,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.kit.damage import flip
+from tests.kit.marks import each_once
 
 ARRAY = np.random.default_rng(4).standard_normal((12, 16))
 
@@ -48,8 +49,9 @@ def test_damage_on_one_source_is_reported_although_another_lacks_the_files(
             copy_rank([near, far], folder, 1, NO_CODEC, lambda _: None)
 
 
-@pytest.mark.parametrize("codec", ["none", "zstd:1"])
-@pytest.mark.parametrize("part", ["rank-00001.json", "rank-00001.*[!n]"])
+@pytest.mark.parametrize(
+    ("codec", "part"), each_once(["none", "zstd:1"], ["rank-00001.json", "rank-00001.*[!n]"])
+)
 def test_a_damaged_file_of_a_rank_is_replaced_as_the_manifest_describes_it(
     tmp_path: Path, codec: str, part: str
 ) -> None:

@@ -28,6 +28,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
 from tests.catalog.small import IMPATIENT, SMALL
 from tests.checkpoints import Arrays, Written, write_checkpoint
+from tests.kit.marks import torture
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_an_intact_step_has_no_faults(backend: StorageBackend, workers: Workers)
     assert reported == sorted(reported)
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("stride", [11, *torture(1)])
 def test_any_flipped_bit_of_any_file_is_found(
     backend: StorageBackend, workers: Workers, stride: int
 ) -> None:

@@ -21,6 +21,7 @@ from ckpt.cli.main import main
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
+from tests.kit.marks import each_once
 from tests.users import act_as, fresh_user, only_root
 
 REPO = Path(__file__).resolve().parents[2]
@@ -66,8 +67,7 @@ def made(kind: str) -> str:
     return kind
 
 
-@pytest.mark.parametrize("kind", PLACES)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("kind", "call"), each_once(PLACES, CALLS))
 def test_a_place_without_checkpoints_is_told_in_one_sentence(
     cli: Cli, steps: object, call: str, kind: str
 ) -> None:

@@ -10,6 +10,6 @@ from tests.crash.runs import nursery
 from tests.kit.marks import torture
 
 
-@pytest.mark.parametrize(("begin", "stride"), [(1, 41), *torture(*((n, 5) for n in range(1, 6)))])
+@pytest.mark.parametrize(("begin", "stride"), [(1, 79), *torture(*((n, 5) for n in range(1, 6)))])
 def test_each_listed_step_is_what_was_saved(tmp_path: Path, begin: int, stride: int) -> None:
     assert "deaths" in nursery(tmp_path, begin, stride, script="increments.py")

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.crash.runs import LARGE, TINY, nursery
+from tests.kit.marks import torture
 
 
-@pytest.mark.parametrize(("numbers", "times"), [(TINY, 5), (LARGE, 3)], ids=["tiny", "64 MiB"])
+@pytest.mark.parametrize(
+    ("numbers", "times"), [(TINY, 5), *torture((LARGE, 3))], ids=["tiny", "64 MiB"]
+)
 def test_a_saver_killed_at_a_random_moment_leaves_only_whole_checkpoints(
     tmp_path: Path, numbers: int, times: int
 ) -> None:
@@ -33,6 +36,6 @@ def test_a_saver_killed_again_and_again_leaves_only_whole_checkpoints(
     assert f"{times} deaths" in nursery("random", tmp_path / "run", times, numbers, 2)
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("stride", [9, *torture(1)])
 def test_a_saver_may_die_before_and_after_calls_to_the_store(tmp_path: Path, stride: int) -> None:
     assert "died before calls up to" in nursery("steps", tmp_path / "runs", 1 << 14, stride)

@@ -33,7 +33,7 @@ def test_a_trainer_with_three_tiers_may_die_at_a_random_moment(
 
 
 def test_a_trainer_with_three_tiers_may_die_around_some_calls(tmp_path: Path, tally: Count) -> None:
-    tally("killed-steps", deaths(three_tiers("steps", tmp_path / "runs", TINY, 50)))
+    tally("killed-steps", deaths(three_tiers("steps", tmp_path / "runs", TINY, 97)))
 
 
 @pytest.mark.torture

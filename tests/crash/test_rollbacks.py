@@ -13,7 +13,7 @@ from tests.crash.runs import nursery
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_while_it_goes_back_leaves_one_branch(tmp_path: Path) -> None:
-    assert "deaths" in nursery(tmp_path / "runs", 3, 60, script="rollbacks.py")
+    assert "deaths" in nursery(tmp_path / "runs", 3, 113, script="rollbacks.py")
 
 
 @pytest.mark.torture

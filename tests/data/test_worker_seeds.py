@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.data import ElasticSampler, ElasticStream
+from tests.kit.marks import torture
 
 LENGTH, SIZE, EPOCHS = 24, 4, 3
 
@@ -87,11 +88,17 @@ class Job:
         return self.losses
 
 
-@pytest.mark.parametrize("kind", ["sampler", "stream"])
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
 @pytest.mark.parametrize(
-    ("workers", "saved"),
-    [({}, 4), ({"num_workers": 2}, 4), ({"num_workers": 2, "persistent_workers": True}, 8)],
-    ids=["no workers", "workers", "persistent workers"],
+    ("workers", "kind", "saved"),
+    [
+        pytest.param({}, "sampler", 4, id="no workers-sampler"),
+        pytest.param({"num_workers": 2}, "stream", 4, id="workers-stream"),
+        pytest.param(PERSISTENT, "sampler", 8, id="persistent workers-sampler"),
+        *torture(({}, "stream", 4), ({"num_workers": 2}, "sampler", 4), (PERSISTENT, "stream", 8)),
+    ],
 )
 def test_a_resume_within_an_epoch_trains_bit_for_bit(
     tmp_path: Path, kind: str, workers: dict[str, Any], saved: int

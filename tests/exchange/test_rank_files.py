@@ -17,6 +17,7 @@ from ckpt import CheckpointManager
 from tests.cli.conftest import Cli
 from tests.exchange.folders.compare import compare
 from tests.exchange.folders.write_torch_checkpointing import main
+from tests.kit.marks import torture
 from tests.kit.worlds import world
 from tests.state.ranks import mesh_of, rank_of
 
@@ -25,7 +26,7 @@ WRITER = Path(__file__).parent / "folders" / "write_rank_files.py"
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *torture(4)])
 def test_the_files_of_all_ranks_restore_as_a_whole(cli: Cli, tmp_path: Path, ranks: int) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()

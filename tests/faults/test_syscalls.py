@@ -25,6 +25,7 @@ from ckpt.errors import (
 )
 from tests.faults.conftest import Count
 from tests.faults.syscalls import Syscalls
+from tests.kit.marks import torture
 from tests.kit.stores import whole
 
 MOST_CALLS = 2000
@@ -130,8 +131,12 @@ def sweep(tmp_path: Path, which: str, code: int, stride: int, *, lasting: bool =
 
 @pytest.mark.parametrize(
     ("which", "code", "lasting"),
-    [("near", errno.EIO, False), ("far", errno.EIO, False), ("near", errno.ENOSPC, True), ("far", errno.EROFS, True)],  # noqa: E501
-)  # fmt: skip
+    [
+        ("near", errno.EIO, False),
+        ("far", errno.EROFS, True),
+        *torture(("far", errno.EIO, False), ("near", errno.ENOSPC, True)),
+    ],
+)
 def test_a_call_of_a_save_or_a_prune_fails(
     tmp_path: Path, tally: Count, which: str, code: int, lasting: bool
 ) -> None:

@@ -63,9 +63,9 @@ def compiled(way: str, state: dict[str, Any]) -> Callable[[int], None]:
         *torture(
             ("before there is a hook", "function", ADAMW),
             ("before there is a hook", "whole", ADAMW),
+            ("after", "function", ADAMW),
+            ("after", "whole", ADAMW),
         ),
-        ("after", "function", ADAMW),
-        *torture(("after", "whole", ADAMW)),
     ],
     ids=[
         "bare SGD, hooked later",

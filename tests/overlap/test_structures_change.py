@@ -17,6 +17,7 @@ from torch import nn
 
 from ckpt import CheckpointManager, LocalShards
 from ckpt.errors import UnsupportedValue
+from tests.kit.marks import each_once
 from tests.overlap.jobs import WIDTH, Net, adamw, forward_backward, job, train, trained
 from tests.overlap.window import Window, assert_restores, content
 
@@ -273,8 +274,7 @@ SAME_OBJECTS: dict[str, Callable[[State], object]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", ["auto", "off"])
-@pytest.mark.parametrize("way", SAME_OBJECTS)
+@pytest.mark.parametrize(("overlap", "way"), each_once(["auto", "off"], SAME_OBJECTS))
 def test_the_same_tensors_in_another_form_are_saved_in_that_form(
     way: str, overlap: Any, root: str
 ) -> None:

@@ -24,6 +24,7 @@ from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import MergeCache, merge
 from ckpt.plan.restore import plan_restore
 from ckpt.plan.save import plan_save
+from tests.kit.marks import torture
 
 FEW, MANY = 256, 1024
 MODEL = model_of(25)
@@ -51,7 +52,7 @@ def seconds(work: Callable[[], object]) -> float:
     return min(found)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "hsdp2", "3d"])
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", *torture("hsdp2", "3d")])
 def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> None:
     first: dict[int, float] = {}
     later: dict[int, float] = {}

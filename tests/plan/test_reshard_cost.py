@@ -20,6 +20,7 @@ from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.plan.save import plan_save
 from ckpt.plan.shared_reads import by_key, share
+from tests.kit.marks import each_once
 from tests.plan.worlds import merged, raw
 
 CHUNK = 512 << 10
@@ -109,8 +110,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("before", LAYOUTS)
-@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize(("before", "after"), each_once(LAYOUTS, LAYOUTS))
 def test_with_chunks_small_beside_shards_little_more_is_read_than_wanted(
     before: str, after: str
 ) -> None:
@@ -130,17 +130,16 @@ def test_with_chunks_small_beside_shards_little_more_is_read_than_wanted(
         assert len(runs) < len(shards) or len(shards) < 8
 
 
-@pytest.mark.parametrize("chunk_bytes", [16 << 20, 64 << 20])
-@pytest.mark.parametrize("before", LAYOUTS)
-@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize(
+    ("chunk_bytes", "before", "after"), each_once([16 << 20, 64 << 20], LAYOUTS, LAYOUTS)
+)
 def test_chunks_follow_the_shard(before: str, after: str, chunk_bytes: int) -> None:
     """This holds for any maximal size: the shards of eight are of 6 and 8 MiB here."""
     found = plans(saved(*LAYOUTS[before], chunk_bytes=chunk_bytes), *LAYOUTS[after])
     assert ratio(found) <= (1.0 if before == after else 1.1)
 
 
-@pytest.mark.parametrize("mib", [64, 512, 2048])
-@pytest.mark.parametrize("before", [2, 3, 4, 6, 8, 12, 16])
+@pytest.mark.parametrize(("mib", "before"), each_once([64, 512, 2048], [2, 3, 4, 6, 8, 12, 16]))
 def test_any_world_to_one_up_to_twice_as_large_reads_little_more_than_it_wants(
     before: int, mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from ckpt.root.pins import (
 from ckpt.storage.api import StorageBackend, is_there
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
+from tests.kit.marks import torture
 from tests.kit.stores import Wrapped
 
 
@@ -142,12 +143,15 @@ class Interrupted(Wrapped):
         return call
 
 
-def test_a_pin_that_succeeds_holds_whatever_two_removals_do_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [2, *torture(1)])
+def test_a_pin_that_succeeds_holds_whatever_two_removals_do_meanwhile(
+    tmp_path: Path, stride: int
+) -> None:
     """One removal runs, with a pin at any of its calls, and another removal at any call
     of the pin.
     """
     outcomes = set()
-    for nth, mth in itertools.product(range(1, 12), range(1, 6)):
+    for nth, mth in itertools.product(range(1, 12), range(1, 6, stride)):
         backend = save(tmp_path / f"{nth}-{mth}", 1, 2)
         (ref,) = find(backend, 1)
         first, second = (next(h for h in Inventory(backend).look() if h.ref == ref) for _ in "ab")

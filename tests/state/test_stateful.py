@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt import CheckpointManager, LocalShards, PerRank
 from ckpt.errors import EntryMissing, EntryUnexpected, ShapeMismatch, UnsupportedValue
+from tests.kit.marks import each_once
 from tests.kit.models import sharded
 from tests.state.ranks import mesh_of, rank_of
 from tests.state.saving import manifest_of, new_root, restored, saved
@@ -38,9 +39,9 @@ def test_training_goes_on_as_if_it_had_not_stopped(kind: str) -> None:
     assert other.tied.weight is other.net2.weight
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("ranks", "others"), [(2, 3), (4, 2), (1, 2)])
-def test_it_moves_to_another_number_of_ranks(kind: str, ranks: int, others: int) -> None:
+@pytest.mark.parametrize(("kind", "worlds"), each_once(KINDS, [(2, 3), (4, 2), (1, 2)]))
+def test_it_moves_to_another_number_of_ranks(kind: str, worlds: tuple[int, int]) -> None:
+    ranks, others = worlds
     """The test acts as every rank of either world in turn, and gathers nothing."""
 
     def built(world_size: int, value: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, random_split
 
 from ckpt.integrations.lightning import CkptCheckpoint
 from tests.integrations.conftest import after
+from tests.kit.marks import torture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
@@ -96,9 +97,11 @@ def train(root: Path, loader: Loader, trigger: Any, crash: int = 0, **how: Any) 
         (drawn, BATCHES + 3, {}),
         (split, BATCHES + 3, {}),
         (drawn, 2 * BATCHES + 3, {"limit_val_batches": 0}),
-        (split, BATCHES + 3, {"num_sanity_val_steps": 0}),
-        (drawn, BATCHES + 3, {"reload_dataloaders_every_n_epochs": 1}),
         (split, 2 * BATCHES + 3, {"reload_dataloaders_every_n_epochs": 1}),
+        *torture(
+            (split, BATCHES + 3, {"num_sanity_val_steps": 0}),
+            (drawn, BATCHES + 3, {"reload_dataloaders_every_n_epochs": 1}),
+        ),
     ],
 )
 def test_data_that_the_train_loader_draws_at_setup_are_those_of_the_first_run(

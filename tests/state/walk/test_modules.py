@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as lrs
 import ckpt
 from ckpt import CheckpointManager
 from ckpt.errors import EntryMissing, EntryUnexpected, RestoreError, UnsupportedValue
+from tests.kit.marks import each_once
 from tests.kit.models import compiled
 from tests.state.ranks import rank_of
 from tests.state.saving import (
@@ -381,24 +382,20 @@ class Job:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")
-@pytest.mark.parametrize("already", [0, 7], ids=["fresh", "stepped"])
 @pytest.mark.parametrize(
-    ("build", "schedule"),
-    [pytest.param(build, SCHEDULERS["StepLR"], id=name) for name, build in OPTIMIZERS.items()]
-    + [
-        pytest.param(OPTIMIZERS["SGD-momentum"], schedule, id=name)
-        for name, schedule in SCHEDULERS.items()
-    ]
-    + [
-        pytest.param(
-            OPTIMIZERS["Adam-tensor-lr"], SCHEDULERS["OneCycleLR"], id="tensor-lr-OneCycleLR"
-        )
-    ]
-    + [pytest.param(OPTIMIZERS["AdamW-groups"], SCHEDULERS["Lambda"], id="groups-Lambda")],
+    ("already", "names"),
+    each_once(
+        [0, 7],
+        [
+            *((name, "StepLR") for name in OPTIMIZERS),
+            *(("SGD-momentum", name) for name in SCHEDULERS),
+            ("Adam-tensor-lr", "OneCycleLR"),
+            ("AdamW-groups", "Lambda"),
+        ],
+    ),
 )
-def test_training_goes_on_as_if_it_had_never_stopped(
-    build: Build, schedule: Callable[[Optimizer], Any], already: int
-) -> None:
+def test_training_goes_on_as_if_it_had_never_stopped(names: tuple[str, str], already: int) -> None:
+    build, schedule = OPTIMIZERS[names[0]], SCHEDULERS[names[1]]
     job = Job(build, schedule, seed=0)
     job.run(0, 4)
     root = new_root()
