@@ -127,6 +127,21 @@ def test_each_folder_with_tests_has_the_name_of_a_package() -> None:
     assert folders - packages - {"backends", "bench", "examples"} == ACROSS_PACKAGES
 
 
+def test_each_folder_with_tests_of_a_package_has_the_name_of_a_folder_of_it() -> None:
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.glob("*/*/**/test_*.py")}
+    own_folders = {folder for folder in folders if folder.parts[0] not in ACROSS_PACKAGES}
+    homes = {
+        folder: (
+            Path("backends", "ckpt_backends", *folder.parts[1:])
+            if folder.parts[0] == "backends"
+            else Path("ckpt", folder)
+        )
+        for folder in own_folders
+    }
+    assert len(homes) >= 10
+    assert {folder for folder, home in homes.items() if not (ROOT / home).is_dir()} == set()
+
+
 def test_each_other_file_with_tests_has_the_name_of_a_module() -> None:
     files = {path.stem.removeprefix("test_") for path in TESTS.glob("test_*.py")}
     modules = {path.stem for path in (ROOT / "ckpt").glob("*.py")}
