@@ -61,7 +61,8 @@ class HfFolders:
         every: Only steps that are multiples of this number are exported.
         keep_last: How many of the folders that were made last stay; None for all.
         part: The name of the part of the state that holds the weights.
-        dtype, names: As in `ckpt.exchange.hf_folder.HfOptions`.
+        dtype: As in `ckpt.exchange.hf_folder.HfOptions`.
+        names: As in `ckpt.exchange.hf_folder.HfOptions`.
 
     Raises:
         ConfigError: An argument is invalid.
