@@ -144,7 +144,7 @@ def on_disk(root: Path) -> None:
     found = Inventory(near.backend, part=True).look()
     assert [held.state for held in found] == ["committed", "committed"], found
     alone(lambda: shutil.rmtree(cut))
-    for node in range(4):
+    for node in (1, 3):
         assert restored(tiers(without(base, node))) == 3
     assert restored(tiers(without(base, 0, 2))) == 3
     assert restored(tiers(without(base, 0, 1))) is None  # without a node and its buddy
@@ -458,8 +458,7 @@ def encrypted(root: Path) -> None:
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [1, 2], [2, 3]]
     copied = len(opened)
-    for lost in (0, 1):
-        assert restored(tiers(without(base, lost)), tls=tls) == 3
+    assert restored(tiers(without(base, 0)), tls=tls) == 3
     assert 0 < copied < len(opened)
     cut = without(base, 2)  # The node comes back empty
     restore_and_wait(CheckpointManager(tiers(cut, buddies=1), tls=tls)).close()
