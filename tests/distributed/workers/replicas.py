@@ -51,7 +51,7 @@ def tiers(root: Path, **settings: Any) -> list[Tier]:
 @cache
 def trained(number: int) -> dict[str, torch.Tensor]:
     """Return what this rank has of the model and the optimizer after this many steps."""
-    model, optimizer = nets.build("fsdp", 0)
+    model, optimizer = nets.build("fsdp", 0, nets.SGD)
     for each in range(1, number + 1):
         step(model, optimizer, each)
     return shards(model, optimizer)
@@ -62,7 +62,7 @@ def save(
     steps: Sequence[int] = STEPS,
     after: Callable[[], object] = dist.barrier,
 ) -> None:
-    model, optimizer = nets.build("fsdp", 0)
+    model, optimizer = nets.build("fsdp", 0, nets.SGD)
     for number in steps:
         step(model, optimizer, number)
         manager.save({"model": model, "optimizer": optimizer, "step": number})
@@ -71,7 +71,7 @@ def save(
 
 def restored(places: Sequence[Tier], tls: Tls | None = None) -> int | None:
     """Return the step that is restored, after a check of its values, or None."""
-    model, optimizer = nets.build("fsdp", 1)
+    model, optimizer = nets.build("fsdp", 1, nets.SGD)
     step(model, optimizer, 99)
     state = {"model": model, "optimizer": optimizer, "step": -1}
     with CheckpointManager(places, tls=tls) as manager:
@@ -301,7 +301,7 @@ def restored_stays(root: Path) -> None:
     base = root / "restored"
     with CheckpointManager(tiers(base, buddies=1)) as manager:
         save(manager)
-    model, optimizer = nets.build("fsdp", 1)
+    model, optimizer = nets.build("fsdp", 1, nets.SGD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ring, "copy", without_copies)
         with CheckpointManager(tiers(base, buddies=1)) as manager:
@@ -374,7 +374,7 @@ def on_fewer(root: Path) -> None:
 
 def restore_and_wait(manager: CheckpointManager) -> CheckpointManager:
     """Go on from the last step, and wait until a node that lacked files of it has them."""
-    model, optimizer = nets.build("fsdp", 1)
+    model, optimizer = nets.build("fsdp", 1, nets.SGD)
     report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
     assert report is not None
     assert report.step == STEPS[-1]
@@ -558,7 +558,7 @@ def leave_without_copies(root: Path) -> None:
 
 def go_on_without_copies(manager: CheckpointManager) -> None:
     Ring.copy = without_copies  # type: ignore[assignment,method-assign]
-    model, optimizer = nets.build("fsdp", 1)
+    model, optimizer = nets.build("fsdp", 1, nets.SGD)
     report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
     assert report is not None
     assert report.step == STEPS[-1]
