@@ -40,8 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made,
         *TWO,
         "fsdp:fsdp",
-        "fsdp1:fsdp1",
-        "zero:zero",
     )
     assert "ALL WELL" in world(
         4,
