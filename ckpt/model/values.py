@@ -86,6 +86,8 @@ _CONTAINERS: Final = frozenset({dict, list})  # The types of nodes that contain 
 
 NO_ENTRIES: Final[Mapping[str, float]] = {}
 
+_LARGE_JSON: Final = 1 << 14
+"""The bytes of JSON from which ``plain_node`` returns JSON."""
 LARGE: Final = 32
 """``encode`` passes a dict of at least this many entries to its hook as a whole."""
 
@@ -199,8 +201,12 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
     remainder = (
         {key: item for key, item in tree.items() if key not in name_chars} if name_chars else tree
     )
+    if type(remainder) is dict and msgspec.Raw in map(type, remainder.values()):
+        remainder = _with_nodes(remainder)
     if sum(name_chars.values()) + _most_name_chars(remainder) <= budget:
         return ""
+    if type(tree) is dict:
+        tree = _with_nodes(tree)
     # These are three parallel lists, since a tuple for each container would start the garbage
     # collector.
     nodes = [tree] if type(tree) in _CONTAINERS else []
@@ -234,6 +240,14 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
             )
         nodes, prefix_chars, roles = within, inner_chars, parts
     return "nested too deeply"
+
+
+def _with_nodes(tree: Mapping[str, Node]) -> Node:
+    """Return ``tree`` with the nodes of those values that are JSON already (see ``PlainNode``)."""
+    return {
+        key: msgspec.json.decode(item) if type(item) is msgspec.Raw else item
+        for key, item in tree.items()
+    }
 
 
 def _most_name_chars(tree: Node) -> float:
@@ -339,7 +353,7 @@ class PlainNode:
 
     Attributes:
         value: The value.
-        node: Its node.
+        node: Its node; of a large value, the JSON of the node.
         name_chars: The most characters that the names of all values inside of it have together;
             infinite if this is not known.
     """
@@ -353,14 +367,23 @@ def plain_node(value: object, key: str) -> PlainNode | None:
     """Return the node of a list, tuple or mapping with the name ``key``. Return None if it has
     another value than plain ones inside, or one that ``encode`` refuses. All values are looked at
     once, level by level.
+
+    The nodes of a large value are objects that the garbage collector would look at until the tree
+    of the state is JSON. So they become JSON at once.
     """
     if type(value) not in CONTAINERS:
         return None
-    growth = Growth()
+    growth = Growth(is_compact=True)
     try:
-        node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, growth)
-    except UnsupportedValue:
-        return None
+        with without_collector():
+            node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, growth)
+            data = msgspec.json.encode(node)
+            node = msgspec.Raw(data)  # The nodes go while the collector is paused
+        if len(data) < _LARGE_JSON:
+            growth = Growth()
+            node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, growth)
+    except (UnsupportedValue, UnicodeError, TypeError, RecursionError):
+        return None  # ``encode`` names what it is
     return PlainNode(value, node, growth.name_chars + (len(key) + 1) * growth.number)
 
 

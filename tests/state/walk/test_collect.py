@@ -877,6 +877,10 @@ def _processor_seconds(work: Callable[[], object]) -> float:
         [{} for _ in range(60_000)],
         [{"pairs": [(n, n + 1), (n, 2)], "last": [(1, 2)]} for n in range(10_000)],
         [{n: [n]} for n in range(10_000)],
+        [((n, 1), (2, n)) for n in range(20_000)],
+        [(n, (n, (n,))) for n in range(20_000)],
+        [() for _ in range(60_000)],
+        [((), ()) for _ in range(30_000)],
     ],
     ids=[
         "floats",
@@ -885,6 +889,10 @@ def _processor_seconds(work: Callable[[], object]) -> float:
         "empty dicts",
         "tuples in lists",
         "numbers as keys",
+        "pairs of pairs",
+        "tuples in tuples",
+        "empty tuples",
+        "pairs of empty tuples",
     ],
 )
 def test_a_long_history_costs_the_training_thread_at_most_five_times_what_json_takes(history):
