@@ -33,7 +33,8 @@ def used_seconds() -> float:
         with suppress(OSError):  # it has just ended
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(map(int, fields[11:15]))  # user, system, and both of ended children
-            family += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            family += [child for child in children if child not in family]
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
