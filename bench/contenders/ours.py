@@ -38,7 +38,7 @@ class CkptSaveAsync:
         state = into.objects()
         root, _, step = path.rpartition(os.sep)
         with CheckpointManager(root) as manager:
-            report = manager.restore(state, int(step))
+            report = manager.restore(state, int(step), rollback=False)
         assert report is not None
         into.step = state["step"]
 

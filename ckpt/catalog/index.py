@@ -409,7 +409,7 @@ def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) 
     if (of_dcp := min(filter(_is_of_dcp, foreign), default=None)) is not None:
         return (
             f"it holds files of torch.distributed.checkpoint, such as {of_dcp!r}: that reads them "
-            "with its own FileSystemReader, and ckpt import makes a step of such a folder"
+            "with its own FileSystemReader, and ckpt adopt makes a step of such a folder"
         )
     key = foreign[0]
     *parents, _ = key.split("/")

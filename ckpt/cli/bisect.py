@@ -29,8 +29,8 @@ from ckpt.storage.api import StorageBackend
 
 Outcome = Literal["good", "bad", "untestable"]
 _UNTESTABLE_CODE: Final = 125
-_MOST_BAD_CODE: Final = 127
-"""The exit codes mean the same as for ``git bisect run``."""
+_NOT_STARTED_CODES: Final = (126, 127)
+"""The shell could not start the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,14 @@ def bisect(
     r"""Find the first step for which a command fails, with as few runs as possible.
 
     The steps between a good one and a bad one are those of the current branch that this tier has.
-    The command succeeds (exit code 0) for a good step, and fails (1 to 127) for a bad one. 125
+    The command succeeds (exit code 0) for a good step, and fails (1 to 124) for a bad one. 125
     means that the step cannot be tested; another one is taken then. Any other end stops the search.
-    A step is pinned while the command runs. --good and --bad themselves are not tested.
+    A step is pinned while the command runs. --good is tested only if the command fails for all
+    other steps, and --bad only if it succeeds for all.
 
     \b
     Examples:
-      ckpt bisect runs/gpt --good 1200 --bad 2000 --run 'python eval.py {path}'
+      ckpt bisect runs/gpt --good 1200 --bad 2000 --run 'python eval.py {root} {step}'
     """
     if not command.strip():
         raise ConfigError("--run is empty: give a command")
@@ -100,6 +101,7 @@ def bisect(
 
     with signals.as_exceptions():
         result = search(refs, test)
+        _check_ends(refs, [outcome for _, outcome in tests], test)
     if json:
         output.show_json(
             {
@@ -143,6 +145,23 @@ def search(refs: Sequence[StepRef], test: Callable[[StepRef], Outcome]) -> Bisec
     return Bisection(refs[good].step, refs[bad].step, tuple(refs[index].step for index in gap))
 
 
+def _check_ends(
+    refs: Sequence[StepRef], outcomes: Sequence[Outcome], test: Callable[[StepRef], Outcome]
+) -> None:
+    """Test the first step if no other was good, and the last one if no other was bad. A command
+    that always ends alike tells nothing.
+
+    Raises:
+        ConfigError: The command says of this step what it says of the others.
+    """
+    for ref, claim, opposite in ((refs[0], "good", "bad"), (refs[-1], "bad", "good")):
+        if opposite in outcomes and claim not in outcomes and test(ref) == opposite:
+            raise ConfigError(
+                f"the command says that step {ref.step} is {opposite} too, which --{claim} names: "
+                "it tells nothing, so check the command"
+            )
+
+
 def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef]:
     """Return the checkpoints of the current branch from ``good`` to ``bad``, in ascending order.
     Of several attempts at a step, the one that a restore takes counts.
@@ -164,6 +183,8 @@ def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef
 def _outcome(step: int, code: int) -> Outcome:
     if code == _UNTESTABLE_CODE:
         return "untestable"
-    if 0 <= code <= _MOST_BAD_CODE:
+    if code in _NOT_STARTED_CODES:
+        raise ConfigError(f"the shell cannot start the command (exit code {code}): check --run")
+    if 0 <= code < _UNTESTABLE_CODE:
         return "bad" if code else "good"
     raise ConfigError(f"the command for step {step} was ended by a signal, and so tells nothing")

@@ -177,8 +177,11 @@ def _head(lines: Sequence[_Line], count: int) -> list[_Line]:
 
 
 def _show(lines: Sequence[_Line], modes: dict[str, Mode]) -> None:
+    steps = [(_number(line), line.step.metrics) for line in lines if line.step]
     metrics = MetricColumns.of(
-        {line.step.ref.step: line.step.metrics for line in lines if line.step}, modes
+        {number: values for number, values in steps if number is not None},
+        modes,
+        rows=[values for number, values in steps if number is None],
     )
     rows = [
         (

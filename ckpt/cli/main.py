@@ -47,7 +47,7 @@ Examples:
   ckpt advise runs/gpt --failures-per-day 2       how often to save?
   ckpt pin runs/gpt 1200 --for 2h                 keep it for now
   ckpt watch runs/gpt --exec 'eval.sh {path}'     do something with each new step
-  ckpt bisect runs/gpt --good 1200 --bad 2000 --run 'python eval.py {path}'
+  ckpt bisect runs/gpt --good 1200 --bad 2000 --run 'python eval.py {root} {step}'
   ckpt prove runs/gpt --run 'python train.py --root {root}'
   ckpt finalize runs/gpt                          finish a save whose job died
   ckpt export runs/gpt gpt.safetensors            for other programs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
@@ -39,14 +39,20 @@ class MetricColumns:
     best: Mapping[str, int]
 
     @classmethod
-    def of(cls, steps: Mapping[int, Mapping[str, float]], modes: Mapping[str, Mode]) -> Self:
+    def of(
+        cls,
+        steps: Mapping[int, Mapping[str, float]],
+        modes: Mapping[str, Mode],
+        rows: Iterable[Mapping[str, float]] = (),
+    ) -> Self:
         """Return the columns for the metrics of ``steps``.
 
         Args:
-            steps: The metrics of each step, by the number of the step.
+            steps: The metrics of each step that may be the best one, by the number of the step.
             modes: Which values are the best, by the name of the metric.
+            rows: The metrics of rows that may not be the best one.
         """
-        metrics = {name for values in steps.values() for name in values}
+        metrics = {name for values in (*steps.values(), *rows) for name in values}
         rules: dict[str, Mode] = {
             name: mode for name in metrics if (mode := mode_of(name, modes)) is not None
         }

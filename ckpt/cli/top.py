@@ -127,4 +127,5 @@ def _rest(row: StepView) -> Iterator[str]:
     """Yield the last cells of a row: the stall of the step, and its state on each tier."""
     yield duration(row.save.stall_seconds) if row.save and row.save.stall_seconds else "-"
     for cell in row.cells:
-        yield "-" if cell.state == "absent" else cell.state
+        state = "-" if cell.state == "absent" else cell.state
+        yield f"{state}, abandoned" if row.is_abandoned and state != "-" else state

@@ -65,7 +65,7 @@ def watch(
 
     \b
     Examples:
-      ckpt watch runs/gpt --exec 'python eval.py {path}'
+      ckpt watch runs/gpt --exec 'python eval.py {root} {step}'
       ckpt watch s3://bucket/run42 --name publish --exec './publish.sh {root} {step}'
       ckpt watch runs/gpt --once --newest --json
     """

@@ -269,7 +269,9 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[_Kind]) -> None:
         entry_bytes += sum(length for _, length in runs)
         path = os.path.join(source, name)
         if os.path.isfile(path) and position > os.path.getsize(path):
-            raise ValueError(f"{name} ends before its entries do")
+            raise IntegrityError(
+                f"{path} is cut: it ends before the entries that {TABLE} has of it. Copy it again"
+            )
     tensor_bytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds)
     if tensor_bytes > entry_bytes:
         raise ValueError(f"tensors of {tensor_bytes} bytes in entries of {entry_bytes}")

@@ -140,6 +140,11 @@ class HfFolders:
         if last is None:
             self._workers.submit(self._export_next)
         else:
+            _log.info(
+                "ckpt: step %d has no folder of Hugging Face: step %d came before its export",
+                last.event.step,
+                event.step,
+            )
             last.pin.close()
 
     def _export_next(self) -> None:
@@ -182,6 +187,8 @@ class HfFolders:
             _log.warning(
                 "ckpt: step %d has no folder of Hugging Face: %s", event.step, errors.strip()[-500:]
             )
+        else:
+            _log.info("ckpt: step %d is a folder of Hugging Face now: %s", event.step, place)
 
     def _command(self, event: SaveCommitted, place: str, mapping: str) -> list[str]:
         options = self._options

@@ -25,8 +25,10 @@ def save(weights: Mapping[str, torch.Tensor], files: str, place: str, most_bytes
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
         raise ConfigError(
-            f"{files}/config.json names the architecture {names}, which transformers "
+            f"{files}/config.json names the architecture {names[0]!r}, which transformers "
             f"{transformers.__version__} does not have"
+            if names
+            else f"{files}/config.json names no architecture: save it with the model, or add it"
         )
     with torch.device("meta"):
         model = kind(config)

@@ -99,6 +99,12 @@ class StepView:
     save: SavedStep | None = None
     is_abandoned: bool = False
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a tier has damaged data of the attempt, and none has it whole."""
+        states = {cell.state for cell in self.cells}
+        return "damaged" in states and not states & {"committed", "verified"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierView:

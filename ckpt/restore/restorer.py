@@ -266,9 +266,10 @@ class Restorer:
                 raise
             except DamageError as damage:
                 _log.warning(
-                    "ckpt: step %d on %s is damaged, and another step is tried: %s",
+                    "ckpt: step %d on %s is damaged%s: %s",
                     ref.step,
                     url,
+                    "" if isinstance(step, int) else ", and an earlier step is tried",
                     damage,
                 )
                 self._notify(StepDamaged(step=ref.step, tier=url, error=damage.__cause__ or damage))
@@ -643,4 +644,5 @@ def _why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwr
     reasons = "; ".join(f"step {number}: {reason}" for number, reason in skips[:5])
     warning = ". Tensors of the state may have been overwritten in part: do not train on with it"
     outcome = warning if is_overwritten else "; nothing in the state was changed"
-    return f"none is intact ({reasons}){outcome}"
+    subject = f"step {step} is not intact" if isinstance(step, int) else "no step is intact"
+    return f"{subject} ({reasons}){outcome}"

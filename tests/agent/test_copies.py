@@ -109,7 +109,7 @@ def listed(tier: Tier) -> list[int]:
         steps = manager.steps()
         for step in steps:
             found = state(0)
-            manager.restore(found, step)
+            manager.restore(found, step, rollback=False)
             assert torch.equal(found["x"], state(step)["x"])
     return sorted(steps)
 

@@ -61,6 +61,9 @@ def test_abandoned_steps_are_left_out(cli: Cli, root: Path) -> None:
         (["--good", 1, "--bad", 5, "--run", " "], 2, "--run is empty"),
         (["--good", 1, "--bad", 99, "--run", "true"], 7, "step 99 is no checkpoint"),
         (["--good", 1, "--bad", 5, "--run", "kill -9 $$"], 2, "was ended by a signal"),
+        (["--good", 1, "--bad", 5, "--run", "no-such-command"], 2, "the shell cannot start"),
+        (["--good", 1, "--bad", 5, "--run", "false"], 2, "says that step 1 is bad too"),
+        (["--good", 1, "--bad", 5, "--run", "true"], 2, "says that step 5 is good too"),
         (["--good", 1, "--bad", 5], 2, "--run"),
     ],
 )

@@ -132,3 +132,16 @@ def test_the_log_and_the_list_name_what_is_abandoned(cli: Cli, tiers: tuple[Path
     assert [(step["step"], step["abandoned_by"]) for step in steps] == [
         (4, 1), (3, 1), (2, None), (1, None),
     ]  # fmt: skip
+
+
+def test_no_abandoned_step_takes_part_in_the_choice_of_the_best(cli: Cli, tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"x": torch.ones(2)}
+    with CheckpointManager(str(root), on_suspicious="ignore", journal=False) as manager:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)):
+            manager.save(state, step, metrics={"loss": loss})
+        manager.restore(state, step=1)
+        for step, loss in ((2, 0.3), (3, 0.2)):
+            manager.save(state, step, metrics={"loss": loss})
+    stars = [line for line in cli("log", root).out.splitlines() if line.count("*") == 2]
+    assert [line.split()[1] for line in stars] == ["3"]
+    assert "* 0.2" in stars[0]

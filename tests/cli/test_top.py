@@ -54,6 +54,15 @@ def test_a_hostile_name_moves_no_cursor(cli: Cli, steps: dict[int, Written]) -> 
     assert "[red]x" in ran.out
 
 
+def test_abandoned_steps_are_marked(cli: Cli, steps: dict[int, Written]) -> None:
+    first, *others = sorted(steps)
+    assert cli("rollback", "runs", first).code == 0
+    rows = [line.split() for line in cli("top", "--once").out.splitlines() if line.strip()]
+    states = {row[0]: row[-2:] for row in rows if row[0].isdecimal() and int(row[0]) in steps}
+    assert states[str(first)][-1] == "committed"
+    assert all(states[str(step)] == ["committed,", "abandoned"] for step in others)
+
+
 @pytest.mark.parametrize("words", [("--interval", "0"), ("--config", "none.toml")])
 def test_a_wrong_call_is_refused(cli: Cli, words: tuple[str, ...]) -> None:
     assert cli("top", "--once", *words).code == 2

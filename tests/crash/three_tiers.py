@@ -133,7 +133,7 @@ def check(root: Path, known: Noted, numbers: int) -> int:
     state = content(-1, numbers)
     with CheckpointManager(tiers(root), chunk_size=CHUNK_BYTES) as manager:
         for step in [*sorted(somewhere), None]:
-            report = manager.restore(state, step)
+            report = manager.restore(state, step, rollback=False)
             if report is None:
                 assert not somewhere
                 continue

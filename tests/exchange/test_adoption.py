@@ -159,8 +159,8 @@ def transform(metadata: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (shift, "entries do"),
-        (lengthen, "ends before its entries do"),
+        (shift, "ends before the entries"),
+        (lengthen, "ends before the entries"),
         (overlap, "overlap"),
         (reshape, "elements are in no box"),
         (transform, "save it without compression or other extensions"),

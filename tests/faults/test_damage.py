@@ -149,7 +149,7 @@ def test_where_nothing_is_whole_that_is_said_and_nothing_is_restored(
     target = state(-1)
     with (
         CheckpointManager([place / name for name in TIERS]) as manager,
-        pytest.raises(NoCheckpoint, match="none is intact"),
+        pytest.raises(NoCheckpoint, match="no step is intact"),
     ):
         manager.restore(target)
     tally("cut", len(images))

@@ -104,14 +104,15 @@ def test_steps_after_which_the_run_went_back_are_a_line_of_their_own(
         for step in range(1, 7):
             manager.save(state, step, metrics={"loss": 1 / step})
         manager.restore(state, step=3)
-        manager.save(state, 4, metrics={"loss": 0.5})
+        manager.save(state, 4, metrics={"loss": 0.1})
     page = make(root).get("/run/0")
     assert page.count('class="line branch"') == 1
+    assert page.count('class="star"') == 1  # Not at the abandoned attempt at step 4
     texts = re.findall(r'class="mark abandoned".*?<title>(.*?):', page)
     assert texts == [f"step {step}, abandoned, since the run went back" for step in (4, 5, 6)]
     reported = text_of(page)
     assert "Newest durable step 4" in reported
-    assert "Best step by loss 3 loss 0.333333" in reported
+    assert "Best step by loss 4 loss 0.1" in reported
     assert "Steps not durable at the end 0" in reported
     assert "abandoned" in rows(page)["6"]
     shutil.rmtree(next(root.glob("step-*6.*")))

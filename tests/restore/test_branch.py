@@ -465,7 +465,7 @@ def test_a_damaged_branch_gives_no_abandoned_step(near):
     go_back(near, 5)
     data = next(near.glob("step-000000005.*/rank-00000.safetensors"))
     data.write_bytes(data.read_bytes()[:-8] + bytes([255] * 8))
-    with CheckpointManager(near) as manager, pytest.raises(NoCheckpoint, match="none is intact"):
+    with CheckpointManager(near) as manager, pytest.raises(NoCheckpoint, match="no step is intact"):
         manager.restore(state(0))
 
 

@@ -177,13 +177,25 @@ def test_a_flipped_byte_anywhere_in_the_data_of_a_tensor_is_found(root: Path) ->
         assert_is(target, 2)
 
 
+def test_a_damaged_step_that_was_asked_for_is_named_and_no_other_is_tried(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(files(root, 2)["data"])
+    with (
+        CheckpointManager(root) as manager,
+        pytest.raises(NoCheckpoint, match=r"step 2 is not intact \(step 2: checksum mismatch"),
+    ):
+        manager.restore(blank(), step=2)
+    assert "is tried" not in caplog.text
+
+
 def test_when_all_are_damaged_the_error_says_so_for_each(root: Path) -> None:
     for step in (1, 2, 3):
         flip(files(root, step)["data"])
     target = blank()
     with (
         CheckpointManager(root) as manager,
-        pytest.raises(NoCheckpoint, match="none is intact") as error,
+        pytest.raises(NoCheckpoint, match="no step is intact") as error,
     ):
         manager.restore(target)
     for step in (1, 2, 3):

@@ -26,12 +26,14 @@ def store():
     forget_memory(name)
 
 
-ME = Owner.of_this_process("minezz")
+def me() -> Owner:
+    """Return the owner that this process is. The file may have been imported in another one."""
+    return Owner.of_this_process("minezz")
 
 
-def noted(store: StorageBackend, owner: Owner = ME, /, **changes: Any) -> Owner:
-    """Return the record of ``owner`` as ``claim`` writes it to ``store``."""
-    return replace(owner, root=f"{store.url}/", **changes)
+def noted(store: StorageBackend, owner: Owner | None = None, /, **changes: Any) -> Owner:
+    """Return the record of ``owner``, by default of this process, as ``claim`` writes it."""
+    return replace(owner or me(), root=f"{store.url}/", **changes)
 
 
 @dataclass
@@ -48,31 +50,31 @@ def neighbour():
     )
     with open(f"/proc/{process.pid}/stat") as file:
         started = int(file.read().rpartition(")")[2].split()[19])
-    yield Neighbour(process, replace(ME, attempt="otherz", pid=process.pid, started=started))
+    yield Neighbour(process, replace(me(), attempt="otherz", pid=process.pid, started=started))
     process.kill()
     process.communicate()
 
 
 def test_a_claim_is_confirmed_until_it_is_released(store):
-    claim(store, ME)
+    claim(store, me())
     assert read_owner(store) == noted(store)
-    confirm(store, ME)
-    claim(store, ME)
-    release(store, ME)
+    confirm(store, me())
+    claim(store, me())
+    release(store, me())
     assert read_owner(store) is None
     assert list(store.list("")) == []
 
 
 def test_this_process_is_alive_and_says_who_it_is():
-    assert ME.alive
-    assert (ME.pid, ME.attempt) == (os.getpid(), "minezz")
-    assert f"attempt minezz, process {os.getpid()} on {ME.host}" == str(ME)
+    assert me().alive
+    assert (me().pid, me().attempt) == (os.getpid(), "minezz")
+    assert f"attempt minezz, process {os.getpid()} on {me().host}" == str(me())
 
 
 def test_a_live_owner_on_this_machine_keeps_its_root(store, neighbour):
     claim(store, neighbour.owner)
     with pytest.raises(RootInUse, match="attempt otherz") as caught:
-        claim(store, ME)
+        claim(store, me())
     assert caught.value.root == store.url
     assert read_owner(store) == noted(store, neighbour.owner)
 
@@ -82,7 +84,7 @@ def test_a_dead_owner_is_taken_over_even_if_nobody_has_reaped_it(store, neighbou
     neighbour.process.kill()
     os.waitid(os.P_PID, neighbour.process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
     assert not neighbour.owner.alive
-    claim(store, ME)
+    claim(store, me())
     neighbour.process.wait()
     assert read_owner(store) == noted(store, ended=("otherz",))
 
@@ -92,20 +94,20 @@ def test_a_dead_owner_is_taken_over_even_if_nobody_has_reaped_it(store, neighbou
     [{"started": 1}, {"machine": "another boot"}, {"pid": 2**22 + 1}, {"pid": -1}, {"machine": ""}],
 )
 def test_who_cannot_be_known_to_live_is_taken_over(store, change):
-    other = replace(ME, attempt="otherz", **change)
+    other = replace(me(), attempt="otherz", **change)
     assert not other.alive
     claim(store, other)
-    claim(store, ME)
+    claim(store, me())
     known = {"unseen" if other.is_unknown else "ended": ("otherz",)}
     assert read_owner(store) == noted(store, **known)
-    claim(store, replace(ME, started=2))  # again, as if the answer of the first try was lost
+    claim(store, replace(me(), started=2))  # again, as if the answer of the first try was lost
     assert read_owner(store) == noted(store, started=2, **known)
 
 
 def test_another_attempt_of_this_very_process_is_alive(store):
-    claim(store, ME)
+    claim(store, me())
     with pytest.raises(RootInUse):
-        claim(store, replace(ME, attempt="second"))
+        claim(store, replace(me(), attempt="second"))
 
 
 @dataclass
@@ -119,8 +121,8 @@ class Manager:
 
 
 def test_a_manager_of_this_process_keeps_its_root_while_it_saves_and_then_gives_it_up(store):
-    saves, manager, second = Saves(is_idle=False), Manager(), replace(ME, attempt="second")
-    first = replace(ME, attempt="busyzzz")
+    saves, manager, second = Saves(is_idle=False), Manager(), replace(me(), attempt="second")
+    first = replace(me(), attempt="busyzzz")
     attend(first.attempt, manager, saves)
     claim(store, first)
     with pytest.raises(RootInUse):
@@ -132,8 +134,8 @@ def test_a_manager_of_this_process_keeps_its_root_while_it_saves_and_then_gives_
 
 
 def test_a_manager_of_this_process_that_was_collected_has_ended(store):
-    saves, manager, second = Saves(is_idle=False), Manager(), replace(ME, attempt="second")
-    first = replace(ME, attempt="firstzz")
+    saves, manager, second = Saves(is_idle=False), Manager(), replace(me(), attempt="second")
+    first = replace(me(), attempt="firstzz")
     attend(first.attempt, manager, saves)
     claim(store, first)
     assert first.alive
@@ -144,30 +146,30 @@ def test_a_manager_of_this_process_that_was_collected_has_ended(store):
 
 def test_an_earlier_program_of_this_process_has_ended(store):
     """``os.execv`` keeps the process id and the time of the start."""
-    claim(store, replace(ME, attempt="earlier", program="0badc0de"))
-    assert claim(store, ME).ended == ("earlier",)
+    claim(store, replace(me(), attempt="earlier", program="0badc0de"))
+    assert claim(store, me()).ended == ("earlier",)
 
 
 def test_another_process_cannot_know_the_program_of_an_owner(store, neighbour):
     claim(store, replace(neighbour.owner, program="0badc0de"))
     with pytest.raises(RootInUse):
-        claim(store, ME)
+        claim(store, me())
 
 
 def test_the_first_notices_that_it_was_taken_over_and_leaves_the_new_owner_alone(store):
-    first = replace(ME, attempt="firstz", machine="far away")
+    first = replace(me(), attempt="firstz", machine="far away")
     claim(store, first)
-    claim(store, ME)
+    claim(store, me())
     with pytest.raises(RootInUse, match="attempt minezz"):
         confirm(store, first)
     release(store, first)
     assert read_owner(store) == noted(store, unseen=("firstz",))
-    confirm(store, ME)
+    confirm(store, me())
 
 
 def test_a_root_without_owner_is_confirmed(store):
-    confirm(store, ME)
-    release(store, ME)
+    confirm(store, me())
+    release(store, me())
 
 
 @pytest.mark.parametrize(
@@ -177,23 +179,23 @@ def test_a_root_without_owner_is_confirmed(store):
 def test_nonsense_guards_nothing(store, data):
     store.put(OWNER, [data])
     assert read_owner(store) is None
-    claim(store, ME)
+    claim(store, me())
     assert read_owner(store) == noted(store)
 
 
 def test_a_later_ckpt_may_say_more_of_itself(store):
-    store.put(OWNER, [msgspec.json.encode({**msgspec.to_builtins(ME), "mood": "fine"})])
-    assert read_owner(store) == ME
+    store.put(OWNER, [msgspec.json.encode({**msgspec.to_builtins(me()), "mood": "fine"})])
+    assert read_owner(store) == me()
 
 
 def test_a_store_that_does_not_answer_is_not_taken_for_free(store):
-    claim(store, ME)
+    claim(store, me())
     faulty = FaultyBackend(
         store, [Rule(verb="head", fault=Raise(lambda key: StorageError(key, "down")))]
     )
     for verb in (claim, confirm, release):
         with pytest.raises(StorageError, match="down"):
-            verb(faulty, replace(ME, attempt="otherz"))
+            verb(faulty, replace(me(), attempt="otherz"))
     assert read_owner(store) == noted(store)
 
 
@@ -208,19 +210,19 @@ def test_a_copied_root_has_no_owner_while_the_owner_of_its_original_lives(store,
     claim(store, neighbour.owner)
     copy.put(OWNER, [read_object(store, OWNER, limit=1 << 20)])
     assert read_owner(copy) is None
-    claim(copy, ME)
-    confirm(copy, ME)
+    claim(copy, me())
+    confirm(copy, me())
     assert read_owner(copy) == noted(copy)
     with pytest.raises(RootInUse):
-        claim(store, ME)
+        claim(store, me())
 
 
 def test_a_job_that_has_moved_to_a_copy_of_its_root_takes_it_again(store, copy):
-    claim(store, ME)
+    claim(store, me())
     copy.put(OWNER, [read_object(store, OWNER, limit=1 << 20)])
-    assert not confirm(copy, ME)
-    claim(copy, ME)
-    assert confirm(copy, ME)
+    assert not confirm(copy, me())
+    claim(copy, me())
+    assert confirm(copy, me())
 
 
 @pytest.mark.parametrize("kind", ["mount", "no", "later", "host", "case"])
@@ -237,13 +239,13 @@ def test_a_record_that_may_name_this_root_counts(store, neighbour, kind):
     }[kind]
     store.put(OWNER, [msgspec.json.encode(replace(neighbour.owner, root=root))])
     with pytest.raises(RootInUse):
-        claim(store, ME)
+        claim(store, me())
 
 
 def test_the_record_of_another_machine_counts_wherever_it_was_copied_from(store, copy):
     """The same root may have another name and other numbers there."""
-    far = replace(ME, attempt="farzzz", machine="far away")
+    far = replace(me(), attempt="farzzz", machine="far away")
     claim(store, far)
     copy.put(OWNER, [read_object(store, OWNER, limit=1 << 20)])
-    claim(copy, ME)
+    claim(copy, me())
     assert read_owner(copy) == noted(copy, unseen=("farzzz",))
