@@ -495,7 +495,7 @@ def test_a_folder_of_their_own_storage_is_named(tmp_path, below):
     error = error_of(lambda: dcp.load({"t": torch.zeros(2)}, storage_reader=reader))
     assert isinstance(error, NoCheckpoint)
     assert "files of torch.distributed.checkpoint" in str(error)
-    assert "ckpt import" in str(error)
+    assert "ckpt adopt" in str(error)
 
 
 def test_a_missing_step_says_what_there_is(tmp_path):
