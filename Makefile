@@ -8,8 +8,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# More workers than processors, since many tests wait for other processes.
-PARALLEL := --workers 5
+# Four workers, since many tests wait for other processes; one file after the other in the order
+# of tests/conftest.py.
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 UNCOMPILED := tests|sklearn|fontTools|pip|setuptools|mypyc?|graphql|cfnlint|narwhals|huggingface_hub
 UNCOMPILED := $(UNCOMPILED)|torch/(testing/_internal|_inductor)|moto/(iam|stepfunctions|ec2)
 UNCOMPILED := $(UNCOMPILED)|pygments/lexers|sympy/physics|pytorch_lightning|lightning_fabric

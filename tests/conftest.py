@@ -18,12 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
 
 from tests.faults.ledger import Tally  # noqa: E402
-from tests.kit import small_pieces, worlds  # noqa: E402
+from tests.kit import small_pieces  # noqa: E402
 from tests.kit.marks import is_torture  # noqa: E402
 from tests.kit.parts import PART_BYTES  # noqa: E402
 from tests.kit.processor_time import ProcessorTime  # noqa: E402
 from tests.kit.stores import gated  # noqa: E402
-from tests.kit.workers import Workers  # noqa: E402
 from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 
 __all__ = ["fake_gcs", "gated", "moto_server", "rclone_s3"]
@@ -46,8 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     All properties belong to ``torture`` too, with more examples (``tests.kit.examples``), and so
     does what uploads small parts otherwise (``tests.kit.parts``).
 
-    The workers get the files in this order, so that no worker waits at the end for a long file of
-    another.
+    The workers of xdist get the files in this order, so that no worker waits at the end for a long
+    file of another. Both groups are in the order of their paths, whatever file a worker imports
+    first.
     """
     if is_torture(config):
         for item in items:
@@ -79,9 +79,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--workers", type=int, default=0, help="run the files of tests in this many processes"
-    )
-    parser.addoption(
         "--tally",
         type=Path,
         help="write how often each fault was tried into this file, if all tests pass",
@@ -95,17 +92,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.tally = Tally()  # type: ignore[attr-defined]
-    time = ProcessorTime()
-    config.pluginmanager.register(time)
-    if config.option.workers and not config.option.collectonly:
-        worlds.start()  # while this process collects
-        config.pluginmanager.register(Workers(config.option.workers, time.begin))
+    config.pluginmanager.register(ProcessorTime())
     if importlib.util.find_spec("hypothesis"):  # `make device` has no hypothesis
         from tests.kit.examples import choose
 
         choose(takes_all=is_torture(config))
     if config.option.small_pieces:
         small_pieces.shrink()
+    if (worker := getattr(config, "workerinput", None)) is not None:
+        import_from_another_file_on(config, int(worker["workerid"][2:]) / worker["workercount"])
+
+
+def import_from_another_file_on(config: pytest.Config, share: float) -> None:
+    """Let a worker of xdist import all files of tests, but first those after this share of them.
+
+    pytest compiles each file that is not compiled yet, which takes 9 s for all of them. The
+    workers would otherwise do it side by side, each for the same file at the same time.
+    """
+    if config.args_source is config.ArgsSource.TESTPATHS:
+        files = sorted(str(path) for path in Path(__file__).parent.rglob("test_*.py"))
+        first = int(len(files) * share)
+        config.args = files[first:] + files[:first]
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

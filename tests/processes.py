@@ -16,14 +16,7 @@ import pytest
 
 _MARK = "CKPT_TESTS_OF"
 """In the environment of all that tests start: whose parent has died is known by it."""
-
-
-def mark() -> None:
-    """Know what this process starts from now on."""
-    os.environ[_MARK] = str(os.getpid())
-
-
-mark()
+os.environ[_MARK] = str(os.getpid())
 
 
 @contextmanager
@@ -50,28 +43,11 @@ def kill_all(process: subprocess.Popen[Any]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             tree = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-    _kill(tree + _orphans())
-
-
-def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process, its descendants, and those of its session."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        leader = psutil.Process(pid)
-        _kill([*leader.children(recursive=True), *_session(pid), leader, *_orphans()])
-
-
-def _kill(tree: list[psutil.Process]) -> None:
+    tree += _orphans()
     for each in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     psutil.wait_procs(tree, timeout=10)
-
-
-def _session(pid: int) -> Iterator[psutil.Process]:
-    for each in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if each.pid != pid and os.getsid(each.pid) == pid:
-                yield each
 
 
 def _orphans() -> list[psutil.Process]:

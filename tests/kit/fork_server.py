@@ -10,8 +10,7 @@ objects, as an interpreter does, a fork would have to copy 160 MB of memory, whi
 second of processor time. A script that calls ``sys.exit`` or raises an error ends as in an
 interpreter.
 
-Each connection to the process is served by a fork of it, which sends its process id first. Each
-line of the connection is then a request of ``tests.kit.worlds`` in JSON. The answer is two lines:
+Each line of standard input is a request of ``tests.kit.worlds`` in JSON. The answer is two lines:
 the process ids, and the exit statuses.
 """
 
@@ -22,13 +21,11 @@ import gc
 import json
 import os
 import runpy
-import select
 import signal
-import socket
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy.ma  # noqa: F401 - this and the next ones for the forks
 import pytest  # noqa: F401
@@ -44,48 +41,22 @@ from bench.rank_exit import exit_rank
 ckpt.CheckpointManager  # noqa: B018 - imported here, once
 
 
-def serve(listener: socket.socket, tests: int) -> NoReturn:
-    """Fork a process for each connection, until the process ``tests`` ends."""
+def serve() -> None:
+    """Run one request after the other, until the tests end."""
     keep()
-    end, forks = os.pidfd_open(tests), dict[int, int]()
-    while True:
-        waits: list[Any] = [listener, end, *forks]
-        ready = select.select(waits, [], [])[0]
-        if end in ready:
-            os._exit(0)
-        for fork in forks.keys() & {*ready}:
-            os.waitpid(forks.pop(fork), 0)
-            os.close(fork)
-        if listener in ready:
-            connection, _ = listener.accept()
-            if (process := os.fork()) == 0:
-                for inherited in (listener.detach(), end, *forks):
-                    os.close(inherited)
-                answer(connection)
-            connection.close()
-            forks[os.pidfd_open(process)] = process
-
-
-def answer(connection: socket.socket) -> NoReturn:
-    """Run one request after the other, until the process that has connected ends."""
-    os.setsid()  # tests.processes.kill_tree finds all forks by it
-    requests, answers = connection.makefile("r"), connection.makefile("w")
-    connection.close()  # the two files keep it open
-    print(os.getpid(), file=answers, flush=True)
-    for line in requests:
+    for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         if not sys.modules.keys() >= {*request["imports"]}:
-            for name in request["imports"]:
-                import_module(name)
+            with redirect_stdout(sys.stderr):  # the answers go to standard output
+                for name in request["imports"]:
+                    import_module(name)
             keep()
         running: dict[int, int] = {}
         for number in range(len(request["environments"])):
             if (process := os.fork()) == 0:
-                requests.close()
-                answers.close()
                 run_script(request, number)
             running[process] = number
-        print(json.dumps([*running]), file=answers, flush=True)
+        print(json.dumps([*running]), flush=True)
         statuses = [0] * len(running)
         while running:
             process, status = os.wait()
@@ -94,8 +65,7 @@ def answer(connection: socket.socket) -> NoReturn:
                 for other in running:
                     with suppress(ProcessLookupError):
                         os.kill(other, signal.SIGKILL)
-        print(json.dumps(statuses), file=answers, flush=True)
-    os._exit(0)
+        print(json.dumps(statuses), flush=True)
 
 
 def keep() -> None:
@@ -126,4 +96,4 @@ def run_script(request: dict[str, Any], number: int) -> None:
 
 if __name__ == "__main__":
     faulthandler.enable()
-    serve(socket.socket(fileno=int(sys.argv[1])), os.getppid())
+    serve()

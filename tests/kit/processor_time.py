@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import worlds
-
 MOST_SECONDS = 60.0
 """Several times what the dearest test takes: no slow or busy machine needs that much."""
 _SECONDS = "processor_seconds"
@@ -22,34 +20,28 @@ _DEAREST = 10
 
 
 def used_seconds() -> float:
-    """Return the processor time of this process, and of those that it and they have started, and of
-    what forks scripts for it (``tests.kit.worlds``).
+    """Return the processor time of this process, and of those that it and they have started.
 
     What another thread than the main one has started counts when it has ended. What has lost its
     parent does not count.
     """
-    ticks, family = 0, [os.getpid(), *worlds.processes()]
+    ticks, family = 0, [os.getpid()]
     for pid in family:
         with suppress(OSError):  # it has just ended
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(map(int, fields[11:15]))  # user, system, and both of ended children
-            children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            family += [child for child in children if child not in family]
+            family += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class ProcessorTime:
-    """A plugin of pytest. Workers measure, and the process that started them sums."""
+    """A plugin of pytest. The workers of xdist measure, and the process that started them sums."""
 
     def __init__(self, most_seconds: float = MOST_SECONDS) -> None:
         self._most_seconds, self._used = most_seconds, 0.0
         self._seconds: dict[str, float] = {}
 
     def pytest_collection_finish(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Measure from now on."""
         self._used = used_seconds()
 
     @pytest.hookimpl(wrapper=True)

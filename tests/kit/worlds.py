@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.waiting import until
-from tests.processes import kill_all, kill_tree
+from tests.processes import kill_all
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,39 +171,16 @@ def descriptors() -> set[int]:
     return _server.descriptors()
 
 
-def start() -> None:
-    """Start the process that forks, for the forks of this one too."""
-    _server.start()
-
-
-def close() -> None:
-    """Kill all that runs for this process."""
-    _server.close()
-
-
-def processes() -> list[int]:
-    """Return the process that forks for this one, which is none of its children."""
-    return [] if _server.pid is None else [_server.pid]
-
-
 class _ForkServer:
-    """The process of ``fork_server.py``, and the fork of it that runs the requests of this process.
-
-    The first request starts them. A fork of the process that has started the first one uses it too.
-    """
+    """The process of ``fork_server.py``. The first request starts it."""
 
     def __init__(self) -> None:
-        self._listener: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = self._user = 0
-        self._connection: socket.socket | None = None
-        self._lines: socket.SocketIO | None = None
-        self.pid: int | None = None
 
     def run(self, request: Mapping[str, object], timeout: float) -> list[int] | None:
         """Return the exit statuses, or None if not all have ended in time.
 
-        The fork ends with a request that is interrupted, as by the time limit of a test.
+        The server ends with a request that is interrupted, as by the time limit of a test.
         """
         try:
             return self._run(request, timeout)
@@ -213,67 +189,42 @@ class _ForkServer:
             raise
 
     def _run(self, request: Mapping[str, object], timeout: float) -> list[int] | None:
-        connection, lines = self._connect()
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        running = json.loads(lines.readline())
-        if not select.select([connection], [], [], timeout)[0]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+                env=os.environ | ENVIRONMENT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,  # so that nothing waits where select() does not see it
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        running = json.loads(self._process.stdout.readline())
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
             for process in running:
                 for number in (signal.SIGABRT, signal.SIGCONT):
                     with suppress(ProcessLookupError):
                         os.kill(process, number)
-            select.select([connection], [], [], 10)
+            select.select([self._process.stdout], [], [], 10)
             self.end()
             return None
-        statuses: list[int] = json.loads(lines.readline())
+        statuses: list[int] = json.loads(self._process.stdout.readline())
         return statuses
 
-    def _connect(self) -> tuple[socket.socket, socket.SocketIO]:
-        if self._connection is None or self._lines is None or self._user != os.getpid():
-            self._user = os.getpid()
-            self._connection = socket.socket(socket.AF_UNIX)
-            self._connection.connect(self.start())
-            self._lines = self._connection.makefile("rb", buffering=0)
-            self.pid = int(self._lines.readline())
-        return self._connection, self._lines
-
-    def start(self) -> bytes:
-        """Start the process, if it does not run yet, and return its address."""
-        if self._listener is None:
-            self._owner, self._listener = os.getpid(), socket.socket(socket.AF_UNIX)
-            self._listener.bind("")  # a name that no other one has
-            self._listener.listen()
-            server = str(Path(__file__).with_name("fork_server.py"))
-            self._process = subprocess.Popen(
-                [sys.executable, server, str(self._listener.fileno())],
-                env=os.environ | ENVIRONMENT,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[self._listener.fileno()],
-            )
-        address: bytes = self._listener.getsockname()
-        return address
-
     def descriptors(self) -> set[int]:
-        return {each.fileno() for each in (self._listener, self._connection) if each is not None}
+        if self._process is None:
+            return set()
+        pipes = (self._process.stdin, self._process.stdout)
+        return {pipe.fileno() for pipe in pipes if pipe is not None}
 
     def end(self) -> None:
-        """Kill the fork, and what it runs."""
-        if self._connection is not None and self._lines is not None:
-            self._lines.close()
-            self._connection.close()
-            self._connection = self._lines = None
-        if self.pid is not None and self._user == os.getpid():
-            kill_tree(self.pid)
-        self.pid = None
-
-    def close(self) -> None:
-        """Kill the process too, if this one has started it."""
-        self.end()
-        if self._listener is not None:
-            self._listener.close()
-        if self._process is not None and self._owner == os.getpid():
+        """Kill the process, and what it runs."""
+        if self._process is not None:
             with self._process:
                 kill_all(self._process)
+            self._process = None
 
 
 _server = _ForkServer()
-atexit.register(_server.close)
+atexit.register(_server.end)
