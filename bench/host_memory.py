@@ -5,7 +5,8 @@
 The state is a GPT under AdamW. Each setting has a process of its own, and the processes take turns.
 A turn is a number of training steps. Each step begins with a save, which does not wait for the
 previous save. The optimizer's step comes after 60 % of the training step. The first turn, in which
-the memory settles, is not reported.
+the memory settles, is not reported. ``whole slots`` is what a job with a tier in memory has: two
+slots that take the whole image each.
 
 The program prints a table in Markdown, with a row for each setting and length of a step:
 
@@ -24,6 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -35,14 +37,17 @@ from bench.machine import load
 from bench.measure import MemorySampler, host_memory_bytes
 from bench.state import Training
 from bench.style import seconds
+from bench.whole_slots import whole_slots
 from ckpt import CheckpointManager, PendingSave, Tier
 
+_WHOLE: Final = "whole slots"
 SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "defaults": {},
     "`slots=1`": {"slots": 1},
     '`host_memory="0.5x"`': {"host_memory": "0.5x"},
     '`host_memory="0.25x"`': {"host_memory": "0.25x"},
     '`overlap="off"`': {"overlap": "off"},
+    _WHOLE: {},
 }
 _UNTIL_OPTIMIZER: Final = 0.6  # of a step: the forward and the backward pass
 _WARM_UP_STEPS: Final = 3
@@ -102,7 +107,7 @@ def measure(settings: Sequence[str], case: Case, folder: str) -> list[str]:
         workers: list[tuple[str, Connection, SpawnProcess]] = []
         for number, name in enumerate(settings):
             here, away = context.Pipe()
-            arguments = (away, SETTINGS[name], os.path.join(place, str(number)), case)
+            arguments = (away, name, os.path.join(place, str(number)), case)
             process = context.Process(target=_work, args=arguments)
             process.start()
             away.close()  # A worker that ends with an error ends this program too
@@ -131,8 +136,13 @@ def _cells(turns: Sequence[Turn], state_bytes: int, most: int, last: int) -> str
     return " | ".join([*memory, *times])
 
 
-def _work(pipe: Connection, settings: Mapping[str, Any], root: str, case: Case) -> None:
+def _work(pipe: Connection, setting: str, root: str, case: Case) -> None:
     torch.set_num_threads(1)
+    with whole_slots() if setting == _WHOLE else nullcontext():
+        _answer(pipe, SETTINGS[setting], root, case)
+
+
+def _answer(pipe: Connection, settings: Mapping[str, Any], root: str, case: Case) -> None:
     training = Training.make(case.size_bytes, layers=6, batch=1, seed=0)
     with MemorySampler(os.getpid()) as alone:
         for _ in range(_WARM_UP_STEPS):  # Until the allocator needs no further memory

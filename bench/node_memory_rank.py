@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +18,8 @@ from bench.measure import MemorySampler
 from bench.rank import any_rank, begin, say
 from bench.rank_exit import exit_rank
 from bench.state import Training
+from bench.whole_slots import whole_slots
 from ckpt import CheckpointManager
-from ckpt.save import host_memory
 
 _STEPS = 2
 
@@ -45,10 +46,7 @@ def _turn(
     """Save some times with one setting. The first save, in which the memory settles, is left out of
     the times, and not of the memory.
     """
-    passes = host_memory._may_pass_by
-    if name == "whole slots":
-        host_memory._may_pass_by = lambda *_: False
-    try:
+    with whole_slots() if name == "whole slots" else nullcontext():
         with MemorySampler(os.getpid()) as own:  # What the training itself needs at its peak
             for _ in range(_STEPS):
                 training.forward_backward()
@@ -59,8 +57,6 @@ def _turn(
             manager.prepare(training.objects())
             saves = [_save(manager, training, group, plan) for _ in range(plan["saves"] + 1)]
         return {"memory": sampler.peak_bytes - own.peak_bytes, "saves": saves[1:]}
-    finally:
-        host_memory._may_pass_by = passes
 
 
 def _save(

@@ -93,7 +93,7 @@ class CheckpointManager:
         handler, these methods and ``close`` raise `ConfigError` in the handler.
     """
 
-    _parts_count: ClassVar[bool] = False
+    _goes_on_from_parts: ClassVar[bool] = False
     """Whether the job continues from a step of which it has restored only a part."""
 
     def __init__(
@@ -485,7 +485,7 @@ class CheckpointManager:
             ref = StepRef(report.step, report.attempt)
             self._saver.steps.rollback = restorer.rollback
             is_first = selector is None and self._last_step is None
-            is_look = selection.is_part and not self._parts_count
+            is_look = selection.is_part and not self._goes_on_from_parts
             if self._origin.restore(ref, live, is_part=is_look, is_first=is_first):
                 if selector is not None and rollback and not is_look:
                     self._begin_branch(ref, restorer, context, discards=discard_newer)

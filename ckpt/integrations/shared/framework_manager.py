@@ -11,7 +11,7 @@ class FrameworkManager(CheckpointManager):
     from. A step that the framework asks for counts as a whole if it leaves out a part.
     """
 
-    _parts_count = True
+    _goes_on_from_parts = True
 
     def continue_from(self, ref: StepRef) -> None:
         """Note that the training continues from the state of ``ref``.
