@@ -88,6 +88,7 @@ ALL: Final[dict[str, Row]] = {
     "torchsnapshot.async_take": Row(
         "torchsnapshot async_take", "torchsnapshot", "SnapshotAsyncTake", "bench", "torchsnapshot"
     ),
+    "moonclip": Row("moonclip", "moonclip", "Moonclip", "itself", "moonclip", distributed=False),
     "nvrx": Row("nvrx fork (CUDA sync stubbed)", "nvrx", "Nvrx", "bench", "nvidia_resiliency_ext"),
     "ckpt.save": Row("ckpt save", "ours", "CkptSave", "itself"),
     "ckpt.save_async": Row("ckpt save_async", "ours", "CkptSaveAsync", "itself"),
