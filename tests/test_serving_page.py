@@ -66,6 +66,18 @@ def test_a_job_writes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert ckpt.load("runs/gpt", "step") == 201
 
 
+def test_the_weights_have_the_names_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("runs/gpt") as manager:
+        manager.save({"model": {"embed.weight": torch.ones(2), "steps": torch.zeros(1)}}, step=1)
+    (text,) = [text for text in BLOCKS if "names=" in text]
+    names: dict[str, Any] = {"ckpt": ckpt}
+    exec(text, names)
+    assert list(names["weights"]) == ["model.embed_tokens.weight"]
+
+
 def test_a_job_makes_folders_of_hugging_face(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.delta_chain import DeltaReader
 from ckpt.catalog.index import is_committed, list_root, why_missing
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
+from ckpt.checks import whole
 from ckpt.config import Tier
 from ckpt.errors import (
     AccessDenied,
@@ -29,10 +30,9 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.errors.frames import frameless
-from ckpt.exchange.load import part_of, stored_names
+from ckpt.exchange.part import Names, Part
 from ckpt.exchange.version_memory import VersionMemory, layout_of
-from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Manifest
+from ckpt.model.keys import StepId, StepRef
 from ckpt.model.rollback import last_rollback
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -109,13 +109,13 @@ class Follower(Iterator[Version]):
     def __init__(
         self,
         roots: Sequence[Tier],
-        name: str | None,
+        part: Part,
         *,
         poll_seconds: float,
         timeout_seconds: float | None,
         stop: threading.Event,
     ) -> None:
-        self._name, self._poll_seconds, self._timeout_seconds = name, poll_seconds, timeout_seconds
+        self._part, self._poll_seconds, self._timeout_seconds = part, poll_seconds, timeout_seconds
         self._stop = stop
         with ExitStack() as stack:
             self._stores: list[StorageBackend] = []
@@ -127,6 +127,7 @@ class Follower(Iterator[Version]):
             self._workers = Workers("follow", max(1, min(threads, _MOST_THREADS)))
             self._connections = stack.pop_all()
         self._ref: StepRef | None = None
+        self._version: Version | None = None
         self._memory: VersionMemory | None = None
         self._spare: VersionMemory | None = None
         self._deltas = DeltaReader()
@@ -140,20 +141,55 @@ class Follower(Iterator[Version]):
             StopIteration: The event ``stop`` was set.
             NoCheckpoint: No version has come within ``timeout_seconds``.
             EntryMissing: The newest checkpoint has no part of the name.
+            ConfigError: The names that were given do not fit the part.
             FormatUnsupported: This ckpt cannot read the newest checkpoint.
             AccessDenied: A store denies a request. The version from before stays as it is.
+        """
+        version = self._wait(None)
+        if version is None:
+            raise StopIteration
+        return version
+
+    def version_of(self, step: int, attempt: str | None = None) -> Version:
+        """Wait for one version, and return it. It may be the last one, or an older one.
+
+        Several processes that must have the same version ask for it by its step. The step has to be
+        on the current branch.
+
+        Args:
+            step: The number of the step.
+            attempt: The attempt at the step; None for the newest one.
+
+        Raises:
+            NoCheckpoint: The version has not come within ``timeout_seconds``, or the event ``stop``
+                was set.
+            ConfigError: ``step`` is no number of a step.
+            EntryMissing, FormatUnsupported, AccessDenied: As for ``next``. The version from before
+                stays as it is.
+        """
+        whole("step", step, 0, 10**18 - 1)
+        step_id = step if attempt is None else StepRef(step, attempt)
+        version = self._wait(step_id)
+        if version is None:
+            urls = ", ".join(store.url for store in self._stores)
+            raise NoCheckpoint(urls, f"the wait for step {step} was ended")
+        return version
+
+    def _wait(self, step_id: StepId | None) -> Version | None:
+        """Wait for the version ``step_id`` (None: for one that is not the last one). Return None if
+        the event ``stop`` is set.
         """
         deadline = (
             None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
         )
         while not self._stop.is_set():
-            if (version := self._look()) is not None:
+            if (version := self._look(step_id)) is not None:
                 return version
             rest = inf if deadline is None else deadline - time.monotonic()
             if rest <= 0:
-                raise self._timeout()
+                raise self._timeout(step_id)
             self._stop.wait(min(rest, self._poll_seconds))
-        raise StopIteration
+        return None
 
     def close(self) -> None:
         """Stop the threads and close the connections. Weights that were returned stay valid."""
@@ -167,9 +203,11 @@ class Follower(Iterator[Version]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _timeout(self) -> NoCheckpoint:
+    def _timeout(self, step_id: StepId | None) -> NoCheckpoint:
         urls = ", ".join(store.url for store in self._stores)
-        seconds = f"no new version within {self._timeout_seconds:g} s"
+        step = step_id.step if isinstance(step_id, StepRef) else step_id
+        subject = "new version" if step is None else f"version of step {step}"
+        seconds = f"no {subject} within {self._timeout_seconds:g} s"
         if self._ref is not None:
             return NoCheckpoint(urls, f"{seconds}; the last one is step {self._ref.step}")
         texts: list[str] = []
@@ -180,12 +218,21 @@ class Follower(Iterator[Version]):
                 texts.append(str(error))
         return NoCheckpoint(urls, f"{seconds}: {'; '.join(texts)}")
 
-    def _look(self) -> Version | None:
-        """Return the newest version, or None if there is no other than the last one."""
+    def _look(self, step_id: StepId | None) -> Version | None:
+        """Return the version ``step_id`` (None: the newest, unless it is the last one), or None if
+        it is not there.
+        """
         try:
-            for candidate in candidates(self._stores, None, workers=self._listers):
+            for candidate in candidates(self._stores, step_id, workers=self._listers):
+                rollback = candidate.rollback
+                if (
+                    step_id is not None
+                    and rollback is not None
+                    and not rollback.keeps(candidate.ref)
+                ):
+                    continue
                 if candidate.ref == self._ref:
-                    return None
+                    return None if step_id is None else self._version
                 if self._may_be_intact(candidate):
                     version = self._take(candidate)
                     if version is not None:
@@ -245,14 +292,14 @@ class Follower(Iterator[Version]):
 
     def _swap(self, ref: StepRef, memory: VersionMemory, version: Version) -> Version:
         self._spare = self._memory if version.base_step is not None else None
-        self._ref, self._memory = ref, memory
+        self._ref, self._memory, self._version = ref, memory, version
         return version
 
     def _assemble(
         self, reader: TieredReader, ref: StepRef, source: SourceManifest
     ) -> tuple[VersionMemory, Version]:
         """Fill memory with the version of a step. The memory of the last version stays as it is."""
-        names = stored_names(source.manifest, self._name)
+        names = self._part.stored_names(source.manifest)
         stored_tensors = source.manifest.tensor_map()
         tensors = [stored_tensors[name] for name in sorted(names)]
         layout = layout_of(tensors)
@@ -272,9 +319,9 @@ class Follower(Iterator[Version]):
         return memory, Version(
             step=ref.step,
             attempt=ref.attempt,
-            weights=part_of(source.manifest, self._name, memory.values),
+            weights=self._part.build(source.manifest, memory.values),
             base_step=self._ref.step if base is not None and self._ref is not None else None,
-            changes=self._names_of(manifest, changes if base is not None else names),
+            changes=self._part.names_of(manifest, changes if base is not None else names),
             read_bytes=rest.read_bytes + self._deltas.read_bytes,
             nbytes=sum(tensor.nbytes for tensor in tensors),
         )
@@ -300,15 +347,6 @@ class Follower(Iterator[Version]):
         takes = self._workers.run_all(partial(memory.take, read, base, chains) for read in reads)
         self._deltas.forget(sum(leaf.nbytes for leaf in memory.leaves) // 2)
         return [read for read, is_there in zip(reads, takes, strict=True) if not is_there]
-
-    def _names_of(self, manifest: Manifest, stored_names: set[str]) -> frozenset[str]:
-        """Return all names of tensors, tied ones too, as the weights have them."""
-        prefix = "" if self._name is None else f"{self._name}/"
-        return frozenset(
-            name.removeprefix(prefix)
-            for name, tensor in manifest.tensor_map().items()
-            if tensor.name in stored_names and (name.startswith(prefix) or name == self._name)
-        )
 
     @contextmanager
     def _leases(self, stores: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
@@ -338,6 +376,7 @@ def follow(
     poll_seconds: float = POLL_SECONDS,
     timeout_seconds: float | None = None,
     stop: threading.Event | None = None,
+    names: Names | None = None,
 ) -> Follower:
     """Return an iterator over the versions of the weights that a job commits, for another process
     that serves or evaluates them.
@@ -371,6 +410,7 @@ def follow(
         timeout_seconds: How long to wait for a version before `NoCheckpoint` is raised; None to
             wait for ever. The iteration may go on afterwards.
         stop: Ends the iteration when it is set.
+        names: Other names for the tensors of the part, as for ``ckpt.load``.
 
     Raises:
         ConfigError: No backend serves the URL, or an argument is invalid.
@@ -379,14 +419,13 @@ def follow(
     roots = [root] if isinstance(root, str | os.PathLike | Tier) else [*root]
     if not roots:
         raise ConfigError("follow: name at least one root")
-    if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigError(f"name={name!r}: give the name of a part, or None for the whole state")
+    part = Part(name, names)
     for setting, value in (("poll_seconds", poll_seconds), ("timeout_seconds", timeout_seconds)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{setting}={value!r}: give a positive number of seconds")
     return Follower(
         [item if isinstance(item, Tier) else Tier(os.fspath(item)) for item in roots],
-        name,
+        part,
         poll_seconds=poll_seconds,
         timeout_seconds=timeout_seconds,
         stop=stop or threading.Event(),

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
-from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.checks import one_of
-from ckpt.errors import ConfigError, EntryMissing, MissingExtra
-from ckpt.errors.base import few
+from ckpt.errors import ConfigError, MissingExtra
 from ckpt.exchange import safetensors_writer
 from ckpt.exchange.load import load_part
+from ckpt.exchange.part import Names, new_names
 from ckpt.exchange.safetensors_writer import FileForm
 from ckpt.model.manifest import Tensor
 
@@ -49,7 +49,7 @@ class HfOptions:
 
     files: str
     dtype: str | None = None
-    names: Mapping[str, str | None] | str | None = None
+    names: Names | str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -58,7 +58,7 @@ class HfOptions:
             raise ConfigError(f"names={self.names!r}: give a mapping of names, or {TRANSFORMERS!r}")
 
 
-def names_in(file: str) -> Mapping[str, str | None] | str:
+def names_in(file: str) -> Names | str:
     """Return the mapping of names in a JSON file, or ``TRANSFORMERS`` if ``file`` is this word.
 
     Raises:
@@ -119,14 +119,15 @@ class HfWriter:
         return notes
 
     def _targets(
-        self, names: Sequence[str], mapping: Mapping[str, str | None] | None
+        self, names: Sequence[str], mapping: Names | None
     ) -> tuple[dict[str, str], list[tuple[str, str]]]:
         """Return the name in the files of each tensor, by its stored name, and the names that are
         left out.
         """
         short = {name: name.removeprefix(self._strip) for name in names}
         if mapping is not None:
-            short = self._rename(short, mapping)
+            labels = new_names(short.values(), mapping, self._reader.ref.step)
+            short = {name: labels[item] for name, item in short.items() if item in labels}
         notes = [(name, "the mapping leaves it out") for name in names if name not in short]
         targets: dict[str, str] = {}
         for name in sorted(short, key=lambda name: (short[name].endswith(_HEADS), name)):
@@ -136,19 +137,6 @@ class HfWriter:
             else:
                 targets[stored_name] = short[name]
         return targets, notes
-
-    def _rename(
-        self, short: Mapping[str, str], mapping: Mapping[str, str | None]
-    ) -> dict[str, str]:
-        if gaps := [item for item in short.values() if item not in mapping]:
-            raise ConfigError(
-                f"the mapping of names lacks {few(gaps)}: give each its name in the files, or null "
-                "to leave it out"
-            )
-        if foreign := sorted(mapping.keys() - set(short.values())):
-            step = self._reader.ref.step
-            raise EntryMissing(foreign, step, present=[*short.values()], way=LIST_NAMES)
-        return {name: target for name, item in short.items() if (target := mapping[item])}
 
     def _write_by_transformers(self, place: str) -> None:
         try:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
-from ckpt.catalog.tensor_reader import LIST_NAMES, ReadRequest, StepReader
+from ckpt.catalog.tensor_reader import BATCH_BYTES, ReadRequest, StepReader
 from ckpt.config import Tier
-from ckpt.errors import ConfigError, EntryMissing
+from ckpt.errors import ConfigError
 from ckpt.errors.frames import frameless
 from ckpt.exchange.opened import OpenCheckpoint
+from ckpt.exchange.part import Names, Part
 from ckpt.exchange.torch_writer import in_saved_order
 from ckpt.model.box import Box
-from ckpt.model.manifest import Manifest, Tensor
-from ckpt.model.values import join
-from ckpt.state.match.tree import MakeTensor, StateTree
+from ckpt.model.manifest import Tensor
 
 _CPU: Final = torch.device("cpu")
 
@@ -30,6 +29,7 @@ def load(
     step: int | str | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    names: Names | None = None,
 ) -> Any:
     """Return the values of a committed checkpoint, as ``torch.load`` returns those of a file.
 
@@ -54,31 +54,59 @@ def load(
         device: The device of the tensors.
         dtype: The dtype of all floating-point tensors, those of an optimizer included; None for
             the saved dtypes.
+        names: Other names for the tensors of the part, for an engine that takes a dict: name in the
+            part -> new name, or None to leave the tensor out. Each tensor must have an entry. The
+            result is a dict of tensors by their new names, without plain values. Tied names may
+            get one name.
 
     Raises:
         NoCheckpoint: The root has no checkpoint of ``step``, or no checkpoint at all.
-        EntryMissing: The checkpoint has nothing of this name.
+        EntryMissing: The checkpoint has nothing of this name, or ``names`` has a name that the part
+            does not have.
         IntegrityError: A chunk or the manifest is damaged.
         StorageError: The root cannot be read.
-        ConfigError: No backend serves the URL, or ``name``, ``step``, ``device`` or ``dtype`` is
-            invalid. ``dtype`` must be a floating-point dtype.
+        ConfigError: No backend serves the URL, or ``name``, ``step``, ``device``, ``dtype`` or
+            ``names`` is invalid. ``dtype`` must be a floating-point dtype. ``names`` must have each
+            tensor, and must not give one name to two of them.
     """
     _check_dtype(dtype)
     _check_device(device)
-    if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigError(f"name={name!r}: give the name of a part, or None for the whole state")
+    part = Part(name, names)
     with OpenCheckpoint(root, step) as checkpoint:
-        return load_part(checkpoint.reader, name, torch.device(device), dtype)
+        return _Load(checkpoint.reader, torch.device(device), dtype).load(part)
 
 
-def load_part(
-    reader: StepReader,
-    name: str | None,
-    device: torch.device = _CPU,
-    dtype: torch.dtype | None = None,
-) -> Any:
+def load_part(reader: StepReader, name: str | None) -> Any:
     """Return the part ``name`` of a step (None: the whole state), as ``load`` does."""
-    return _Load(reader, device, dtype).load(name)
+    return _Load(reader).load(Part(name))
+
+
+def stream_part(
+    reader: StepReader, part: Part, *, most_bytes: int = BATCH_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a part with their names, and with at most ``most_bytes`` of them, or one
+    larger tensor, in memory at a time.
+
+    Raises the errors of ``load``. Some tensors may have been yielded before.
+    """
+    batch: list[tuple[str, str]] = []
+    size = 0
+    for name, stored_name in part.targets(reader.manifest).items():
+        nbytes = reader.tensors[stored_name].nbytes
+        if batch and size + nbytes > most_bytes:
+            yield from _read_batch(reader, batch)
+            batch, size = [], 0
+        batch.append((name, stored_name))
+        size += nbytes
+    yield from _read_batch(reader, batch)
+
+
+def _read_batch(
+    reader: StepReader, batch: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    values = _Load(reader).read({stored_name for _, stored_name in batch})
+    for name, stored_name in batch:
+        yield name, values[stored_name]
 
 
 def _check_dtype(dtype: object) -> None:
@@ -101,16 +129,20 @@ def _check_device(device: torch.device | str) -> None:
 
 
 class _Load:
-    def __init__(self, reader: StepReader, device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        reader: StepReader,
+        device: torch.device = _CPU,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._reader, self._device, self._dtype = reader, device, dtype
-        self._tensors: dict[str, torch.Tensor] = {}
 
-    def load(self, name: str | None) -> Any:
+    def load(self, part: Part) -> Any:
         manifest = self._reader.manifest
-        self._read(stored_names(manifest, name))
-        return part_of(manifest, name, self._tensors)
+        return part.build(manifest, self.read(part.stored_names(manifest)))
 
-    def _read(self, names: Iterable[str]) -> None:
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors with these stored names."""
         tensors = [self._reader.tensors[name] for name in sorted(names)]
         values = {tensor.name: empty_tensor(tensor) for tensor in tensors}
         self._reader.read(
@@ -120,71 +152,12 @@ class _Load:
                 if tensor.nbytes
             ]
         )
-        for tensor in tensors:
-            value = in_saved_order(values.pop(tensor.name), tensor)
-            dtype = self._dtype if value.is_floating_point() else None
-            self._tensors[tensor.name] = value.to(self._device, dtype or value.dtype)
+        return {tensor.name: self._finish(values.pop(tensor.name), tensor) for tensor in tensors}
 
-
-def stored_names(manifest: Manifest, name: str | None) -> set[str]:
-    """Return the names under which the tensors of the part ``name`` (None: of all parts) are
-    stored.
-
-    Raises:
-        EntryMissing: The checkpoint has nothing of this name.
-    """
-    tensors = manifest.tensor_map()
-    if name is not None and name in tensors:
-        return {tensors[name].name}
-    return {tensors[item].name for item in _names_in(_build(manifest, name, _Name))}
-
-
-def part_of(manifest: Manifest, name: str | None, values: Mapping[str, torch.Tensor]) -> Any:
-    """Return the part ``name`` of the state (None: all of it), with the tensors in ``values``, by
-    their stored names.
-
-    Raises:
-        EntryMissing: The checkpoint has nothing of this name.
-    """
-    tensors = manifest.tensor_map()
-    if name is not None and name in tensors:
-        return values[tensors[name].name]
-    return _build(manifest, name, lambda item: values.get(tensors[item].name))
-
-
-def _build(manifest: Manifest, name: str | None, make: MakeTensor) -> Any:
-    tree = StateTree(manifest, make, (), by_name=False, safe=False, parameter_names=False).build()
-    path, value = "", tree
-    while name is not None and path != name:
-        items = _items(path, value)
-        path = next((key for key in items if name == key or name.startswith(f"{key}/")), "")
-        if not path:
-            present = [*manifest.tensor_map(), *_items("", tree)]
-            raise EntryMissing([name], manifest.step, present=present, way=LIST_NAMES)
-        value = items[path]
-    return value
-
-
-class _Name(str):
-    """The name of a tensor, in the place of the tensor."""
-
-    __slots__ = ()
-
-
-def _names_in(value: Any) -> Iterator[str]:
-    if isinstance(value, _Name):
-        yield value
-    for item in _items("", value).values():
-        yield from _names_in(item)
-
-
-def _items(path: str, value: Any) -> dict[str, Any]:
-    """Return the items of the container ``value`` by their names."""
-    if isinstance(value, Mapping):
-        return {join(path, key): item for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return {join(path, str(index)): item for index, item in enumerate(value)}
-    return {}
+    def _finish(self, value: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+        value = in_saved_order(value, tensor)
+        dtype = self._dtype if value.is_floating_point() else None
+        return value.to(self._device, dtype or value.dtype)
 
 
 def empty_tensor(tensor: Tensor) -> torch.Tensor:

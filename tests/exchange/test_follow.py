@@ -698,3 +698,57 @@ def test_a_version_is_shown_in_one_line(
 def test_a_part_of_deltas_has_a_name() -> None:
     with pytest.raises(ConfigError, match="deltas=''"):
         CheckpointManager("x", deltas="")
+
+
+def test_a_version_is_taken_by_its_step(
+    manager: CheckpointManager, versions: Follower, weights: dict[str, torch.Tensor]
+) -> None:
+    """Several processes that must have the same version do not ask for the newest one."""
+    contents = {step: saved(manager, weights, step) for step in (1, 2, 3)}
+    for step in (2, 3, 1):
+        version = versions.version_of(step)
+        assert (version.step, digest(version.weights)) == (step, contents[step])
+    assert versions.version_of(1, version.attempt) is version
+    assert next(versions).step == 3
+
+
+def test_a_version_that_does_not_come_is_named(
+    manager: CheckpointManager, versions: Follower, weights: dict[str, torch.Tensor]
+) -> None:
+    saved(manager, weights, 1)
+    version = next(versions)
+    with pytest.raises(NoCheckpoint, match=r"no version of step 2 within 0\.05 s; the last one is"):
+        versions.version_of(2)
+    with pytest.raises(NoCheckpoint, match="no version of step 1 "):
+        versions.version_of(1, "abcdefghijkl")
+    assert versions.version_of(1) is version
+
+
+def test_a_step_of_an_abandoned_branch_is_no_version(
+    manager: CheckpointManager, versions: Follower, weights: dict[str, torch.Tensor]
+) -> None:
+    for step in (1, 2, 3):
+        saved(manager, weights, step)
+    manager.restore({"model": weights, "other": torch.zeros(1000)}, step=1)
+    with pytest.raises(NoCheckpoint, match="step 2"):
+        versions.version_of(2)
+    content = saved(manager, weights, 2)
+    version = versions.version_of(2)
+    assert digest(version.weights) == content
+    assert is_idle(versions)
+
+
+def test_the_wait_for_a_version_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    with (
+        ckpt.follow(tmp_path, stop=stop) as versions,
+        pytest.raises(NoCheckpoint, match="the wait for step 1 was ended"),
+    ):
+        versions.version_of(1)
+
+
+@pytest.mark.parametrize("step", ["1", None, -1, True])
+def test_a_version_has_a_number(step: Any, tmp_path: Path) -> None:
+    with ckpt.follow(tmp_path) as versions, pytest.raises(ConfigError, match="step"):
+        versions.version_of(step)
