@@ -12,15 +12,16 @@ Three numbers, since each alone can be made to look good at the cost of the othe
   itself; what the others leave to the kernel is fsynced by the bench before the clock stops, in a
   thread beside the training loop, so that it never counts as their stall.
 
-After each of these comes a save with nothing else running (*idle*). It follows right after one in
-training: pages of the file cache that the previous save has freed are warm then, which favours
-contenders that write through it. After seconds of training they may not be (a virtual machine may
-have to get them from its host again): in training a buffered writer can take several times as long
-as idle.
+When all saves in training are done come saves with nothing else running (*idle*). Each follows
+right after another one, which is not counted: pages of the file cache that the previous save has
+freed are warm then, which favours contenders that write through it. After seconds of training they
+may not be (a virtual machine may have to get them from its host again): in training a buffered
+writer can take several times as long as idle.
 
 **Memory** is the highest anonymous plus shared memory of the contender's process and its children
-while it saves, over the highest while it trained before any contender was prepared. Pages of the
-kernel's file cache, which buffered writers fill, are not in it.
+while it saves in training, over the highest while it trained before any contender was prepared.
+*idle: memory* is that of all saves: where nothing overlaps, a contender may need more. Pages of
+the kernel's file cache, which buffered writers fill, are not in it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _COLUMNS = (
     Column("idle_durable_over_write", "durable / write", "ratio"),
     Column("added_memory_bytes", "memory added", "bytes"),
     Column("idle_safe_seconds", "idle: safe", "seconds"),
+    Column("idle_memory_bytes", "idle: memory", "bytes"),
     Column("first_stall_seconds", "first: stall", "seconds"),
     Column("first_durable_seconds", "first: durable", "seconds"),
     Column("clean_step_seconds", "step alone", "seconds"),
@@ -63,10 +65,10 @@ _NOTES = (
     "**step beside**: a step beside a save over one without. **first**: the process' first save; "
     "in no median.",
     "**idle**: nothing else runs. *safe*: until the state may change when nothing can overlap; "
-    "*durable*: as above, right after a save in training, with a file cache as warm as it gets; "
+    "*durable*: as above, right after another idle save, with a file cache as warm as it gets; "
     "*durable / write*: over a plain `O_DIRECT` write and fsync of as many bytes right after it. "
     "**memory added**: highest anonymous plus shared memory of the process and its children while "
-    "it saves, over training alone.",
+    "it saves in training, over training alone; *idle: memory*: with the idle saves, which follow.",
     "`ckpt` fsyncs itself. What the others do not fsync, the bench does before the clock of "
     "*durable* stops, beside the training loop: it is not in their stall.",
     "Medians of the later saves of each kind (how many: *saves*), after the first; contenders "
@@ -100,6 +102,7 @@ class _Seen:
     writes: list[float] = field(default_factory=list)
     trained: list[TrainedSave] = field(default_factory=list)
     idle: list[dict[str, Any]] = field(default_factory=list)
+    trained_bytes: int = 0
 
 
 def run(bench: Bench, options: Options) -> Result:
@@ -127,11 +130,13 @@ def _measure(bench: Bench, shape: Shape, options: Options) -> list[Line]:
         with Heat(bench, case, shape, lot) as heat, Checker(bench, shape) as checker:
             heat_seen = {name: _Seen(session) for name, session in heat.sessions.items()}
             for number in range(options.repeats + 1):
-                heat.each(number, _visit, heat_seen, heat, checker if beside else None, options)
+                heat.each(number, _train, heat_seen, checker if beside else None, options)
                 bench.say(
                     f"{case}: {f'round {number}/{options.repeats}' if number else 'first saves'}, "
                     f"{_figures(heat_seen)}"
                 )
+            for number in range(options.repeats):
+                heat.each(number, _idle, heat_seen, heat, options)
             heat.finish()
             seen |= {name: heat_seen[name] for name in heat.sessions}
     lines = [_line(case, name, one) for name, one in seen.items()]
@@ -157,25 +162,28 @@ def _measure(bench: Bench, shape: Shape, options: Options) -> list[Line]:
     return lines
 
 
-def _visit(
-    session: Session,
-    everyone: dict[str, _Seen],
-    heat: Heat,
-    checker: Checker | None,
-    options: Options,
+def _train(
+    session: Session, everyone: dict[str, _Seen], checker: Checker | None, options: Options
 ) -> None:
-    """One save in training and, after the first round, one idle, and the floors right after it."""
+    """One save in training."""
     seen = everyone[session.name]
     ends = len(seen.trained) in (0, options.repeats)
     answer = session.save("train", compare=checker is not None or ends, clean=options.clean_steps)
     beside = [Step(**step) for step in answer["beside"]]
     seen.trained.append(TrainedSave(answer["call"], answer["durable"], answer["clean"], beside))
+    seen.trained_bytes = session.added_bytes
     if checker is not None:
         session.check(checker)
-    if len(seen.trained) > 1:
-        seen.idle.append(session.save("idle", compare=ends))
-        seen.copies.append(heat.floors.copy())
-        seen.writes.append(heat.floors.write(heat.bench.folder))
+
+
+def _idle(session: Session, everyone: dict[str, _Seen], heat: Heat, options: Options) -> None:
+    """Two saves with nothing beside, of which the second one counts, and the floors after it."""
+    seen = everyone[session.name]
+    session.save("idle", compare=False)
+    last = len(seen.idle) == options.repeats - 1
+    seen.idle.append(session.save("idle", compare=last))
+    seen.copies.append(heat.floors.copy())
+    seen.writes.append(heat.floors.write(heat.bench.folder))
 
 
 def _figures(seen: dict[str, _Seen]) -> str:
@@ -216,7 +224,8 @@ def _line(case: str, name: str, seen: _Seen) -> Line:
         "idle_safe_seconds": Spread.of(one["safe"] for one in seen.idle),
         "idle_durable_seconds": Spread.of(one["durable"] for one in seen.idle),
         "idle_durable_over_write": Spread.ratio([one["durable"] for one in seen.idle], seen.writes),
-        "added_memory_bytes": seen.session.added_bytes,
+        "added_memory_bytes": seen.trained_bytes,
+        "idle_memory_bytes": seen.session.added_bytes,
         "disk_bytes": seen.session.disk_bytes,
         "fsync_by": ALL[name].fsync,
         "saves": len(trained),
