@@ -55,7 +55,7 @@ def export(
         typer.Argument(
             metavar="[ROOT] OUT",
             help="ROOT is the same as --root. OUT is a local file or folder that does not exist "
-            "yet.",
+            "yet, or a URL (hf).",
             show_default=False,
         ),
     ],

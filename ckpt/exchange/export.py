@@ -19,14 +19,15 @@ import torch
 from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.errors.base import few
-from ckpt.exchange import dcp_writer, hf_folder, safetensors_writer, torch_writer
+from ckpt.errors.sanitize import clean
+from ckpt.exchange import dcp_writer, hf_folder, hf_store, safetensors_writer, torch_writer
 from ckpt.exchange.hf_folder import HfOptions
 from ckpt.exchange.opened import TensorView
 from ckpt.exchange.safetensors_writer import FileForm
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import check_structure, exact
 from ckpt.state.match.tree import Notes, StateTree, is_selected
-from ckpt.storage.places import is_folder, local_path
+from ckpt.storage.places import is_folder, local_path, without_query
 
 Format = Literal["safetensors", "torch", "dcp", "hf"]
 SHARD_BYTES: Final = 5 * 10**9
@@ -37,7 +38,7 @@ class ExportReport:
     """The result of an export.
 
     Attributes:
-        place: The absolute path of the new file or folder.
+        place: The absolute path of the new file or folder, or the URL of the folder.
         tensors: The number of exported names of tensors. Tied names are included.
         nbytes: The bytes of the exported tensors. Tied tensors count once.
         notes: The values that the format cannot hold, or holds in another form.
@@ -85,32 +86,33 @@ def export(
 
     Args:
         reader: The reader of the checkpoint.
-        out: The path of the new file or folder, which must not exist.
+        out: The path of the new file or folder, which must not exist. A folder of Hugging Face may
+            have a URL.
         kind: The format.
         options: The options.
         on_start: A function that is called with the number of bytes that will be read.
 
     Raises:
-        ConfigError: ``out`` exists or is a URL, an option does not fit the format, two values would
-            have the same name in the format, or the format cannot hold any of the values.
+        ConfigError: ``out`` exists or is another URL, an option does not fit the format, two values
+            would have the same name in the format, or the format cannot hold any of the values.
         EntryMissing: No tensor and no plain value has a name that matches ``options.globs``.
         IntegrityError: The checkpoint is damaged.
         StorageError: The checkpoint cannot be read, or ``out`` cannot be written.
     """
     globs = options.globs
     _check_options(kind, options)
-    if not is_folder(out):
+    if not is_folder(out) and kind != "hf":
         raise ConfigError(
-            f"{out} is a URL: export to a local file or folder, and copy it from there"
+            f"{out} is a URL, which only --format hf takes: export to a local file or folder, and "
+            "copy it from there"
         )
-    out = local_path(out)
     names = [name for name in sorted(reader.tensors) if is_selected(name, globs)]
     if not names:
         _check_values(reader, kind, globs)
     tensors = {reader.tensors[name].name: reader.tensors[name] for name in names}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     notes = Notes()
-    with _appears(out) as place:
+    with _room(out) as (place, put):
         on_start(nbytes)
         match kind:
             case "safetensors":
@@ -121,11 +123,15 @@ def export(
                 _dcp(reader, place, notes, globs)
             case "hf":
                 assert options.hf is not None
-                os.mkdir(place)
+                os.makedirs(place, exist_ok=True)
                 most_bytes = options.max_shard_bytes or SHARD_BYTES
                 writer = hf_folder.HfWriter(reader, options.hf, options.strip, most_bytes)
-                notes.left_out += writer.write(place, names)
-    return ExportReport(place=os.path.abspath(out), tensors=len(names), nbytes=nbytes, notes=notes)
+                notes.left_out += writer.write(place, names, put)
+    return ExportReport(place=_place_text(out), tensors=len(names), nbytes=nbytes, notes=notes)
+
+
+def _place_text(out: str) -> str:
+    return os.path.abspath(local_path(out)) if is_folder(out) else clean(without_query(out))
 
 
 def _check_options(kind: Format, options: ExportOptions) -> None:
@@ -248,6 +254,23 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
     notes.changes += tree.notes.changes
     notes.left_out += tree.notes.left_out
     dcp_writer.write_folder(place, state, placeholders, lambda name: TensorView(reader, name)[...])
+
+
+@contextmanager
+def _room(out: str) -> Generator[tuple[str, Callable[[str], None]]]:
+    """Return a context manager that yields a temporary path, and a function that takes a file at
+    this path as soon as it is complete. The block creates a file or folder at the path, which
+    becomes ``out``.
+    """
+    if is_folder(out):
+        with _appears(local_path(out)) as place:
+            yield place, lambda _: None
+        return
+    try:
+        with hf_store.appears(out) as (place, put):
+            yield place, put
+    except OSError as error:
+        raise _as_storage_error(tempfile.gettempdir(), error) from error
 
 
 @contextmanager

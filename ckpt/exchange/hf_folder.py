@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
@@ -18,6 +18,7 @@ from ckpt.catalog.tensor_reader import StepReader
 from ckpt.checks import one_of
 from ckpt.errors import ConfigError, MissingExtra
 from ckpt.exchange import safetensors_writer
+from ckpt.exchange.hf_store import CONFIG
 from ckpt.exchange.load import load_part
 from ckpt.exchange.part import Names, new_names
 from ckpt.exchange.safetensors_writer import FileForm
@@ -25,7 +26,6 @@ from ckpt.model.manifest import Tensor
 
 TRANSFORMERS: Final = "transformers"
 """The value of ``HfOptions.names`` that leaves names and shapes to transformers."""
-_CONFIG: Final = "config.json"
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 _SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _INDEX_SUFFIX: Final = ".index.json"
@@ -92,9 +92,11 @@ class HfWriter:
         self._reader, self._options = reader, options
         self._strip, self._most_bytes = strip, most_bytes
 
-    def write(self, place: str, names: Sequence[str]) -> list[tuple[str, str]]:
+    def write(
+        self, place: str, names: Sequence[str], on_file: Callable[[str], None]
+    ) -> list[tuple[str, str]]:
         """Write the tensors ``names`` to the empty folder ``place``. Return the names that are left
-        out, each with the reason.
+        out, each with the reason. ``on_file`` is called with the path of each file of weights.
 
         Raises:
             ConfigError: The options do not fit the checkpoint, or the dtype cannot hold a number.
@@ -110,11 +112,13 @@ class HfWriter:
             safetensors_writer.check_names(targets)
             tensors = [self._reader.tensors[name] for name in targets]
             form = FileForm(names=targets, dtype=options.dtype)
-            safetensors_writer.write_folder(place, tensors, form, self._reader, self._most_bytes)
+            safetensors_writer.write_folder(
+                place, tensors, form, self._reader, self._most_bytes, on_file
+            )
             dtype = options.dtype or _dtype_of(tensors)
             config |= {"dtype": dtype} if dtype else {}
         _copy_texts(options.files, place)
-        if not os.path.exists(os.path.join(place, _CONFIG)):
+        if not os.path.exists(os.path.join(place, CONFIG)):
             _write_config(place, config)
         return notes
 
@@ -159,7 +163,7 @@ def _copy_texts(files: str, place: str) -> None:
     there already stays.
     """
     for name in sorted(os.listdir(files)):
-        is_text = name.endswith(_SUFFIXES) and not name.endswith(_INDEX_SUFFIX) and name != _CONFIG
+        is_text = name.endswith(_SUFFIXES) and not name.endswith(_INDEX_SUFFIX) and name != CONFIG
         if is_text and not os.path.exists(target := os.path.join(place, name)):
             shutil.copyfile(os.path.join(files, name), target)
 
@@ -170,7 +174,7 @@ def read_config(folder: str) -> dict[str, Any]:
     Raises:
         ConfigError: The folder has none, or it is damaged.
     """
-    path = os.path.join(folder, _CONFIG)
+    path = os.path.join(folder, CONFIG)
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)
@@ -186,7 +190,7 @@ def read_config(folder: str) -> dict[str, Any]:
 def _write_config(place: str, config: Mapping[str, Any]) -> None:
     if "torch_dtype" in config and "dtype" in config:  # The name that transformers had before 5
         config = {**config, "torch_dtype": config["dtype"]}
-    with open(os.path.join(place, _CONFIG), "w", encoding="utf-8") as file:
+    with open(os.path.join(place, CONFIG), "w", encoding="utf-8") as file:
         json.dump(config, file, indent=2, ensure_ascii=False)
         file.flush()
         os.fsync(file.fileno())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,14 +19,16 @@ from ckpt.catalog.index import find
 from ckpt.checks import whole
 from ckpt.config import rank_of_this_process
 from ckpt.errors import CkptError
+from ckpt.errors.sanitize import clean
 from ckpt.events import SaveCommitted
 from ckpt.exchange.hf_folder import HfOptions, read_config
+from ckpt.exchange.hf_places import places_of
+from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.root.leases import lease_if_allowed
 from ckpt.storage.registry import open_backend
 
 _NICE: Final = 10
-_FOLDER: Final = re.compile(r"step-[0-9]{9,18}")
 _log = logging.getLogger("ckpt")
 
 
@@ -36,7 +36,8 @@ _log = logging.getLogger("ckpt")
 class _PinnedStep:
     """A step that waits for its export, and what ends its pin."""
 
-    event: SaveCommitted
+    ref: StepRef
+    tier: str
     pin: ExitStack
 
 
@@ -53,10 +54,11 @@ class HfFolders:
     that the training goes on beside it. If steps come faster than they are exported, only the
     newest one waits. A folder, such as ``hf/gpt/step-000001000``, appears when it is complete. The
     process reads the tier that has committed the step first, by its URL alone, without options. It
-    goes on if the trainer ends or dies.
+    goes on if the trainer ends or dies. In a store, the name of a folder ends in the attempt of the
+    step, and ``config.json`` is its last file.
 
     Args:
-        out: The folder that gets a folder for each step.
+        out: The folder or the URL that gets a folder for each step.
         files: The folder with the model's ``config.json`` and the files of the tokenizer.
         every: Only steps that are multiples of this number are exported.
         keep_last: How many of the folders that were made last stay; None for all.
@@ -86,7 +88,7 @@ class HfFolders:
             whole("keep_last", keep_last, 1, 10**9)
         self._options = HfOptions(files=os.fspath(files), dtype=dtype, names=names)
         read_config(self._options.files)
-        self._out, self._every, self._keep_last = os.path.abspath(out), every, keep_last
+        self._places, self._every, self._keep_last = places_of(os.fspath(out)), every, keep_last
         self._part = part
         self._lock = threading.Lock()
         self._next: _PinnedStep | None = None
@@ -136,13 +138,13 @@ class HfFolders:
                 _log.warning("ckpt: step %d has no folder of Hugging Face: %s", event.step, error)
                 return
             with self._lock:
-                last, self._next = self._next, _PinnedStep(event, stack.pop_all())
+                last, self._next = self._next, _PinnedStep(ref, event.tier, stack.pop_all())
         if last is None:
             self._workers.submit(self._export_next)
         else:
             _log.info(
                 "ckpt: step %d has no folder of Hugging Face: step %d came before its export",
-                last.event.step,
+                last.ref.step,
                 event.step,
             )
             last.pin.close()
@@ -154,20 +156,18 @@ class HfFolders:
             return
         with step.pin:
             try:
-                self._export(step.event)
-                self._prune()
-            except OSError as error:
+                self._export(step)
+                if self._keep_last is not None:
+                    self._places.prune(self._keep_last)
+            except (OSError, CkptError) as error:
                 _log.warning(
-                    "ckpt: step %d has no folder of Hugging Face: %s", step.event.step, error
+                    "ckpt: step %d has no folder of Hugging Face: %s", step.ref.step, error
                 )
 
-    def _export(self, event: SaveCommitted) -> None:
-        place = os.path.join(self._out, f"step-{event.step:09d}")
-        if os.path.exists(place):  # It is that of an abandoned step of this number
-            _remove(place)
-        os.makedirs(self._out, exist_ok=True)
+    def _export(self, step: _PinnedStep) -> None:
+        place, number = self._places.free(step.ref), step.ref.step
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            command = self._command(event, place, file.name)
+            command = self._command(step, place, file.name)
             if isinstance(self._options.names, Mapping):
                 json.dump(dict(self._options.names), file)
                 file.flush()
@@ -185,15 +185,15 @@ class HfFolders:
             _, errors = process.communicate()
         if process.returncode:
             _log.warning(
-                "ckpt: step %d has no folder of Hugging Face: %s", event.step, errors.strip()[-500:]
+                "ckpt: step %d has no folder of Hugging Face: %s", number, errors.strip()[-500:]
             )
         else:
-            _log.info("ckpt: step %d is a folder of Hugging Face now: %s", event.step, place)
+            _log.info("ckpt: step %d is a folder of Hugging Face now: %s", number, clean(place))
 
-    def _command(self, event: SaveCommitted, place: str, mapping: str) -> list[str]:
+    def _command(self, step: _PinnedStep, place: str, mapping: str) -> list[str]:
         options = self._options
-        command = [sys.executable, "-m", "ckpt.cli.main", "export", event.tier, place]
-        command += ["--format", "hf", "--step", str(event.step), "--config", options.files]
+        command = [sys.executable, "-m", "ckpt.cli.main", "export", step.tier, place]
+        command += ["--format", "hf", "--step", str(step.ref.step), "--config", options.files]
         command += ["--name", f"{self._part}/*", "--strip", f"{self._part}/"]
         if options.dtype is not None:
             command += ["--dtype", options.dtype]
@@ -201,21 +201,3 @@ class HfFolders:
             names = options.names if isinstance(options.names, str) else mapping
             command += ["--names", names]
         return command
-
-    def _prune(self) -> None:
-        """Remove the folders that were made first: after the run has gone back, their numbers may
-        be higher. Each is renamed before, so that no half of it can be loaded.
-        """
-        names = filter(_FOLDER.fullmatch, os.listdir(self._out))
-        places = [os.path.join(self._out, name) for name in names]
-        places.sort(key=lambda place: os.stat(place).st_mtime_ns)
-        for place in places[: -self._keep_last] if self._keep_last else ():
-            _remove(place)
-
-
-def _remove(place: str) -> None:
-    folder, name = os.path.split(place)
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as room:
-        os.rename(place, os.path.join(room, name))
-        with suppress(OSError):
-            shutil.rmtree(os.path.join(room, name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -92,17 +92,24 @@ def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: Ste
 
 
 def write_folder(
-    folder: str, tensors: Sequence[Tensor], form: FileForm, reader: StepReader, most_bytes: int
+    folder: str,
+    tensors: Sequence[Tensor],
+    form: FileForm,
+    reader: StepReader,
+    most_bytes: int,
+    on_file: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write ``model.safetensors`` if one file is enough, else several files and an index. A file
     has at most ``most_bytes`` of tensors, or a single larger tensor.
 
-    ``folder`` is an existing folder. The other arguments are those of ``write_file``.
+    ``folder`` is an existing folder, and ``on_file`` is called with the path of each file of
+    tensors when it is complete. The other arguments are those of ``write_file``.
     """
     names = form.names
     files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), form, most_bytes)
     for name, group in files.items():
-        write_file(os.path.join(folder, name), group, form, reader)
+        write_file(path := os.path.join(folder, name), group, form, reader)
+        on_file(path)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(map(form.size_of, tensors)), **form.metadata},

@@ -19,7 +19,6 @@ from torch import nn
 from ckpt import CheckpointManager, Tier
 from ckpt.cli.main import main
 from ckpt.errors import ConfigError
-from ckpt.events import SaveCommitted
 from ckpt.exchange.hf_folders import HfFolders
 from ckpt.root.pins import all_pins
 from ckpt.storage.registry import open_backend
@@ -279,9 +278,9 @@ def test_a_step_stays_until_it_is_exported(
     begin = threading.Event()
     export = HfFolders._export
 
-    def late(self: HfFolders, event: SaveCommitted) -> None:
+    def late(self: HfFolders, step: Any) -> None:
         assert begin.wait(60)
-        export(self, event)
+        export(self, step)
 
     monkeypatch.setattr(HfFolders, "_export", late)
     folders = HfFolders(tmp_path / "hf", config, every=2)
