@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
-from ckpt.exchange.adoption import adopt_checkpoint
-from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
+from ckpt.exchange.foreign.adoption import adopt_checkpoint
+from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint
 
 _WIDTH: Final = 1024
 _BYTES_PER_PARAMETER: Final = 12  # float32: the weight and AdamW's two moments

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from ckpt.config import SaveConfig, Tier, Tls
     from ckpt.coordination.joined import join, join_horovod, join_mpi
     from ckpt.errors import CkptError
-    from ckpt.exchange.follow import follow
-    from ckpt.exchange.load import load
+    from ckpt.exchange.exports.hf_folders import HfFolders
+    from ckpt.exchange.weights.follow import follow
+    from ckpt.exchange.weights.load import load
 
     # Other modules, such as gzip, have an ``open`` too.
-    from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004
+    from ckpt.exchange.weights.opened import open_checkpoint as open  # noqa: A004
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
     from ckpt.restore.report import RestoreReport
@@ -38,6 +39,7 @@ logging.getLogger("ckpt").addFilter(CleanLog())
 _HOMES = {
     "CheckpointManager": "ckpt.manager",
     "CkptError": "ckpt.errors",
+    "HfFolders": "ckpt.exchange.exports.hf_folders",
     "LocalShards": "ckpt.state.tensors.local_shards",
     "PendingSave": "ckpt.pending",
     "PerRank": "ckpt.state.tensors.per_rank",
@@ -47,12 +49,12 @@ _HOMES = {
     "Tier": "ckpt.config",
     "Tls": "ckpt.config",
     "declare_part": "ckpt.state.tensors.declared",
-    "follow": "ckpt.exchange.follow",
+    "follow": "ckpt.exchange.weights.follow",
     "join": "ckpt.coordination.joined",
     "join_horovod": "ckpt.coordination.joined",
     "join_mpi": "ckpt.coordination.joined",
-    "load": "ckpt.exchange.load",
-    "open": "ckpt.exchange.opened",
+    "load": "ckpt.exchange.weights.load",
+    "open": "ckpt.exchange.weights.opened",
     "trainable": "ckpt.state.walk.trainable",
     "watch": "ckpt.catalog.watching",
 }
@@ -62,6 +64,7 @@ _ALIASES = {"open": "open_checkpoint"}
 __all__ = [
     "CheckpointManager",
     "CkptError",
+    "HfFolders",
     "LocalShards",
     "PendingSave",
     "PerRank",

@@ -187,7 +187,7 @@ ENTRY_POINTS = {
     "ckpt/manager.py save",
     "ckpt/integrations/lightning/callback.py __init__",
 }
-ENTRY_POINTS |= {"ckpt/exchange/hf_folders.py __init__"}
+ENTRY_POINTS |= {"ckpt/exchange/exports/hf_folders.py __init__"}
 """Public functions, whose parameters are a user's settings. Commands are entry points too."""
 
 OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "deepspeed", "gcsfs", "google"}
@@ -598,7 +598,7 @@ OTHER_DELETIONS = {
     "ckpt/root/claim_marker.py": "claim markers",
     "ckpt/root/owner.py": "the record of the owner of a root",
     "ckpt/coordination/tombstone.py": "tombstones",
-    "ckpt/exchange/hf_store.py": "files of folders of Hugging Face",
+    "ckpt/exchange/exports/hf_store.py": "files of folders of Hugging Face",
 }
 """The modules that delete objects which are no files of a step."""
 
@@ -631,5 +631,5 @@ def test_images_are_written_by_one_function_and_files_by_another() -> None:
     assert writing == {
         "ckpt/save/rank_files.py": 1,
         "ckpt/catalog/transfer.py": 1,
-        "ckpt/exchange/hf_store.py": 1,
+        "ckpt/exchange/exports/hf_store.py": 1,
     }

@@ -15,6 +15,7 @@ import ckpt
 PUBLIC = {
     "CheckpointManager",
     "CkptError",
+    "HfFolders",
     "LocalShards",
     "PendingSave",
     "PerRank",

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
-from ckpt import CheckpointManager
-from ckpt.exchange.hf_folders import HfFolders
-from tests.exchange.exports import export_here
+from ckpt import CheckpointManager, HfFolders
+from tests.exchange.exports.export_run import export_here
 from tests.kit.pages import blocks
 
 BLOCKS = [block.text for block in blocks("python") if block.page.name == "serving.md"]

@@ -65,8 +65,8 @@ def adopt(
       ckpt adopt checkpoint_folder runs/gpt --step 1200
       ckpt copy runs/gpt s3://bucket/run42 --step 1200
     """
-    from ckpt.exchange.adoption import adopt_checkpoint
-    from ckpt.exchange.imports import ForeignCheckpoint
+    from ckpt.exchange.foreign.adoption import adopt_checkpoint
+    from ckpt.exchange.foreign.imports import ForeignCheckpoint
 
     tier = resolve_tier(one_place([argument] if argument else None, root))
     store = open_watched(tier.url, tier.options, timeout)

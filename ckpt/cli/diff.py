@@ -133,7 +133,7 @@ def _movements(reader_a: StepReader, reader_b: StepReader, names: list[str]) -> 
     """Read the tensors ``names`` of both checkpoints, and return how far they have moved, by the
     name of the tensor. A tensor is left out if its elements are not numbers.
     """
-    from ckpt.exchange.movement import movement
+    from ckpt.exchange.weights.movement import movement
 
     movements: dict[str, Movement] = {}
     with output.progress("reading", in_bytes=False) as bar:

@@ -32,8 +32,8 @@ from ckpt.model.selector import selector_of
 from ckpt.root.leases import lease_if_allowed
 
 if TYPE_CHECKING:
-    from ckpt.exchange.export import ExportReport
-    from ckpt.exchange.hf_folder import HfOptions
+    from ckpt.exchange.exports.export import ExportReport
+    from ckpt.exchange.exports.hf_folder import HfOptions
 
 Format = Literal["safetensors", "torch", "dcp", "hf"]
 """The formats that can be written."""
@@ -137,8 +137,8 @@ def export(
       ckpt export s3://bucket/run42 dcp/ --format dcp
       ckpt export runs/gpt hf/ --format hf --config gpt2/ --dtype bfloat16
     """
-    from ckpt.exchange.export import ExportOptions
-    from ckpt.exchange.export import export as write
+    from ckpt.exchange.exports.export import ExportOptions
+    from ckpt.exchange.exports.export import export as write
 
     hf = _hf_options(kind, config, dtype, names)
     if kind == "hf":
@@ -187,7 +187,7 @@ def _hf_options(
     kind: Format | None, config: str | None, dtype: str | None, names: str | None
 ) -> HfOptions | None:
     """Return the options of a folder of Hugging Face; None if no option of that format is given."""
-    from ckpt.exchange.hf_folder import HfOptions, names_in
+    from ckpt.exchange.exports.hf_folder import HfOptions, names_in
 
     if kind != "hf" and config is None and dtype is None and names is None:
         return None

@@ -25,7 +25,7 @@ from ckpt.errors.base import few
 from ckpt.storage.tiers import resolve_tier
 
 if TYPE_CHECKING:
-    from ckpt.exchange.shaper import ImportReport
+    from ckpt.exchange.foreign.shaper import ImportReport
 
 Format = Literal["torch", "dcp", "safetensors"]
 """The formats that can be imported."""
@@ -72,7 +72,7 @@ def import_(
       python -c "...; print(*dict(model.named_parameters()), sep='\n')" > names.txt
       ckpt import checkpoint.pt runs/gpt --step 1200 --param-names names.txt
     """
-    from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
+    from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint
 
     tier = resolve_tier(one_place([argument] if argument else None, root))
     store = open_watched(tier.url, tier.options, timeout)

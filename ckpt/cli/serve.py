@@ -105,7 +105,7 @@ def serve(
 
 
 def _measure(reader_a: StepReader, reader_b: StepReader, name: str) -> Movement | None:
-    from ckpt.exchange.movement import movement
+    from ckpt.exchange.weights.movement import movement
 
     return movement(reader_a, reader_b, name)
 

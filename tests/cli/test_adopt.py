@@ -20,7 +20,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt_backends.folder.posix import PosixBackend
 from tests.cli.conftest import Cli
-from tests.exchange.adopted import check, content, save_dcp
+from tests.exchange.foreign.adopted import check, content, save_dcp
 from tests.exchange.states import same, trained
 from tests.kit.pages import block, blocks
 from tests.kit.worlds import ROOT

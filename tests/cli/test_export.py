@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ckpt import CheckpointManager
 from ckpt.catalog.tensor_reader import StepReader
-from ckpt.exchange import export as module
+from ckpt.exchange.exports import export as module
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import write_checkpoint

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt import CheckpointManager, PerRank, RngState, Tier
 from ckpt.errors import ConfigError, KindMismatch, RestoreError, StepExists
-from ckpt.exchange import imports
-from ckpt.exchange.inert_pickle import Inert, read_inert
+from ckpt.exchange.foreign import imports
+from ckpt.exchange.inert.inert_pickle import Inert, read_inert
 from ckpt_backends.folder import posix
 from ckpt_backends.folder.posix import PosixBackend
 from tests.checkpoints import Written

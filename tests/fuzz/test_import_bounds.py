@@ -18,10 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt.errors import CkptError, IntegrityError, UnsupportedValue
-from ckpt.exchange.foreign_files import Kind, detect, read_source
-from ckpt.exchange.inert_pickle import Inert, read_inert
-from ckpt.exchange.input_limits import check_state
-from ckpt.exchange.joined_tensors import Copier
+from ckpt.exchange.foreign.files import Kind, detect, read_source
+from ckpt.exchange.foreign.joined_tensors import Copier
+from ckpt.exchange.inert.inert_pickle import Inert, read_inert
+from ckpt.exchange.inert.input_limits import check_state
 from tests.kit.worlds import run_code
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,7 +14,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.events import SaveCommitted, SaveStaged
-from ckpt.exchange.movement import movement
+from ckpt.exchange.weights.movement import movement
 from ckpt.observe import Journal
 from ckpt.observe.journal import note_verified
 from ckpt.storage.registry import open_backend

@@ -27,11 +27,11 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import CkptError
-from ckpt.exchange.adoption import adopt_checkpoint
-from ckpt.exchange.export import ExportOptions, Format, export
-from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
-from ckpt.exchange.opened import open_checkpoint
-from ckpt.exchange.shaper import ImportReport
+from ckpt.exchange.exports.export import ExportOptions, Format, export
+from ckpt.exchange.foreign.adoption import adopt_checkpoint
+from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint
+from ckpt.exchange.foreign.shaper import ImportReport
+from ckpt.exchange.weights.opened import open_checkpoint
 from tests.exchange.folders.compare import compare, is_same
 from tests.exchange.folders.net import TRUTH
 

@@ -1,0 +1,1 @@
+"""Write a step as files that other programs read."""

@@ -1,0 +1,190 @@
+"""Write tensors as one safetensors file, or as several files with an index in the layout of Hugging
+Face.
+
+This module does not use the safetensors library, which needs all tensors of a file in memory. Tests
+read the files with the library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from ckpt.catalog.tensor_reader import Piece, StepReader
+from ckpt.errors import ConfigError
+from ckpt.exchange.inert.safetensors_reader import STORED_AS_INTEGERS
+from ckpt.exchange.weights.load import bytes_of
+from ckpt.model.dtype import DTYPES, safetensors_entry
+from ckpt.model.manifest import Tensor
+from ckpt.state.match.tree import Notes
+
+SUFFIX: Final = ".safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_ALIGNMENT: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileForm:
+    """How tensors are written to files.
+
+    Attributes:
+        names: The names in the files, by the stored names of the tensors.
+        metadata: Entries for the metadata in the headers.
+        dtype: The dtype of all floating-point tensors in the files; None for the saved dtypes.
+    """
+
+    names: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    dtype: str | None = None
+
+    def dtype_of(self, tensor: Tensor) -> str:
+        """Return the dtype of a tensor in a file."""
+        is_cast = self.dtype is not None and getattr(torch, tensor.dtype).is_floating_point
+        return self.dtype if is_cast and self.dtype else tensor.dtype
+
+    def size_of(self, tensor: Tensor) -> int:
+        """Return the bytes of a tensor in a file."""
+        return math.prod(tensor.shape) * DTYPES[self.dtype_of(tensor)].itemsize
+
+
+def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: StepReader) -> None:
+    """Write one safetensors file, and make it durable.
+
+    At most ``catalog.tensor_reader.BATCH_BYTES`` of tensors are in memory at a time.
+
+    Args:
+        path: The path of the file.
+        tensors: The tensors to write.
+        form: Their names and dtypes in the file.
+        reader: The reader of the checkpoint.
+
+    Raises:
+        ConfigError: The dtype of ``form`` cannot hold a number of a tensor.
+    """
+    names = form.names
+    order = sorted(
+        tensors,
+        key=lambda tensor: (-DTYPES[form.dtype_of(tensor)].itemsize, names[tensor.name]),
+    )
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **form.metadata}}
+    end = 0
+    for tensor in order:
+        entry, end = safetensors_entry(form.dtype_of(tensor), tensor.shape, end)
+        entries[names[tensor.name]] = entry
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for piece in reader.stream(order):
+            file.write(_convert(piece, form.dtype_of(piece.tensor)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_folder(
+    folder: str,
+    tensors: Sequence[Tensor],
+    form: FileForm,
+    reader: StepReader,
+    most_bytes: int,
+    on_file: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write ``model.safetensors`` if one file is enough, else several files and an index. A file
+    has at most ``most_bytes`` of tensors, or a single larger tensor.
+
+    ``folder`` is an existing folder, and ``on_file`` is called with the path of each file of
+    tensors when it is complete. The other arguments are those of ``write_file``.
+    """
+    names = form.names
+    files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), form, most_bytes)
+    for name, group in files.items():
+        write_file(path := os.path.join(folder, name), group, form, reader)
+        on_file(path)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(form.size_of, tensors)), **form.metadata},
+            "weight_map": {
+                names[tensor.name]: name for name, group in files.items() for tensor in group
+            },
+        }
+        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as out:
+            json.dump(index, out, indent=2, ensure_ascii=False)
+            out.flush()
+            os.fsync(out.fileno())
+
+
+def _shards(tensors: Sequence[Tensor], form: FileForm, most_bytes: int) -> dict[str, list[Tensor]]:
+    """Divide the tensors into files as ``write_folder`` does. Return the tensors of each file by
+    the name of the file.
+    """
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + form.size_of(tensor) > most_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += form.size_of(tensor)
+    if len(groups) == 1:
+        return {f"model{SUFFIX}": groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}{SUFFIX}": group for i, group in enumerate(groups, 1)}
+
+
+def cast(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
+    """Return ``values`` in another floating-point dtype.
+
+    Raises:
+        ConfigError: A finite number has no finite one in ``dtype``.
+    """
+    result = values.to(getattr(torch, dtype))
+    if bool((result.isinf() & ~values.isinf()).any()):
+        raise ConfigError(
+            f"{name!r} has a number that is too large for {dtype}: take bfloat16 or float32"
+        )
+    return result
+
+
+def _convert(piece: Piece, dtype: str) -> memoryview:
+    if dtype == piece.tensor.dtype:
+        return piece.data
+    values = torch.frombuffer(piece.data, dtype=getattr(torch, piece.tensor.dtype))
+    return bytes_of(cast(values, dtype, piece.tensor.name))
+
+
+def check_names(names: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` if two tensors would have the same name in the file, or if a name is
+    empty or reserved by the format. ``names`` maps stored names to names in the file.
+    """
+    owners: dict[str, str] = {}
+    for name, short in names.items():
+        if short in owners:
+            raise ConfigError(
+                f"{owners[short]!r} and {name!r} would both be {short!r}: choose another --strip"
+            )
+        if not short or short == "__metadata__":
+            raise ConfigError(
+                f"{name!r} would be {short!r}, which is not a name there: choose another --strip"
+            )
+        owners[short] = name
+
+
+def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
+    """Note in ``notes`` the tensors that a safetensors file stores with another dtype."""
+    for tensor in tensors:
+        dtype = DTYPES[tensor.dtype]
+        if dtype.lanes > 1:
+            notes.changes.append(
+                (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
+            )
+        elif tensor.dtype in STORED_AS_INTEGERS:
+            notes.changes.append(
+                (tensor.name, f"{tensor.dtype}: {dtype.storage} of the same bytes now")
+            )

@@ -1,0 +1,1 @@
+"""Import checkpoints of other programs, or adopt them where they are."""

@@ -1,0 +1,415 @@
+"""Adopt the checkpoint of another program: make a step whose data files are the files of that
+program, where they are.
+
+The state is read as an import reads it, but no byte of a tensor is copied: each tensor of the state
+stands for places in the foreign files. Each file becomes the data file of one rank of the step.
+Only the records of the step are written, and the few parts that cannot be used where they are (see
+``ckpt.exchange.foreign.own_part``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from ckpt.catalog.index import committed, is_committed, own_objects
+from ckpt.catalog.transfer import check_files, commit_copy, write_file
+from ckpt.catalog.verify import OnProgress, StepFolder
+from ckpt.config import SaveConfig, Tier
+from ckpt.coordination.single import new_attempt
+from ckpt.coordination.step_files import delete_files
+from ckpt.errors import ConfigError, StorageError
+from ckpt.exchange.foreign.chunks import ForeignFile, check_path, cut_file, hash_files, place
+from ckpt.exchange.foreign.files import check_kind
+from ckpt.exchange.foreign.imports import (
+    ForeignCheckpoint,
+    check_apart,
+    check_free,
+    metadata_of,
+    read_foreign,
+)
+from ckpt.exchange.foreign.joined_tensors import Locator
+from ckpt.exchange.foreign.own_part import OwnPart, Source
+from ckpt.exchange.foreign.rank_files import without_warnings
+from ckpt.exchange.foreign.shaper import ImportReport, Shaper, digest_of
+from ckpt.exchange.foreign.sources import kind_of
+from ckpt.exchange.inert.inert_torch import Span
+from ckpt.model.box import Box
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack
+from ckpt.model.fill_manifest import fill_manifest
+from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.model.manifest import (
+    FORMAT,
+    Chunk,
+    File,
+    Fragment,
+    FragmentRef,
+    Location,
+    Packed,
+    Shard,
+    StoredFile,
+    Tensor,
+)
+from ckpt.model.packed import pack_fragment
+from ckpt.model.values import dumps, to_json
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.merge import merge
+from ckpt.plan.save import plan_save
+from ckpt.state.tensors.layout import leaf_of
+from ckpt.state.walk.collect import WalkResult, collect
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.locations import location_of
+from ckpt.storage.registry import open_backend
+
+_NUMBER: Final = re.compile(r"\d{1,18}")
+_EMPTY: Final = msgspec.Raw(b"{}")
+
+
+@dataclass(slots=True)
+class AdoptionReport(ImportReport):
+    """The result of an adoption.
+
+    Attributes:
+        step: The number of the step.
+        files: How many foreign files the step consists of.
+        nbytes: The bytes of these files.
+        written_bytes: The bytes that were written to the root.
+        copied_bytes: How many of these are bytes of tensors.
+    """
+
+    step: int = 0
+    files: int = 0
+    nbytes: int = 0
+    written_bytes: int = 0
+    copied_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Elements:
+    """The tensors of a state, and where their elements are.
+
+    Attributes:
+        leaves: The tensors.
+        shards: The parts that are used where they are: the index of the leaf, the box and the
+            place.
+        copies: The parts that are copied, by the index of the leaf and the box.
+    """
+
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+    shards: list[tuple[int, Box, Span]] = field(default_factory=list[tuple[int, Box, Span]])
+    copies: dict[tuple[int, Box], Source] = field(default_factory=dict[tuple[int, Box], Source])
+
+
+def step_in(path: str) -> int:
+    """Return the last number in the name of a file or folder, which is its step by the custom of
+    most trainers.
+
+    Raises:
+        ConfigError: There is no number in the name.
+    """
+    name = os.path.basename(os.path.abspath(path))
+    numbers: list[str] = _NUMBER.findall(name)
+    if not numbers:
+        raise ConfigError(f"{path} has no number in its name: give --step N")
+    return int(numbers[-1])
+
+
+def adopt_checkpoint(
+    foreign: ForeignCheckpoint,
+    tier: Tier,
+    step: int | None = None,
+    *,
+    look: Callable[[], list[StepRef]] | None = None,
+    on_progress: OnProgress | None = None,
+) -> AdoptionReport:
+    """Make a step of ``tier`` of the files of ``foreign``, which stay where they are.
+
+    Every byte of the files is read once, for the checksums. An error leaves the root as it was.
+
+    Args:
+        foreign: The checkpoint to adopt.
+        tier: The tier that gets the step.
+        step: The number of the step; None for the last number in the name of the source.
+        look: A function that returns the committed attempts on ``tier``. The default lists the tier
+            without a time limit.
+        on_progress: Called as bytes of the files are read.
+
+    Raises:
+        CkptError: As for ``import_checkpoint``. A file that ends before its tensors, or that is
+            written to at the same time, is an ``IntegrityError``.
+    """
+    source = foreign.path
+    number = step_in(source) if step is None else step
+    with closing(open_backend(tier.url, tier.options)) as backend:
+        check_apart(source, backend.url)
+        if foreign.kind:
+            check_kind(source, foreign.kind)
+        report = AdoptionReport(kind=foreign.kind or kind_of(source), step=number)
+        check_free(backend.url, number, (look or partial(committed, backend))())
+        locator = Locator()
+        with without_warnings():
+            state = read_foreign(foreign, report, locator)
+        shaper = Shaper(report, foreign.plain, foreign.parameter_names)
+        walk = collect(shaper.shape(state), rank=0)
+        _Adoption(backend, StepRef(number, new_attempt()), locator, report).write(
+            walk, shaper, os.path.abspath(source), on_progress
+        )
+    return report
+
+
+class _Adoption:
+    """Writes the records of one adopted step.
+
+    Args:
+        backend: The store that gets the step.
+        ref: The step.
+        locator: What has read the state.
+        report: The report, which the adoption completes.
+    """
+
+    def __init__(
+        self, backend: StorageBackend, ref: StepRef, locator: Locator, report: AdoptionReport
+    ) -> None:
+        self._backend, self._ref, self._locator, self._report = backend, ref, locator, report
+        self._chunk_bytes = SaveConfig().chunk_bytes
+
+    def write(
+        self, walk: WalkResult, shaper: Shaper, source: str, on_progress: OnProgress | None
+    ) -> None:
+        """Write the step. ``source`` is the absolute path of what was adopted."""
+        elements = self._look(walk)
+        spans: dict[str, list[Span]] = defaultdict(list)
+        for _, _, span in sorted(elements.shards, key=lambda shard: shard[2].offset):
+            spans[span.path].append(span)
+        files = [cut_file(path, spans[path], self._chunk_bytes) for path in sorted(spans)]
+        tables = hash_files(files, on_progress)
+        sums = _Sums(files, tables, self._locator)
+        shaper.note_equal(sums.digest)
+        metadata = {
+            "imported_from": source,
+            "imported_as": self._report.kind,
+            **metadata_of(shaper),
+        }
+        own = self._own_part(elements, rank=len(files))
+        fragments = self._fragments(walk, elements, files, tables, own)
+        with Workers("adopt", max(1, self._backend.capabilities.max_concurrency)) as workers:
+            folder = StepFolder(self._backend, self._ref, workers)
+            self._put(folder, fragments, own, metadata)
+        self._report.files = len(files)
+        self._report.nbytes = sum(file.size for file in files)
+
+    def _look(self, walk: WalkResult) -> _Elements:
+        """Find the parts of all tensors of a walk."""
+        elements = _Elements()
+        candidates: list[tuple[int, Box, Span]] = []
+        for index, item in enumerate(walk.named_tensors):
+            assert isinstance(item.tensor, torch.Tensor)
+            leaf = leaf_of(item.name, item.tensor, ())
+            parts = self._locator.parts_of(item.tensor)
+            orders = {part.source.order for part in parts if isinstance(part.source, Span)}
+            if len(orders) == 1:
+                leaf = dataclasses.replace(leaf, order=orders.pop())
+            elements.leaves.append(leaf)
+            for part in parts:
+                if isinstance(part.source, Span):
+                    candidates.append((index, part.box, part.source))
+                else:
+                    elements.copies[index, part.box] = part.source
+        # If two tensors have the same bytes, only one can use them where they are.
+        free = set(place([span for _, _, span in candidates]))
+        for index, box, span in candidates:
+            if span in free:
+                free.remove(span)
+                elements.shards.append((index, box, span))
+            else:
+                elements.copies[index, box] = span
+        return elements
+
+    def _own_part(self, elements: _Elements, rank: int) -> OwnPart | None:
+        """Return the data file of the parts that are copied, or None if there are none."""
+        boxes: dict[int, list[Box]] = defaultdict(list)
+        for index, box in elements.copies:
+            boxes[index].append(box)
+        if not boxes:
+            return None
+        indices = sorted(boxes)
+        leaves = [
+            Leaf(leaf.name, leaf.dtype, leaf.shape, tuple(boxes[index]), order=leaf.order)
+            for index in indices
+            for leaf in [elements.leaves[index]]
+        ]
+        plan = plan_save(leaves, rank=rank, chunk_bytes=self._chunk_bytes)
+        sources = {
+            (position, box): elements.copies[index, box]
+            for position, index in enumerate(indices)
+            for box in boxes[index]
+        }
+        self._report.copied_bytes = sum(leaf.nbytes for leaf in leaves)
+        if self._report.copied_bytes:
+            self._report.notes.append(
+                f"{len(leaves)} tensor(s), such as {leaves[0].name!r}, are copied to the root "
+                f"({self._report.copied_bytes} bytes), since the source has their bytes in another "
+                "order, or not at all"
+            )
+        return OwnPart(plan, sources)
+
+    def _fragments(
+        self,
+        walk: WalkResult,
+        elements: _Elements,
+        files: Sequence[ForeignFile],
+        tables: Sequence[tuple[Chunk, ...]],
+        own: OwnPart | None,
+    ) -> list[Fragment]:
+        """Return the fragments of all ranks. The first one also has what belongs to no file."""
+        ranks = {file.path: rank for rank, file in enumerate(files)}
+        shards: dict[tuple[int, int], list[Shard]] = defaultdict(list)
+        for index, box, span in elements.shards:
+            rank = ranks[span.path]
+            shards[rank, index].append(Shard(rank, span.offset, box.offsets, box.shape))
+        world_size = len(files) + (own is not None)
+        created_at = time.time()
+        fragments: list[Fragment] = []
+        for rank in range(world_size):
+            is_own = rank == len(files)
+            tensors = tuple(
+                Tensor(leaf.name, leaf.dtype, leaf.shape, tuple(shards[rank, index]), leaf.order)
+                for index, leaf in enumerate(elements.leaves)
+                if rank == 0 or (rank, index) in shards
+            )
+            file = None if is_own else files[rank]
+            fragments.append(
+                Fragment(
+                    format=FORMAT,
+                    step=self._ref.step,
+                    attempt=self._ref.attempt,
+                    rank=rank,
+                    world_size=world_size,
+                    created_at=created_at,
+                    chunk_bytes=self._chunk_bytes,
+                    file=File(data_name(rank), rank, file.size, tables[rank]) if file else None,
+                    tensors=own.plan.tensors if own and is_own else tensors,
+                    tied={} if rank else walk.ties,
+                    views={} if rank else walk.views,
+                    tree=_EMPTY if rank else msgspec.Raw(dumps(walk.tree, "state")),
+                    per_rank=_EMPTY,
+                    replicas={},
+                    metadata=_EMPTY,
+                    locations=(Location(rank, self._location(file)),) if file else (),
+                )
+            )
+        return fragments
+
+    def _location(self, file: ForeignFile) -> str:
+        return location_of(self._backend.url, check_path(file.path))
+
+    def _put(
+        self,
+        folder: StepFolder,
+        fragments: list[Fragment],
+        own: OwnPart | None,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        """Write the files of the step, the manifest last. After an error, remove them again."""
+        parts = [
+            replace(fragments[0], metadata=msgspec.Raw(to_json("metadata", metadata))),
+            *fragments[1:],
+        ]
+        try:
+            if own is not None:
+                parts[-1] = self._with_own(folder, parts[-1], own)
+            self._commit(folder, parts)
+        except BaseException:
+            with suppress(StorageError):
+                if not is_committed(self._backend, self._ref):
+                    keys = [info.key for info in own_objects(self._backend, self._ref)]
+                    delete_files(self._backend, keys)
+            raise
+
+    def _with_own(self, folder: StepFolder, fragment: Fragment, own: OwnPart) -> Fragment:
+        """Write the data file of the parts that are copied, and return its fragment."""
+        image = own.image(fragment.rank)
+        chunks: list[Chunk] = []
+        end = 0
+        for nbytes in image.lengths:
+            chunks.append(Chunk(nbytes, checksum(image.view(end, end + nbytes))))
+            end += nbytes
+        file = File(data_name(fragment.rank), fragment.rank, end, tuple(chunks))
+        write_file(image, StoredFile.of(self._ref, file, None), folder, on_bytes=lambda _: None)
+        self._report.written_bytes += end
+        return replace(fragment, file=file)
+
+    def _commit(self, folder: StepFolder, fragments: Sequence[Fragment]) -> None:
+        records: list[tuple[Packed, FragmentRef]] = []
+        for fragment in fragments:
+            columns, name = pack_fragment(fragment), fragment_name(fragment.rank)
+            data = pack(columns)
+            folder.retry.call(partial(self._backend.put, self._ref.key(name), [data]))
+            records.append((columns, FragmentRef(name, fragment.rank, len(data), checksum(data))))
+            self._report.written_bytes += len(data)
+        manifest = merge(records)
+        parts = {fragment.rank: fragment for fragment in fragments}
+        fill_manifest(manifest, parts, key=self._ref.manifest)  # What a reader would refuse, raises
+        data = pack(manifest)
+        look = partial(check_files, folder, manifest, lambda: None)
+        commit_copy(folder, data, look=look)
+        self._report.written_bytes += len(data)
+
+
+class _Sums:
+    """The checksums of the parts that are used where they are.
+
+    Args:
+        files: The foreign files.
+        tables: The chunk table of each file.
+        locator: Knows the parts of tensors.
+    """
+
+    def __init__(
+        self, files: Sequence[ForeignFile], tables: Sequence[tuple[Chunk, ...]], locator: Locator
+    ) -> None:
+        self._locator = locator
+        self._index: dict[str, tuple[dict[int, int], tuple[Chunk, ...]]] = {}
+        for file, table in zip(files, tables, strict=True):
+            starts: dict[int, int] = {}
+            position = 0
+            for index, chunk in enumerate(table):
+                starts[position] = index
+                position += chunk.nbytes
+            self._index[file.path] = starts, table
+
+    def digest(self, tensor: torch.Tensor) -> str:
+        """Return a checksum of the elements of ``tensor``. Tensors with equal elements in other
+        parts have other checksums.
+        """
+        return "; ".join(
+            f"{part.box} {self._of(part.source)}" for part in self._locator.parts_of(tensor)
+        )
+
+    def _of(self, source: Source) -> str:
+        if isinstance(source, torch.Tensor):
+            return digest_of(source)
+        starts, table = self._index.get(source.path, ({}, ()))
+        if source.offset not in starts:  # The part is copied
+            return repr(source)
+        index = starts[source.offset]
+        sums: list[str] = []
+        nbytes = 0
+        while nbytes < source.nbytes:
+            sums.append(table[index].checksum)
+            nbytes, index = nbytes + table[index].nbytes, index + 1
+        return " ".join(sums)

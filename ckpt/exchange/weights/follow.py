@@ -1,0 +1,432 @@
+"""Follow the weights of a running job: the implementation of ``ckpt.follow``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Any, Final, Self
+
+from ckpt.catalog.candidates import Candidate, candidates
+from ckpt.catalog.delta_chain import DeltaReader
+from ckpt.catalog.index import is_committed, list_root, why_missing
+from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
+from ckpt.checks import whole
+from ckpt.config import Tier
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    FormatUnsupported,
+    IntegrityError,
+    LinkRefused,
+    NoCheckpoint,
+    ObjectNotFound,
+    StorageError,
+)
+from ckpt.errors.frames import frameless
+from ckpt.exchange.weights.part import Names, Part
+from ckpt.exchange.weights.version_memory import VersionMemory, layout_of
+from ckpt.model.keys import StepId, StepRef
+from ckpt.model.rollback import last_rollback
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.restore import ChunkRead, plan_restore
+from ckpt.root.attempts import step_refs
+from ckpt.root.leases import lease_if_allowed
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+
+POLL_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 600.0
+_MOST_THREADS: Final = 8
+_REASON: Final = "ckpt.follow"
+_log = logging.getLogger("ckpt")
+
+Root = str | os.PathLike[str] | Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Version:
+    """A version of the weights: a committed step of the current branch.
+
+    Attributes:
+        step: The number of the step.
+        attempt: The attempt at the step. A job that went back may save a number again, and then it
+            is another attempt.
+        weights: What ``ckpt.load`` gives of the step, in host memory and contiguous. Do not write
+            to these tensors.
+        base_step: The step of the version that this one was made from; None if it was read as a
+            whole, as the first version is.
+        changes: The names of the tensors that may differ from those of the version before, as
+            ``weights`` has them. Of a version that was read as a whole, these are all.
+        read_bytes: The bytes that were read from the stores, of chunks and of deltas.
+        nbytes: The bytes of the tensors.
+    """
+
+    step: int
+    attempt: str
+    weights: Any
+    base_step: int | None
+    changes: frozenset[str]
+    read_bytes: int
+    nbytes: int
+
+    def __repr__(self) -> str:
+        origin = "as a whole" if self.base_step is None else f"from step {self.base_step}"
+        return f"<version {self.step}, read {origin}: {self.read_bytes} of {self.nbytes} bytes>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """A step that could not be read from any store.
+
+    Attributes:
+        positions: The stores that were asked. Another one may have the step intact.
+        due_at: When the step is read again, by ``time.monotonic``. It may be mended until then, or
+            only what came over the wire was damaged.
+        pause: The time between the last two reads, which grows.
+    """
+
+    positions: frozenset[int]
+    due_at: float
+    pause: float
+
+
+class Follower(Iterator[Version]):
+    """The iterator that ``ckpt.follow`` returns.
+
+    Close it with ``close`` or a ``with`` block.
+
+    Thread safety: one thread at a time may use it. Several followers may follow one root.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Tier],
+        part: Part,
+        *,
+        poll_seconds: float,
+        timeout_seconds: float | None,
+        stop: threading.Event,
+    ) -> None:
+        self._part, self._poll_seconds, self._timeout_seconds = part, poll_seconds, timeout_seconds
+        self._stop = stop
+        with ExitStack() as stack:
+            self._stores: list[StorageBackend] = []
+            for root in roots:
+                self._stores.append(open_backend(root.url, root.options))
+                stack.callback(self._stores[-1].close)
+            threads = max(store.capabilities.max_concurrency for store in self._stores)
+            self._listers = Workers("follow", len(self._stores))
+            self._workers = Workers("follow", max(1, min(threads, _MOST_THREADS)))
+            self._connections = stack.pop_all()
+        self._ref: StepRef | None = None
+        self._version: Version | None = None
+        self._memory: VersionMemory | None = None
+        self._spare: VersionMemory | None = None
+        self._deltas = DeltaReader()
+        self._damages: dict[StepRef, _Damage] = {}
+        self._readable_stores: list[StorageBackend] = []  # They take no pins
+
+    def __next__(self) -> Version:
+        """Wait for a version that is not the last one, and return it.
+
+        Raises:
+            StopIteration: The event ``stop`` was set.
+            NoCheckpoint: No version has come within ``timeout_seconds``.
+            EntryMissing: The newest checkpoint has no part of the name.
+            ConfigError: The names that were given do not fit the part.
+            FormatUnsupported: This ckpt cannot read the newest checkpoint.
+            AccessDenied: A store denies a request. The version from before stays as it is.
+        """
+        version = self._wait(None)
+        if version is None:
+            raise StopIteration
+        return version
+
+    def version_of(self, step: int, attempt: str | None = None) -> Version:
+        """Wait for one version, and return it. It may be the last one, or an older one.
+
+        Several processes that must have the same version ask for it by its step. The step has to be
+        on the current branch.
+
+        Args:
+            step: The number of the step.
+            attempt: The attempt at the step; None for the newest one.
+
+        Raises:
+            NoCheckpoint: The version has not come within ``timeout_seconds``, or the event ``stop``
+                was set.
+            ConfigError: ``step`` is no number of a step.
+            EntryMissing, FormatUnsupported, AccessDenied: As for ``next``. The version from before
+                stays as it is.
+        """
+        whole("step", step, 0, 10**18 - 1)
+        step_id = step if attempt is None else StepRef(step, attempt)
+        version = self._wait(step_id)
+        if version is None:
+            urls = ", ".join(store.url for store in self._stores)
+            raise NoCheckpoint(urls, f"the wait for step {step} was ended")
+        return version
+
+    def _wait(self, step_id: StepId | None) -> Version | None:
+        """Wait for the version ``step_id`` (None: for one that is not the last one). Return None if
+        the event ``stop`` is set.
+        """
+        deadline = (
+            None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
+        )
+        while not self._stop.is_set():
+            if (version := self._look(step_id)) is not None:
+                return version
+            rest = inf if deadline is None else deadline - time.monotonic()
+            if rest <= 0:
+                raise self._timeout(step_id)
+            self._stop.wait(min(rest, self._poll_seconds))
+        return None
+
+    def close(self) -> None:
+        """Stop the threads and close the connections. Weights that were returned stay valid."""
+        self._listers.close()
+        self._workers.close()
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _timeout(self, step_id: StepId | None) -> NoCheckpoint:
+        urls = ", ".join(store.url for store in self._stores)
+        step = step_id.step if isinstance(step_id, StepRef) else step_id
+        subject = "new version" if step is None else f"version of step {step}"
+        seconds = f"no {subject} within {self._timeout_seconds:g} s"
+        if self._ref is not None:
+            return NoCheckpoint(urls, f"{seconds}; the last one is step {self._ref.step}")
+        texts: list[str] = []
+        for store in self._stores:
+            try:
+                texts.append(why_missing(store, step_refs(store), None))
+            except StorageError as error:
+                texts.append(str(error))
+        return NoCheckpoint(urls, f"{seconds}: {'; '.join(texts)}")
+
+    def _look(self, step_id: StepId | None) -> Version | None:
+        """Return the version ``step_id`` (None: the newest, unless it is the last one), or None if
+        it is not there.
+        """
+        try:
+            for candidate in candidates(self._stores, step_id, workers=self._listers):
+                rollback = candidate.rollback
+                if (
+                    step_id is not None
+                    and rollback is not None
+                    and not rollback.keeps(candidate.ref)
+                ):
+                    continue
+                if candidate.ref == self._ref:
+                    return None if step_id is None else self._version
+                if self._may_be_intact(candidate):
+                    version = self._take(candidate)
+                    if version is not None:
+                        return version
+        except AccessDenied:
+            raise
+        except StorageError as error:
+            _log.warning("ckpt: no new version could be read: %s", error)
+        return None
+
+    def _may_be_intact(self, candidate: Candidate) -> bool:
+        damage = self._damages.get(candidate.ref)
+        return (
+            damage is None
+            or not damage.positions.issuperset(candidate.reachable)
+            or time.monotonic() >= damage.due_at
+        )
+
+    def _note_damage(self, candidate: Candidate, error: Exception) -> None:
+        """Note that a step was damaged on all stores that answer, and log that once."""
+        ref, damage = candidate.ref, self._damages.get(candidate.ref)
+        pause = self._poll_seconds if damage is None else damage.pause
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        positions = frozenset(candidate.reachable)
+        self._damages[ref] = _Damage(positions, time.monotonic() + pause, pause)
+        _log.log(
+            logging.WARNING if damage is None else logging.DEBUG,
+            "ckpt: step %d is passed over, and %s: %s",
+            ref.step,
+            "there is no version yet"
+            if self._ref is None
+            else f"the version of step {self._ref.step} stays",
+            error,
+        )
+
+    def _take(self, candidate: Candidate) -> Version | None:
+        """Return the version of a candidate; None if its step is damaged, was removed, or left the
+        branch meanwhile.
+        """
+        ref = candidate.ref
+        stores = [self._stores[position] for position in candidate.reachable]
+        reader = TieredReader(stores, ref, retry=RetryPolicy(), on_repair=partial(_warn, ref))
+        try:
+            with self._leases(stores, ref):
+                version = reader.whole(partial(self._assemble, reader, ref))
+        except FormatUnsupported:
+            raise
+        except (IntegrityError, ObjectNotFound, LinkRefused) as error:
+            if any(is_committed(store, ref) for store in stores):
+                self._note_damage(candidate, error)
+            return None
+        self._damages.pop(ref, None)
+        rollback = last_rollback(list_root(store).rollback for store in stores)
+        if rollback is not None and rollback != candidate.rollback and not rollback.keeps(ref):
+            return None
+        return self._swap(ref, *version)
+
+    def _swap(self, ref: StepRef, memory: VersionMemory, version: Version) -> Version:
+        self._spare = self._memory if version.base_step is not None else None
+        self._ref, self._memory, self._version = ref, memory, version
+        return version
+
+    def _assemble(
+        self, reader: TieredReader, ref: StepRef, source: SourceManifest
+    ) -> tuple[VersionMemory, Version]:
+        """Fill memory with the version of a step. The memory of the last version stays as it is."""
+        names = self._part.stored_names(source.manifest)
+        stored_tensors = source.manifest.tensor_map()
+        tensors = [stored_tensors[name] for name in sorted(names)]
+        layout = layout_of(tensors)
+        base = self._memory if self._memory and self._memory.layout == layout else None
+        if base is None and self._memory is not None:
+            _log.info("ckpt: step %d has another layout: it is read as a whole", ref.step)
+        spare = self._spare if self._spare and self._spare.layout == layout else None
+        memory = spare or VersionMemory(tensors)
+        manifest = reader.fill(source, memory.leaves).manifest
+        plan = plan_restore(manifest, memory.leaves)
+        memory.begin(plan.reads)
+        self._deltas.read_bytes = 0
+        missing = self._reuse(reader.sources, ref, memory, base, plan.reads)
+        rest = replace(plan, reads=tuple(missing))
+        reader.read(rest, memory.sink, workers=self._workers)
+        changes = {memory.name_of(read) for read in plan.reads if base is None or base.is_new(read)}
+        return memory, Version(
+            step=ref.step,
+            attempt=ref.attempt,
+            weights=self._part.build(source.manifest, memory.values),
+            base_step=self._ref.step if base is not None and self._ref is not None else None,
+            changes=self._part.names_of(manifest, changes if base is not None else names),
+            read_bytes=rest.read_bytes + self._deltas.read_bytes,
+            nbytes=sum(tensor.nbytes for tensor in tensors),
+        )
+
+    def _reuse(
+        self,
+        stores: Sequence[StorageBackend],
+        ref: StepRef,
+        memory: VersionMemory,
+        base: VersionMemory | None,
+        reads: Sequence[ChunkRead],
+    ) -> list[ChunkRead]:
+        """Fill ``memory`` with the chunks that ``base``, the last version, has, and with those that
+        deltas make of them. Return the other chunks.
+        """
+        if base is None or self._ref is None:
+            return list(reads)
+        sizes: dict[int, int] = {}
+        for read in reads:
+            if base.is_new(read):
+                sizes[read.rank] = sizes.get(read.rank, 0) + read.stored_nbytes
+        chains = self._deltas.chains(stores, ref, self._ref, sizes, self._workers)
+        takes = self._workers.run_all(partial(memory.take, read, base, chains) for read in reads)
+        self._deltas.forget(sum(leaf.nbytes for leaf in memory.leaves) // 2)
+        return [read for read, is_there in zip(reads, takes, strict=True) if not is_there]
+
+    @contextmanager
+    def _leases(self, stores: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
+        """Pin ``ref`` on the stores that have it, while the block runs. A store that takes no pin,
+        since it may only be read, is followed without.
+        """
+        with ExitStack() as stack:
+            for store in stores:
+                if store not in self._readable_stores:
+                    with suppress(NoCheckpoint):
+                        if not stack.enter_context(lease_if_allowed(store, ref, _REASON)):
+                            self._readable_stores.append(store)
+            yield
+
+
+def _warn(ref: StepRef, repair: Repair) -> None:
+    _log.warning(
+        "ckpt: step %d: %s is read from a farther tier: %s", ref.step, repair.key, repair.reason
+    )
+
+
+@frameless
+def follow(
+    root: Root | Sequence[Root],
+    name: str | None = "model",
+    *,
+    poll_seconds: float = POLL_SECONDS,
+    timeout_seconds: float | None = None,
+    stop: threading.Event | None = None,
+    names: Names | None = None,
+) -> Follower:
+    """Return an iterator over the versions of the weights that a job commits, for another process
+    that serves or evaluates them.
+
+    A version is a committed step of the current branch. The first one is the newest step there is,
+    and each later one is what is newest when it is asked for; versions between them are passed
+    over. After a restore of an older step, the newest step of the new branch comes next. A version
+    is whole, and every chunk of it is verified, before it is returned. Only chunks are read that
+    the last version does not have, and of a job that writes deltas (``deltas="model"``) only the
+    differences of these.
+
+    ::
+
+        with ckpt.follow("s3://bucket/run42") as versions:
+            for version in versions:
+                engine.load_weights(version.weights)
+
+    There are two pieces of memory, which are used in turn: the tensors of a version stay as they
+    are until the version after the next one is asked for. While a step is read, a pin keeps it from
+    being removed, if the store may be written to.
+
+    A step that is damaged on all stores is passed over with a warning, and the last version stays.
+    It is read again after ever longer times, and when a further store answers, since it may be
+    mended. A store that does not answer, or fails in another way, is asked again.
+
+    Args:
+        root: The folder or URL of the root, or a `Tier` if its backend needs options; or several
+            tiers of one run, nearest first. A chunk comes from the nearest one that has it intact.
+        name: The part of the state, as for ``ckpt.load``; None for the whole state.
+        poll_seconds: The time between two looks for a new step.
+        timeout_seconds: How long to wait for a version before `NoCheckpoint` is raised; None to
+            wait for ever. The iteration may go on afterwards.
+        stop: Ends the iteration when it is set.
+        names: Other names for the tensors of the part, as for ``ckpt.load``.
+
+    Raises:
+        ConfigError: No backend serves the URL, or an argument is invalid.
+        StorageError: A store cannot be opened.
+    """
+    roots = [root] if isinstance(root, str | os.PathLike | Tier) else [*root]
+    if not roots:
+        raise ConfigError("follow: name at least one root")
+    part = Part(name, names)
+    for setting, value in (("poll_seconds", poll_seconds), ("timeout_seconds", timeout_seconds)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{setting}={value!r}: give a positive number of seconds")
+    return Follower(
+        [item if isinstance(item, Tier) else Tier(os.fspath(item)) for item in roots],
+        part,
+        poll_seconds=poll_seconds,
+        timeout_seconds=timeout_seconds,
+        stop=stop or threading.Event(),
+    )
