@@ -18,15 +18,18 @@ def warn_once(text: str, *args: object) -> None:
         _log.warning("%s", line)
 
 
-def warn_of_untested(package: str, releases: tuple[str, str], *, advice: str) -> None:
+def warn_of_untested(
+    package: str, releases: tuple[str, str], *, advice: str, release: str | None = None
+) -> None:
     """Log a warning, once in a process, if the installed release of a framework is not tested.
 
     Args:
         package: The name of the framework's distribution.
         releases: The first and the last release that were tested, such as ``("2.6", "2.6")``.
         advice: The text that says how to test this release before relying on it.
+        release: The release; None if the distribution has the name of the package.
     """
-    release = version(package)
+    release = release or version(package)
     oldest, last = map(_release, releases)
     if not oldest <= _release(release) <= last:
         warn_once(

@@ -1,0 +1,123 @@
+"""The engines that verl's registry makes bring each update of an actor to the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="verl is not installed")
+pytest.importorskip("tensordict", reason="tensordict, which verl needs, is not installed")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Those of Ray, and of the packages of verl
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+    from verl.utils.import_utils import import_external_libs
+
+import ckpt
+from ckpt.errors import NoCheckpoint
+
+pytestmark = pytest.mark.integration
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights_of(seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    names = ("embed.weight", "layers.0.weight", "layers.10.weight")
+    return {name: torch.randn(64, 32, generator=generator).bfloat16() for name in names}
+
+
+class Job:
+    """The engines of a job of verl with two workers for the actor and two for the rollouts."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        options = {"bucket_size": 1 << 20, "root": str(root), **options}
+        self.actor = [
+            CheckpointEngineRegistry.new("ckpt", is_master=rank == 0, **options) for rank in (0, 1)
+        ]
+        self.rollouts = [CheckpointEngineRegistry.new("ckpt", **options) for _ in range(2)]
+
+    def update(self, weights: Weights, global_steps: int | None) -> list[Weights]:
+        """Make an update in the order of verl's manager. Return what the rollouts get."""
+        engines = self.actor + self.rollouts
+        metadata = [engine.prepare() for engine in engines]
+        build = CheckpointEngineRegistry.get("ckpt").build_topology
+        groups = build(len(self.actor), len(self.rollouts), metadata)
+        for workers, arguments in zip((self.actor, self.rollouts), groups, strict=True):
+            for rank, engine in enumerate(workers):
+                engine.init_process_group(
+                    **{name: values[rank] for name, values in arguments.items()}
+                )
+        results = asyncio.run(self._run(weights, global_steps))
+        for engine in engines:
+            engine.finalize()
+        return results
+
+    async def _run(self, weights: Weights, global_steps: int | None) -> list[Weights]:
+        async def receive(engine: Any) -> Weights:
+            items = engine.receive_weights(global_steps=global_steps)
+            return {name: tensor.clone() async for name, tensor in items}
+
+        async def send(engine: Any) -> None:
+            await engine.send_weights((item for item in weights.items()), global_steps=global_steps)
+
+        rollouts = [asyncio.ensure_future(receive(engine)) for engine in self.rollouts]
+        await asyncio.gather(*map(send, self.actor))
+        return [await rollout for rollout in rollouts]
+
+
+@pytest.fixture(autouse=True)
+def door() -> None:
+    """Import the module as ``custom_backend_module`` does."""
+    import_external_libs("ckpt.integrations.verl")
+
+
+def same(weights: Weights, other: Weights) -> bool:
+    return weights.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in weights.items()
+    )
+
+
+def test_each_rollout_gets_each_update(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for seed in (1, 2, 3):
+        weights = weights_of(seed)
+        assert all(same(got, weights) for got in job.update(weights, 10 + seed))
+    with ckpt.open(tmp_path) as opened:
+        assert [row["global_steps"] for row in opened.history()] == [11, 12, 13]
+        assert opened.steps() == [2, 1]
+        assert opened.names() == sorted(f"model/{name}" for name in weights)
+
+
+def test_a_trainer_that_goes_back_publishes_a_newer_step(tmp_path: Path) -> None:
+    """verl resumes from a checkpoint of its own, and counts on from there."""
+    job = Job(tmp_path)
+    for seed in (1, 2, 3):
+        job.update(weights_of(seed), seed)
+    again = Job(tmp_path)
+    weights = weights_of(4)
+    assert all(same(got, weights) for got in again.update(weights, 2))
+    with ckpt.open(tmp_path) as opened:
+        assert opened.step == 3
+
+
+def test_an_update_may_have_no_number(tmp_path: Path) -> None:
+    weights = weights_of(1)
+    assert all(same(got, weights) for got in Job(tmp_path).update(weights, None))
+
+
+def test_a_rollout_does_not_wait_for_ever(tmp_path: Path) -> None:
+    engine = Job(tmp_path, timeout_seconds=0.2).rollouts[0]
+    engine.init_process_group(step=7)
+
+    async def receive() -> None:
+        async for _ in engine.receive_weights(global_steps=7):
+            pass
+
+    with pytest.raises(NoCheckpoint, match="no version of step 7 within"):
+        asyncio.run(receive())
