@@ -130,11 +130,10 @@ _ZERO_STEP: Final = FolderKind(
 
 _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
     (
-        _has(".snapshot_metadata"),
+        lambda paths: any(path.endswith("/.snapshot_metadata") for path in paths),
         FolderKind(
-            "a snapshot of torchsnapshot",
-            "load it with torchsnapshot.Snapshot(path).restore(state), and save the objects "
-            "in state with CheckpointManager(ROOT).save(state, step=N)",
+            "a folder with snapshots of torchsnapshot in it",
+            "name one of them, such as ckpt import {folder}/NAME ROOT --step N",
         ),
     ),
     (

@@ -19,6 +19,7 @@ from ckpt.exchange.foreign.library_folders import (
     read_lightning,
 )
 from ckpt.exchange.foreign.rank_files import Load, check_whole, read_rank_files
+from ckpt.exchange.foreign.torchsnapshot_reader import is_torchsnapshot, read_torchsnapshot
 from ckpt.exchange.inert.torch_reader import load
 
 
@@ -35,6 +36,8 @@ def kind_of(source: str) -> str:
             raise ConfigError(kind.text(source))
         if is_universal(paths):
             return "deepspeed"
+        if is_torchsnapshot(paths):
+            return "torchsnapshot"
         if library := library_of(paths):
             return library
     return detect(source)
@@ -73,11 +76,13 @@ def _of_library(source: str, joiner: Joiner, load_once: Load) -> Contents | None
         notes.extend(contents.notes)
         return contents.state
 
+    paths = paths_in(source) if os.path.isdir(source) else []
     folder = (
-        (read_universal(source) if is_universal(paths_in(source)) else None)
+        (read_universal(source) if is_universal(paths) else None)
+        or (read_torchsnapshot(source, joiner) if is_torchsnapshot(paths) else None)
         or read_folder(source, read)
         or read_rank_files(source, load_once, joiner)
-        if os.path.isdir(source)
+        if paths
         else None
     )
     if folder is None:

@@ -14,7 +14,7 @@ def main(out: str) -> None:
     net, optimizer = trained()
     state = {"model": net, "optimizer": optimizer, "progress": torchsnapshot.StateDict(step=2)}
     torchsnapshot.Snapshot.take(path=os.path.join(out, "state"), app_state=state)
-    write_truth(out, net, optimizer, at="step", step=2)
+    write_truth(out, net, optimizer, at="progress/step", step=2)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)
         (["3", "3/_CHECKPOINT_METADATA", "3/default"], "StandardCheckpointer().restore()"),
         (["_CHECKPOINT_METADATA", "_METADATA", "d", "manifest.ocdbt"], "arrays.state_of(tree)"),
         (["manifest.ocdbt", "ocdbt.process_0", "ocdbt.process_0/d"], "Orbax"),
-        ([".snapshot_metadata", "batched", "batched/b7e4"], "torchsnapshot.Snapshot(path)"),
+        (["step_5", "step_5/.snapshot_metadata"], "ckpt import /run/x/NAME ROOT"),
     ],
 )
 def test_the_refusal_of_a_folder_says_how_to_get_its_state(paths: list[str], expected: str) -> None:
@@ -46,6 +46,7 @@ def test_the_refusal_of_a_folder_says_how_to_get_its_state(paths: list[str], exp
         [*DCP, "common.pt", "metadata.json"],
         ["mp_rank_00_model_states.pt"],  # DeepSpeed without ZeRO has all in one file
         UNIVERSAL,
+        [".snapshot_metadata", "batched", "batched/b7e4"],
         [*ZERO_3, *UNIVERSAL[1:]],
         ["config.json", "model.safetensors"],
         ["scheduler.bin", *(f"optimizer_0/{name}" for name in DCP)],

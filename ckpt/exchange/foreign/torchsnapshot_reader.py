@@ -1,0 +1,327 @@
+"""Read a folder of torchsnapshot as one nested state.
+
+The table of contents, ``.snapshot_metadata``, is JSON. It has an entry for each value of each rank,
+under the rank's number and the path of the value. The elements of a tensor are the bytes of a file,
+or a range of bytes of a larger one. Small values are in the table itself, and other objects are
+files of ``torch.save``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import mmap
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from math import prod
+from operator import add
+from typing import Any, Final
+from urllib.parse import unquote
+
+import torch
+
+from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
+from ckpt.errors.base import few
+from ckpt.exchange.foreign.joined_tensors import Joiner, load_entry
+from ckpt.exchange.foreign.library_folders import LibraryFolder
+from ckpt.exchange.inert.inert_torch import Span, dense_strides
+from ckpt.exchange.inert.input_limits import open_file
+from ckpt.model.box import Box, tiling_fault
+from ckpt.model.dtype import DTYPES
+from ckpt.model.validate import MAX_DIMENSIONS
+
+TABLE: Final = ".snapshot_metadata"
+_RAW: Final = "buffer_protocol"
+_TORCH_FILE: Final = "torch_save"
+_DICTS: Final = ("dict", "OrderedDict")
+_MOST_DEPTH: Final = 100
+
+Entry = Mapping[str, Any]
+
+_PLAIN: Final[Mapping[str, Callable[[str], Any]]] = {
+    "int": int,
+    "str": str,
+    "bool": {"True": True, "False": False}.__getitem__,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "float": lambda text: struct.unpack("<d", base64.b64decode(text, validate=True))[0],
+}
+"""The values that are in the table itself, by the names of their types."""
+
+
+def is_torchsnapshot(names: Collection[str]) -> bool:
+    """Return True if a folder with these names is one of torchsnapshot."""
+    return TABLE in names
+
+
+def read_torchsnapshot(source: str, joiner: Joiner) -> LibraryFolder:
+    """Return the state in the folder ``source``.
+
+    A value that several ranks have written, each its own, is that of the first rank, with a note.
+
+    Raises:
+        ConfigError: A file cannot be read, or a release of torchsnapshot before 0.1 has written it.
+        IntegrityError: The folder is damaged, or a part of it is missing.
+        UnsupportedValue: A value is one that only pickle could load, or that ckpt cannot hold, or
+            the ranks have parts of a tensor, and nothing says which.
+        StorageError: As ``joiner`` raises it.
+    """
+    path = os.path.join(source, TABLE)
+    with _check_table(path):
+        entries, notes = _merge_ranks(_read_table(path))
+    reader = _Reader(source, joiner)
+    with _check_table(path):
+        reader.check(entries)
+        state = _nest({key: reader.value(key, entry) for key, entry in entries.items()}, entries)
+    files = [TABLE, *sorted({location.split("/")[0] for location in reader.locations})]
+    return LibraryFolder("torchsnapshot", state=state, files=files, notes=notes)
+
+
+@contextmanager
+def _check_table(path: str) -> Generator[None]:
+    """Return a context manager that replaces the errors that a damaged table causes in its block
+    with ``IntegrityError``.
+    """
+    try:
+        yield
+    except (
+        AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError,
+        struct.error,
+    ) as error:  # fmt: skip
+        text = f"{path} is not a table of torchsnapshot: {str(error)[:200]!r}"
+        raise IntegrityError(text) from None
+
+
+def _read_table(path: str) -> Mapping[str, Any]:
+    with open_file(path, is_part=False) as file:
+        data = file.read()
+    if not data.lstrip().startswith(b"{"):
+        raise ConfigError(
+            f"{path} is YAML, as releases of torchsnapshot before 0.1 write it: restore the folder "
+            "with release 0.1.0, and take it again"
+        )
+    table: Mapping[str, Any] = json.loads(data)
+    return table
+
+
+def _merge_ranks(table: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]:
+    """Return the entry of each path, of all ranks together, and notes for the user."""
+    entries: dict[str, Entry] = {}
+    own_values: list[str] = []
+    ranks = int(table["world_size"])
+    items = [(*key.partition("/")[::2], entry) for key, entry in table["manifest"].items()]
+    for rank, path, entry in sorted(items, key=lambda item: int(item[0])):
+        if not 0 <= int(rank) < ranks or not path or path.count("/") > _MOST_DEPTH:
+            raise ValueError(f"the path {path[:80]!r} of rank {rank[:9]}")
+        known_entry = entries.setdefault(path, entry)
+        if known_entry == entry:
+            continue
+        if known_entry["type"] != entry["type"]:
+            raise ValueError(f"{path[:80]!r} is of another type on rank {rank}")
+        if entry["type"] == "ShardedTensor":
+            entries[path] = {**known_entry, "shards": [*known_entry["shards"], *entry["shards"]]}
+        elif entry["type"] in _DICTS:
+            keys = dict.fromkeys([*known_entry["keys"], *entry["keys"]])
+            entries[path] = {**known_entry, "keys": [*keys]}
+        elif known_entry.get("shape") != entry.get("shape"):
+            raise UnsupportedValue(
+                path,
+                "tensor that has another shape on each rank",
+                "load it with torchsnapshot on all ranks, and save it with ckpt.declare_part",
+            )
+        elif path not in own_values:
+            own_values.append(path)
+    note = f"each rank has written {few(own_values)}: the first rank's is taken"
+    return entries, [note] if own_values else []
+
+
+class _Reader:
+    """Reads the values of a folder.
+
+    Attributes:
+        locations: The locations of the files that were read.
+    """
+
+    def __init__(self, source: str, joiner: Joiner) -> None:
+        self.locations: set[str] = set()
+        self._source, self._joiner = source, joiner
+        self._maps: dict[str, memoryview] = {}
+
+    def check(self, entries: Mapping[str, Entry]) -> None:
+        """Raise unless the tensors are in ranges of bytes that do not overlap, and are in their
+        files. So a damaged table needs no more memory than the files have bytes.
+        """
+        ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for path, entry in entries.items():
+            for tensor in _tensors(entry):
+                location, start, end = self._place(path, tensor)
+                ranges[location].append((start, end))
+        for location, runs in ranges.items():
+            position = 0
+            for start, end in sorted(runs):
+                if start < position or end < start:
+                    raise ValueError(f"tensors overlap in {location}")
+                position = end
+            if position > os.path.getsize(path := os.path.join(self._source, location)):
+                raise IntegrityError(f"{path} is cut: it ends before its tensors. Copy it again")
+
+    def value(self, path: str, entry: Entry) -> Any:
+        """Return the value of an entry; None for a dict or a list, whose items have entries."""
+        kind = entry["type"]
+        if kind in _DICTS or kind == "list":
+            return None
+        if kind in _PLAIN:
+            return _PLAIN[kind](entry["serialized_value"])
+        if kind == "Tensor":
+            return self._part(path, entry)
+        if kind == "ChunkedTensor":
+            return self._whole(path, entry["chunks"], _numbers(entry["shape"]))
+        if kind == "ShardedTensor":
+            return self._whole(path, entry["shards"], _shape_of(entry["shards"]))
+        if kind == "object":
+            _check_serializer(path, entry, _TORCH_FILE)
+            location, start, end = self._place(path, entry)
+            return load_entry(os.path.join(self._source, location), start, end - start, path)
+        raise UnsupportedValue(path, f"value of the type {str(kind)[:80]!r} of torchsnapshot")
+
+    def _whole(self, path: str, shards: Collection[Entry], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor that is made of parts."""
+        parts = {Box(_numbers(item["offsets"]), _numbers(item["sizes"])): item for item in shards}
+        dtypes = {_dtype_of(path, item["tensor"]) for item in parts.values()}
+        if fault := tiling_fault(shape, list(parts)):
+            raise IntegrityError(f"{self._source}: the parts of {path!r} are wrong: {fault}")
+        if len(dtypes) > 1 or any(
+            _numbers(item["tensor"]["shape"]) != box.shape for box, item in parts.items()
+        ):
+            raise ValueError(f"the parts of {path!r} have other dtypes or shapes than it")
+        whole = self._joiner.make({path: (dtypes.pop(), shape)})[path]
+        for box, item in parts.items():
+            self._joiner.put(whole, box, self._part(path, item["tensor"]))
+        return whole
+
+    def _part(self, path: str, entry: Entry) -> torch.Tensor:
+        dtype, shape = _dtype_of(path, entry), _numbers(entry["shape"])
+        location, start, end = self._place(path, entry)
+        if entry["serializer"] == _TORCH_FILE:
+            name = os.path.join(self._source, location)
+            tensor = self._joiner.load(name, start, end - start, path)
+            if (tensor.dtype, tuple(tensor.shape)) != (getattr(torch, dtype), shape):
+                raise ValueError(f"{path!r} is not of the dtype and the shape that it says")
+            return tensor
+        _check_serializer(path, entry, _RAW)
+        if not (nbytes := end - start):
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        span = Span(os.path.join(self._source, location), start, dtype, shape, dense_strides(shape))
+        return self._joiner.map_tensor(span, self._map(location, path)[start : start + nbytes])
+
+    def _map(self, location: str, path: str) -> memoryview:
+        if location not in self._maps:
+            with open_file(os.path.join(self._source, location), path) as file:
+                self._maps[location] = memoryview(
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                )
+        return self._maps[location]
+
+    def _place(self, path: str, entry: Entry) -> tuple[str, int, int]:
+        """Return the location of a value, and where its bytes begin and end.
+
+        Raises:
+            IntegrityError: The file is missing, or is outside of the folder.
+            ValueError: The bytes are not those of the tensor.
+        """
+        location = entry["location"]
+        names = location.split("/")
+        if any(name in ("", ".", "..") for name in names) or "\0" in location:
+            raise IntegrityError(
+                f"{self._source} names a file outside of itself: {location[:80]!r}"
+            )
+        with open_file(os.path.join(self._source, location), path) as file:
+            size = os.fstat(file.fileno()).st_size
+        self.locations.add(location)
+        start, end = map(int, entry.get("byte_range") or (0, size))
+        if start < 0 or end < start:
+            raise ValueError(f"{path!r} is at the bytes {start} to {end}")
+        if entry["serializer"] == _RAW:
+            nbytes = prod(_numbers(entry["shape"])) * DTYPES[_dtype_of(path, entry)].itemsize
+            if nbytes != end - start:
+                raise ValueError(f"{path!r} of {nbytes} bytes has {end - start} bytes")
+        return location, start, end
+
+
+def _tensors(entry: Entry) -> list[Entry]:
+    """Return the entries of the tensors that the value of ``entry`` consists of."""
+    if entry["type"] == "Tensor":
+        return [entry]
+    parts = [*entry.get("shards", ()), *entry.get("chunks", ())]
+    return [*{str(item): item["tensor"] for item in parts}.values()]
+
+
+def _shape_of(shards: Collection[Entry]) -> tuple[int, ...]:
+    """Return the shape of the smallest tensor that has these parts."""
+    ends = [map(add, _numbers(item["offsets"]), _numbers(item["sizes"])) for item in shards]
+    return _numbers([max(column) for column in zip(*ends, strict=True)])
+
+
+def _dtype_of(path: str, entry: Entry) -> str:
+    dtype = str(entry["dtype"]).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedValue(
+            path, f"tensor of {dtype}", "view it as a dtype that safetensors can hold"
+        )
+    return dtype
+
+
+def _check_serializer(path: str, entry: Entry, serializer: str) -> None:
+    if entry["serializer"] != serializer:
+        raise UnsupportedValue(
+            path,
+            f"value in the form {str(entry['serializer'])[:80]!r} of torchsnapshot",
+            "restore it with torchsnapshot, and save it without quantization",
+        )
+
+
+def _numbers(items: Collection[Any]) -> tuple[int, ...]:
+    numbers = tuple(items)
+    if (
+        len(numbers) > MAX_DIMENSIONS
+        or any(type(n) is not int or n < 0 for n in numbers)
+        or prod(n for n in numbers if n) >= 1 << 63
+    ):
+        raise ValueError(f"a tensor of {len(numbers)} dimensions: {numbers[:8]}")
+    return numbers
+
+
+def _nest(values: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Return the values in nested dicts and lists.
+
+    Raises:
+        ValueError: The paths contradict the keys of their dicts or lists.
+    """
+    children: dict[str, list[str]] = defaultdict(list)
+    for path in values:
+        parent, slash, name = path.rpartition("/")
+        if slash and (parent not in entries or entries[parent]["type"] not in (*_DICTS, "list")):
+            raise ValueError(f"{path[:80]!r} is in no dict or list")
+        children[parent if slash else "/"].append(name)
+
+    def build(path: str) -> Any:
+        entry = entries[path]
+        if entry["type"] == "list":
+            items = sorted(children[path], key=int)
+            if items != [str(index) for index in range(len(items))]:
+                raise ValueError(f"the list {path[:80]!r} lacks an item")
+            return [build(f"{path}/{item}") for item in items]
+        if entry["type"] not in _DICTS:
+            return values[path]
+        names = {_escape(str(key)): key for key in entry["keys"]}
+        if names.keys() != {*children[path]} or len(names) != len(entry["keys"]):
+            raise ValueError(f"the dict {path[:80]!r} has other keys than it says")
+        return {key: build(f"{path}/{name}") for name, key in names.items()}
+
+    return {unquote(name): build(name) for name in children["/"]}
+
+
+def _escape(key: str) -> str:
+    return key.replace("%", "%25").replace("/", "%2F")
