@@ -52,8 +52,8 @@ class StepInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
 
     Attributes:
         step: The number of the step.
-        attempt: The attempt at the step, as a version of ``ckpt.follow`` has it; None for the newest
-            one.
+        attempt: The attempt at the step, as a version of ``ckpt.follow`` has it; None for the
+            newest one.
     """
 
     step: int
