@@ -64,7 +64,7 @@ def appears(url: str) -> Generator[tuple[str, Callable[[str], None]]]:
                 files.put(os.path.join(place, name))
         except BaseException:
             with suppress(CkptError):
-                remove(store, "", files.sizes)
+                remove(store, "", files.sizes.keys() & _sizes(store).keys())
             raise
 
 

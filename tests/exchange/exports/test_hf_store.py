@@ -351,6 +351,26 @@ def test_a_hub_that_refuses_in_the_middle_is_one_error_and_leaves_nothing(
     assert hub.files == {".gitattributes": b""}
 
 
+def test_a_job_goes_on_if_the_hub_refuses_and_makes_the_next_folder(
+    tmp_path: Path,
+    config: Path,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    export_here(monkeypatch)
+    hub.refuses = lambda path: path.endswith("config.json") and "step-000000002-" in path
+    hf = HfFolders("hf://user/repo/gpt", config, keep_last=2)
+    with CheckpointManager(tmp_path / "run", observers=[hf]) as manager, hf:
+        manager.save(weights(2), 2)
+        assert until(lambda: "step 2 has no folder of Hugging Face" in caplog.text)
+        manager.save(weights(4), 4)
+    del hub.files[".gitattributes"]
+    [(name, folder)] = folders(hub.files).items()
+    assert name.startswith("gpt/step-000000004-")
+    assert loaded(folder) is not None
+
+
 def test_a_place_that_no_backend_serves_is_refused(config: Path) -> None:
     with pytest.raises(UnknownScheme):
         HfFolders("nowhere://bucket/hf", config)

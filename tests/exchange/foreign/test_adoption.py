@@ -256,6 +256,29 @@ def test_a_step_before_a_changed_one_is_taken(tmp_path: Path) -> None:
     check(root)
 
 
+def test_the_first_save_after_an_adopted_step_is_whole_and_the_next_one_refers_to_it(
+    tmp_path: Path,
+) -> None:
+    folder, root = tmp_path / "c", tmp_path / "runs"
+    layers = [torch.nn.Linear(64, 64) for _ in range(8)]
+    net = torch.nn.Sequential(*layers)
+    net[:7].requires_grad_(False)
+    dcp.save({"model": net.state_dict()}, checkpoint_id=folder, no_dist=True)
+    adopted(folder, root)
+    with CheckpointManager(str(root)) as manager:
+        manager.restore({"model": net})
+        for step in (8, 9):
+            with torch.no_grad():
+                layers[7].weight.add_(1)
+            manager.save({"model": net}, step)
+    with closing(open_backend(str(root))) as backend:
+        refs = {ref.step: ref for ref in committed(backend)}
+        manifests = {step: read_manifest(backend, ref) for step, ref in refs.items()}
+    assert manifests[8].increments == ()
+    assert [item.base for item in manifests[9].increments] == [refs[8].folder]
+    assert (manifests[8].locations, manifests[9].locations) == ((), ())
+
+
 # -- places ----------------------------------------------------------------------------------------
 
 
