@@ -91,6 +91,18 @@ def in_turn(reads: Iterable[Callable[[], Packed]]) -> Iterator[Packed]:
     return (read() for read in reads)
 
 
+class ManifestUnsent(Exception):
+    """A put that has failed before it sent the manifest to the store.
+
+    Attributes:
+        error: Why it has failed.
+    """
+
+    def __init__(self, error: CkptError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class CommitStore(Protocol):
     """The store from which fragments are read, and to which the manifest is put."""
 
@@ -119,6 +131,10 @@ class CommitStore(Protocol):
         """Put the manifest if absent. Raise an error if this job may no longer commit to the store.
 
         It is no error if the same manifest exists already.
+
+        Raises:
+            ManifestUnsent: The manifest was not sent, so this call never makes it appear.
+            Exception: Any other one. The manifest may exist.
         """
         ...
 
@@ -190,13 +206,17 @@ class SharedStore:
         Raises:
             TransientStorageError: A try had no answer. The manifest may exist, even if later tries
                 have failed with other errors.
-            CommitError: The manifest exists with other bytes, or another job owns the root.
-            StorageError: The put has failed, or the root is lost.
+            ManifestUnsent: No try has sent the manifest, such as since another job owns the root.
+            CommitError: The manifest exists with other bytes.
+            StorageError: The put has failed.
         """
         transient_errors: list[TransientStorageError] = []
+        is_sent = False
 
         def put_confirmed() -> None:
+            nonlocal is_sent
             self._confirm()
+            is_sent = True
             try:
                 put_manifest(self._backend, ref.manifest, manifest)
             except TransientStorageError as error:
@@ -206,6 +226,8 @@ class SharedStore:
         try:
             self._retry(put_confirmed)
         except Exception as error:
+            if not is_sent and isinstance(error, CkptError):
+                raise ManifestUnsent(error) from error
             if not transient_errors or isinstance(error, TransientStorageError):
                 raise
             raise TransientStorageError(
@@ -385,6 +407,9 @@ class _Commit:
     def _put(self) -> PutResult:
         try:
             self._store.put(self._ref, self._manifest)
+        except ManifestUnsent as unsent:
+            failure = with_root(unsent.error, self._store.url)
+            return PutResult(_text(failure), abort_reason(failure))
         except Exception as error:  # noqa: BLE001 - the manifest may exist in spite of the error
             failure = with_root(error, self._store.url) if isinstance(error, CkptError) else error
             return self._put_failure(failure)
@@ -396,7 +421,7 @@ class _Commit:
         The event says that the manifest can never appear if the manifest is absent and the error is
         not transient, so that the store has refused the put.
         """
-        text = f"{type(error).__name__}: {error}"
+        text = _text(error)
         abort = abort_reason(error) if isinstance(error, CkptError) else Abort(repr(error), {})
         try:
             is_final = not isinstance(error, TransientStorageError) and self._store.is_absent(
@@ -405,6 +430,10 @@ class _Commit:
         except Exception as blind:  # noqa: BLE001 - so it is unknown whether the manifest is absent
             return PutResult(f"{text}; then {blind!r}")
         return PutResult(text, abort if is_final else None)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _as_written(data: bytes, *, fragment: FragmentRef, key: str) -> bytes:

@@ -291,7 +291,8 @@ class NodeLocalStore:
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest on this node, send it to the other nodes, and wait until they put it.
 
-        If the put on this node fails, the call raises the errors of ``SharedStore.put``.
+        If the put on this node fails, the call raises the errors of ``SharedStore.put``. No other
+        node has got the manifest then.
 
         Raises:
             CommitError: The manifest is on this node, but is not known to be on all nodes.

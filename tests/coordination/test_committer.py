@@ -301,6 +301,26 @@ def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store
     assert "no answer; then no space left" in verdict.reason
 
 
+def test_a_manifest_that_was_never_sent_aborts_the_save_though_the_store_is_silent(store):
+    """Nobody can look whether it exists, and nobody needs to."""
+    vote = make_durable(store, 0, 1)
+    partitioned = Partitioned(store, AssertionError("it is not put"), arrives=True)
+    asked = []
+
+    def confirm() -> None:
+        asked.append(None)
+        if len(asked) > 1:  # the first time is before the merge
+            raise TransientStorageError("writer.json", "no answer")
+
+    place = SharedStore(partitioned, twice, confirm=confirm)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(
+        REF, vote
+    )
+    assert isinstance(verdict, Abort)
+    assert isinstance(rebuild(verdict, REF.step), TransientStorageError)
+    assert (partitioned.puts, len(asked)) == (0, 3)
+
+
 def test_whose_the_root_is_is_asked_with_each_try_to_put_the_manifest(store):
     vote = make_durable(store, 0, 1)
     partitioned = Partitioned(store, AssertionError("it is put once"), arrives=True)

@@ -65,11 +65,13 @@ class Syscalls:
     Attributes:
         fail: Called before each call with its name and path; an errno makes the call fail.
         log: Ops and marks in order.
+        failed: The paths of the calls that failed, in order.
     """
 
     root: Path
     fail: Callable[[str, str], int | None] = lambda verb, path: None
     log: list[Op | Mark] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
     calls: int = 0
     _lock: Any = field(default_factory=threading.RLock)
     _opened: dict[int, str] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class Syscalls:
     def _ask(self, verb: str, path: str) -> None:
         self.calls += 1
         if code := self.fail(verb, path):
+            self.failed.append(path)
             raise OSError(code, os.strerror(code), path)
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
