@@ -408,8 +408,8 @@ class _Commit:
         try:
             self._store.put(self._ref, self._manifest)
         except ManifestUnsent as unsent:
-            failure = with_root(unsent.error, self._store.url)
-            return PutResult(_text(failure), abort_reason(failure))
+            cause = with_root(unsent.error, self._store.url)
+            return PutResult(_text(cause), abort_reason(cause))
         except Exception as error:  # noqa: BLE001 - the manifest may exist in spite of the error
             failure = with_root(error, self._store.url) if isinstance(error, CkptError) else error
             return self._put_failure(failure)

@@ -305,7 +305,7 @@ def test_a_manifest_that_was_never_sent_aborts_the_save_though_the_store_is_sile
     """Nobody can look whether it exists, and nobody needs to."""
     vote = make_durable(store, 0, 1)
     partitioned = Partitioned(store, AssertionError("it is not put"), arrives=True)
-    asked = []
+    asked: list[None] = []
 
     def confirm() -> None:
         asked.append(None)
