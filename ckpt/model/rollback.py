@@ -135,6 +135,11 @@ def is_newest(rollback: Rollback | None, ref: StepRef, heads: Collection[StepRef
     return is_present and all(_newest(rollback, head) <= ref.step for head in heads)
 
 
+def abandons(rollback: Rollback, last: Rollback | None, heads: Collection[StepRef]) -> bool:
+    """Return True if ``rollback`` abandons a step of the branch of ``last``, the one before it."""
+    return any(_newest(rollback, head) < _newest(last, head) for head in heads)
+
+
 def roll_back(
     rollbacks: Iterable[Rollback],
     ref: StepRef,
@@ -171,7 +176,10 @@ def roll_back(
     jobs: dict[str, Segments] = {}
     for job in sorted({head.job for head in heads} | (last.jobs.keys() if last else set())):
         segments = base.jobs.get(job, _NO_LIMIT) if base is not None else _NO_LIMIT
-        jobs[job] = (*_clip(segments, ref.step), *_later_tries(job, end))
+        line = _clip(segments, ref.step - 1)  # Another attempt at the step is no part of it
+        if job == ref.job:
+            line = _with_try(line, ref)
+        jobs[job] = (*line, *_later_tries(job, end))
     for job, trial in (trials or {}).items():
         jobs[job] = (*jobs.get(job, ()), (trial, None))
     return Rollback(
@@ -221,3 +229,14 @@ def _later_tries(job: str, end: Rollback | None) -> Segments:
 def _clip(segments: Segments, step: int) -> Segments:
     """Return ``segments`` without the steps after ``step``."""
     return tuple((trial, step if last is None else min(last, step)) for trial, last in segments)
+
+
+def _with_try(segments: Segments, ref: StepRef) -> Segments:
+    """Return ``segments``, which end before the step of ``ref``, with ``ref`` itself."""
+    lasts = [last for trial, last in segments if trial <= ref.trial + 1]
+    return (
+        *(segment for segment in segments if segment[0] < ref.trial),
+        (ref.trial, ref.step),
+        *((ref.trial + 1, last) for last in lasts[-1:]),
+        *(segment for segment in segments if segment[0] > ref.trial + 1),
+    )

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Check docs/protocol/commit.pml with Spin: the sound protocol, and that each rule that is broken on purpose is missed. From the root of the repository: make check-protocol
+# Check docs/protocol/commit.pml and history.pml with Spin: the sound protocol, and that each rule that is broken on purpose is missed. From the root of the repository: make check-protocol
 set -eu
+model=commit.pml
 here=$(cd "$(dirname "$0")" && pwd)
 build=$here/../../.build/protocol
 mkdir -p "$build"
@@ -20,8 +21,8 @@ run() {
     name=$1 expected=$2 limits=$3 store=$4
     shift 4
     rm -rf "$build/run" && mkdir -p "$build/run" && cd "$build/run"
-    cp "$here/commit.pml" .
-    "$spin" -a "$@" commit.pml >/dev/null
+    cp "$here/$model" .
+    "$spin" -a "$@" "$model" >/dev/null
     gcc -w -O2 -DSAFETY $store -DMEMLIM=3500 -o pan pan.c
     ./pan -m300000 -n $limits >out 2>&1 || true
     errors=$(sed -n 's/.*errors: \([0-9]*\)/\1/p' out | head -1)
@@ -29,7 +30,7 @@ run() {
     printf '%-60s %12s states, errors: %s (%s expected)\n' "$name" "$states" "${errors:-?}" "$expected"
     if [ "${errors:-?}" != "$expected" ] || grep -Eq 'max search depth too small|out of memory|memory limit' out; then
         cat out
-        [ ! -f commit.pml.trail ] || "$spin" -p -t "$@" commit.pml | tail -60
+        [ ! -f "$model.trail" ] || "$spin" -p -t "$@" "$model" | tail -60
         exit 1
     fi
 }
@@ -77,4 +78,11 @@ run "an agent that waits for two of three ranks" 1 "" -DCOLLAPSE -DABORTED -DCRA
 run "COPY_WITHOUT_NOTES" 1 "" -DCOLLAPSE -DBUG_COPY_WITHOUT_NOTES -DABORTED -DCRASHES=0 -DFINISHERS=0 -DNODES
 run "BRING_WITHOUT_MARK" 1 "" -DCOLLAPSE -DBUG_BRING_WITHOUT_MARK -DABORTED -DCRASHES=0 -DFINISHERS=0 -DNODES -DBUDDY
 run "AGENT_DOES_NOT_WAIT" 1 "" -DCOLLAPSE -DBUG_AGENT_DOES_NOT_WAIT -DCRASHES=0 -DFINISHERS=0 -DAGENT
-echo "the protocol holds, and the model tells when it does not"
+model=history.pml
+echo "all states of two jobs that go back:"
+run "a death at any moment, a tier that is away, late puts" 0 "" -DHC4 -DJOBS=2
+echo "broken on purpose:"
+for bug in SAME_TRIAL OWN_TRIAL_UNSAID RECORD_AFTER_SAVE RANKS_CHOOSE NEAREST_RECORD; do
+    run "$bug" 1 "" -DHC4 -DJOBS=2 -DBUG_$bug
+done
+echo "the protocol holds, and the models tell when it does not"

@@ -80,6 +80,17 @@ def test_an_abandoned_step_can_be_gone_back_to():
     assert on_branch(second, [*run, *branch]) == run
 
 
+def test_another_attempt_at_the_target_is_not_on_the_branch():
+    """A job that did not see the step, since a tier was away, has saved the number too."""
+    run = [*refs(A, 1, 2, 3), *refs(A, 2, trial=1), *refs(A, 2, trial=2), *refs(B, 1, 2, 3)]
+    target = StepRef(2, A).retry(1)
+    rollback = roll_back([], target, heads_of(run))
+    assert rollback is not None
+    assert on_branch(rollback, run) == [*refs(A, 1), target, *refs(B, 1)]
+    again = roll_back([rollback], target, heads_of(run))
+    assert again is None
+
+
 def test_a_record_survives_its_encoding():
     rollback = roll_back([], refs(A, 1)[0], heads_of(refs(A, 1, 2)), trials={A: 3}, reason="spike")
     assert rollback is not None
