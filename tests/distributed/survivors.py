@@ -15,12 +15,17 @@ from tests.servers import free_port
 
 
 def run_world(
-    ranks: int, worker: str, *args: object, store_here: bool, timeout: float = 100
+    ranks: int,
+    worker: str,
+    *args: object,
+    store_here: bool,
+    end_together: bool = False,
+    timeout: float = 100,
 ) -> list[str]:
     """Return what each rank printed.
 
     With ``store_here`` the job's store outlives every rank, as torchrun's does. Otherwise it is in
-    rank 0.
+    rank 0. With ``end_together`` the first rank that fails ends the others, as torchrun does.
     """
     port = free_port()
     store = (
@@ -30,7 +35,7 @@ def run_world(
     environments = [environment_of(rank, ranks, port) | here for rank in range(ranks)]
     try:
         ended = run_forks(
-            [WORKERS / worker, *args], environments, timeout=timeout, end_together=False
+            [WORKERS / worker, *args], environments, timeout=timeout, end_together=end_together
         )
     finally:
         del store

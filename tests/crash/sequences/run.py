@@ -356,7 +356,9 @@ def content_of(state: dict[str, Any]) -> int:
 
 
 def die_at(number: int) -> None:
-    """Let this process kill itself before or after its call number ``number`` to any store."""
+    """Let this process kill itself at its call to any store number ``number``: before the call if
+    that is odd, and otherwise after it, also if the call raises.
+    """
     lock, counter = threading.Lock(), itertools.count(1)
 
     def counted(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,10 +367,11 @@ def die_at(number: int) -> None:
                 turn = next(counter)
             if turn == number and number % 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = work(*args, **named)
-            if turn == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return work(*args, **named)
+            finally:
+                if turn == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         return call
 
