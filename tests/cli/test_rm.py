@@ -188,6 +188,16 @@ def test_one_goes_back_to_a_checkpoint_only(cli: Cli, tmp_path: Path) -> None:
     assert numbers(cli, "runs") == [1, 2, 3]
 
 
+def test_a_pinned_step_stays_and_so_do_all_others(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    assert cli("pin", tiers[1], 2).code == 0
+    for arguments in ((2,), (1, 2), ("--after", 1)):
+        ran = cli("rm", *arguments)
+        assert ran.code == 5, ran.err
+        assert "step 2 on" in ran.err
+        assert "is pinned until" in ran.err
+        assert (numbers(cli, tiers[0]), numbers(cli, tiers[1])) == ([1, 2, 3, 4], [1, 2, 3])
+
+
 def test_the_remains_of_a_save_go_with_its_step(cli: Cli, tmp_path: Path) -> None:
     for step, commit in ((1, True), (2, False)):
         write_checkpoint(open_backend("runs"), step=step, arrays=ARRAYS, commit=commit)

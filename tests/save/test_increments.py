@@ -23,9 +23,10 @@ from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer_by_rank import commit_parts, copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step
 from ckpt.errors import IntegrityError, NoCheckpoint, ObjectExists
+from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Packed, StoredFile
+from ckpt.model.manifest import Manifest, Packed, StoredFile
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import Retention
@@ -627,3 +628,39 @@ def test_bases_are_pinned_while_another_process_finishes_a_step(tmp_path):
     assert not is_pinned(store, base)
     with pytest.raises(NoCheckpoint), pins_on(store, [StepRef(9, "abcdef")]):
         raise AssertionError
+
+
+def refer(root: Path, step: int, base: int) -> None:
+    """Let the manifest and the fragment of a step say that its base is another one."""
+    ref, folder = ref_of(root, step), ref_of(root, base).folder
+    paths = root / ref.key("rank-00000.json"), root / ref.manifest
+    fragment = unpack(paths[0].read_bytes(), Packed, key="fragment")
+    manifest = unpack(paths[1].read_bytes(), Manifest, key="manifest")
+    (increment,) = manifest.increments
+    increments = (replace(increment, base=folder),)
+    data = pack(replace(fragment, increments=increments))
+    paths[0].write_bytes(data)
+    (present,) = manifest.fragments
+    fragments = (replace(present, size=len(data), checksum=checksum(data)),)
+    paths[1].write_bytes(pack(replace(manifest, increments=increments, fragments=fragments)))
+
+
+@pytest.mark.parametrize("circle", [{3: 3}, {2: 3, 3: 2}])
+def test_steps_that_refer_to_each_other_are_damaged_and_lose_no_other_step(
+    tmp_path, cli: Cli, circle
+):
+    weights = save(tmp_path, 4)
+    for step, base in circle.items():
+        refer(tmp_path, step, base)
+    assert cli("verify", tmp_path, "--step", 3).code == 4
+    with pytest.raises(IntegrityError):
+        ckpt.load(tmp_path, "model", step=3)
+    assert cli("ls", tmp_path).code == 0
+    assert cli("prune", tmp_path, "--keep-last", 1, "--dry-run").code == 0
+    training = Adapted()
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(training.state, step=4, rollback=False)
+    assert all(torch.equal(value, weights[4][name]) for name, value in training.weights().items())
+    ran = cli("rm", tmp_path, 2, 3)
+    assert ran.code == 0, ran.err
+    assert [ref.step for ref in committed(open_backend(str(tmp_path)))] == [4, 1]
