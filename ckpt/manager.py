@@ -691,7 +691,7 @@ class CheckpointManager:
             raise no_match_error(collection.idle_patterns)
         preparation = self._plans.prepare(collection)
         if self._config.deltas is not None:
-            self._saver.expect_deltas(preparation.plan)
+            self._saver.expect_deltas(preparation.plan, is_whole=patterns == Patterns())
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
         devices = preparation.devices
         slot = self._saver.slots.acquire(preparation.plan.size, wait=wait, devices=devices)

@@ -309,6 +309,23 @@ def test_floats_become_other_floats_when_asked(tmp_path: Path, here: str, there:
     assert report.nbytes == 2 * values.nbytes
 
 
+@pytest.mark.parametrize("here", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_value_beyond_the_range_is_named(
+    tmp_path: Path, here: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("large", "small", "infinite")
+    saved = {name: torch.ones(3, 2) for name in names}
+    saved["large"][1, 1], saved["infinite"][0, 0] = 1e9, torch.inf
+    with CheckpointManager(str(tmp_path)) as manager:
+        manager.save(saved, 1)
+        manager.restore({name: torch.zeros(3, 2) for name in names}, cast=True)
+        assert "beyond the range" not in caplog.text
+        half = {name: torch.zeros(3, 2, dtype=getattr(torch, here)) for name in names}
+        manager.restore(half, cast=True)
+    (line,) = [text for text in caplog.messages if "beyond the range" in text]
+    assert "values of 'large' are beyond" in line
+
+
 @pytest.mark.parametrize(
     ("there", "here", "good"),
     [

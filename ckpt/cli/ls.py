@@ -172,11 +172,12 @@ class _Row:
     @property
     def facts(self) -> tuple[str, ...]:
         """Return the cells below the titles ``_FACTS``. Each is "-" if the attempt is not
-        committed.
+        committed. So is the number of ranks if files of another program stand for them.
         """
         if (step := self.committed_step) is None:
             return ("-",) * len(_FACTS)
-        return output.moment(step.created_at), f"{step.ranks:,}", f"{step.tensors:,}"
+        ranks = "-" if step.is_adopted else f"{step.ranks:,}"
+        return output.moment(step.created_at), ranks, f"{step.tensors:,}"
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -237,8 +237,8 @@ def _check(
             numbers_text = ", ".join(str(ref.step) for ref in sorted(heirs[step.ref]))
             raise CommitError(
                 f"step {step.ref.step} on {tier.store.url} holds a part of other steps "
-                f"({numbers_text}): remove these too, or copy them with `ckpt copy` first, which "
-                "gives whole steps"
+                f"({numbers_text}), which would be damaged without it: name these too to remove "
+                "them all, or copy them with `ckpt copy` first, which gives whole steps"
             )
     numbers = _checkpoints(tiers)
     if numbers and all(map(choice.takes, numbers)) and not choice.is_run:

@@ -14,12 +14,13 @@ from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output
 from ckpt.cli.options import PlacesArgument, RootsOption, places, tiers_of, with_memory
 from ckpt.config import MEMORY
+from ckpt.errors import ConfigError
 from ckpt.observe.answers import answers
 from ckpt.observe.run_view import RunWatch, watch_runs
 from ckpt.page.prices import LIST_PRICES, price_of
 from ckpt.page.server import address, listen, read_token
 from ckpt.page.server import run as run_server
-from ckpt.storage.places import is_missing
+from ckpt.storage.places import is_file, is_missing
 from ckpt.storage.tiers import resolve_tier, resolve_tiers
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -124,6 +125,13 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
         tiers = resolve_tiers(None)
         return watch_runs((), {tiers[-1].url: tiers})
     folders = [root for root in roots if root != MEMORY]
+    files = answers([partial(is_file, root) for root in folders], _PATIENCE_SECONDS)
+    for root, is_no_folder in zip(folders, files, strict=True):
+        if is_no_folder:
+            raise ConfigError(
+                f"{root} is a file: name the folder of a run, or --config FILE if the file has the "
+                "tiers of one"
+            )
     missing = answers([partial(is_missing, root) for root in folders], _PATIENCE_SECONDS)
     for root, is_gone in zip(folders, missing, strict=True):
         if is_gone:

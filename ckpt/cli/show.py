@@ -75,7 +75,7 @@ def show(
             "attempt": manifest.attempt,
             "place": f"{backend.url.rstrip('/')}/{ref.folder}",
             "committed at": output.moment(manifest.created_at),
-            "written by": output.count(manifest.world_size, "rank"),
+            **_origin(manifest),
             "size": f"{output.size(sum(info.size for info in objects))} in "
             f"{output.count(len(objects), 'file')}{_codec_text(manifest)}{_base_text(manifest)}",
             "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
@@ -135,6 +135,12 @@ def _show_values(title: str, values: Mapping[str, str]) -> None:
         output.show_facts(dict(islice(values.items(), _MOST_VALUES)))
         if len(values) > _MOST_VALUES:
             output.show_line(f"  and {len(values) - _MOST_VALUES:,} more: --json lists them all")
+
+
+def _origin(manifest: Manifest) -> dict[str, str]:
+    if foreign := len(manifest.locations):
+        return {"adopted": f"{output.count(foreign, 'file')} of another program"}
+    return {"written by": output.count(manifest.world_size, "rank")}
 
 
 def _codec_text(manifest: Manifest) -> str:

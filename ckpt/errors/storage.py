@@ -140,8 +140,8 @@ class ForeignFileMismatch(IntegrityError):
         self.key, self.detail, self.offset = key, detail, offset
         super().__init__(
             f"{key!r} was changed after the step was adopted from it: {detail}. Put the file back "
-            "as it was; or remove the step with ckpt rm, which leaves the file alone, and adopt "
-            "the folder again"
+            "as it was and where it was; or remove the step with ckpt rm, which leaves the file "
+            "alone, and adopt the folder again, where it is now"
         )
 
 

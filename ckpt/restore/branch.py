@@ -24,7 +24,7 @@ from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.errors import AccessDenied, CkptError, LinkRefused, StorageError
 from ckpt.events import RolledBack
 from ckpt.model.keys import StepRef
-from ckpt.model.rollback import Rollback, is_newest, roll_back
+from ckpt.model.rollback import Rollback, abandons, is_newest, roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.restore.discard import Discard
 from ckpt.restore.restorer import RestoreContext
@@ -122,10 +122,12 @@ def begin_branch(
     if (rank := coordinator.rank) == LEADER:
         rival = decision.rival
         _log.warning(
-            "ckpt: the run goes on from step %d%s: later steps are abandoned, and retention "
-            "removes them first (rollback %d)",
+            "ckpt: the run goes on from step %d%s: %s (rollback %d)",
             step,
             f" with the first save of this job, since {rival} may be alive" if rival else "",
+            "later steps are abandoned, and retention removes them first"
+            if abandons(rollback, point.rollback, point.heads)
+            else "it is on the current branch again, and no step is abandoned",
             rollback.number,
         )
     elif not decision.rival:

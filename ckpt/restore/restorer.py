@@ -62,6 +62,10 @@ _PATIENCE_SECONDS: Final = 3600.0
 _PATTERN: Final = "\0"
 """The prefix that marks a pattern in a list of names. No name begins with this character."""
 
+_OVERFLOW: Final = (
+    "ckpt: cast=True: values of %s are beyond the range of the new dtype, and so infinite, NaN or "
+    "its largest value now: restore these names into their own dtype"
+)
 _log = logging.getLogger("ckpt")
 
 
@@ -416,6 +420,8 @@ class Restorer:
         self._is_overwritten = True
         reader = _Reader(fit, origin, self._workers)
         read_bytes, received_bytes = self._take(reader, fit, ref.step)
+        if reader.sink.overflow_names:
+            _log.warning(_OVERFLOW, few(reader.sink.overflow_names))
         return fit.state_match, RestoreReport(
             step=ref.step,
             attempt=ref.attempt,

@@ -23,7 +23,8 @@ from ckpt.catalog.fragments import Parts, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.codec.word_difference import difference
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ConfigError
+from ckpt.errors.base import few
 from ckpt.model.delta import pack_delta, unpack_delta
 from ckpt.model.dtype import DTYPES, float_width
 from ckpt.model.keys import StepRef
@@ -89,6 +90,14 @@ def delta_memory(plan: SavePlan, part: str) -> int:
     )
 
 
+def check_part(plan: SavePlan, part: str) -> None:
+    """Raise `ConfigError` if no tensor of ``plan``, which has all of the state, is in ``part``."""
+    if not any(_is_in(part, tensor.name) for tensor in plan.tensors):
+        names = sorted({tensor.name.partition("/")[0] for tensor in plan.tensors})
+        present = f"it has {few(names)}" if names else "it has no tensor"
+        raise ConfigError(f"deltas={part!r} fits no tensor of the state: {present}")
+
+
 class DeltaWriter:
     """Writes the deltas of one rank on one tier.
 
@@ -145,8 +154,9 @@ class DeltaWriter:
                 self._put(pack_delta(job.ref, self._rank, self._base, self._codes), job.ref, retry)
             elif self._base is not None and self._error is None:
                 self._warn(
-                    "ckpt: %s has no delta of step %d: too many words of %r change in a step. "
-                    "Save the bfloat16 weights under this name, or leave deltas= out",
+                    "ckpt: %s has no delta of step %d: too many words of %r change in a step, as "
+                    "those of float32 weights do. Save bfloat16 copies under a name of their own "
+                    "and give this name to deltas=, or leave deltas= out",
                     self._backend.url,
                     job.ref.step,
                     self._part,
@@ -271,11 +281,11 @@ class _ComparedImage(ImageWrapper):
 
 
 def _tensors_of(plan: SavePlan, part: str) -> tuple[Tensor, ...]:
-    return tuple(
-        tensor
-        for tensor in plan.tensors
-        if tensor.name == part or tensor.name.startswith(f"{part}/")
-    )
+    return tuple(tensor for tensor in plan.tensors if _is_in(part, tensor.name))
+
+
+def _is_in(part: str, name: str) -> bool:
+    return name == part or name.startswith(f"{part}/")
 
 
 def _layout_of(plan: SavePlan, part: str) -> _Layout:

@@ -33,7 +33,7 @@ from ckpt.plan.save import SavePlan
 from ckpt.root.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
-from ckpt.save.delta_writer import delta_memory
+from ckpt.save.delta_writer import check_part, delta_memory
 from ckpt.save.detach import await_detaches, await_removals, leave_roots
 from ckpt.save.host_memory import slot_pool
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
@@ -174,11 +174,16 @@ class Saver:
         except (ThreadLimit, RuntimeError) as error:  # A closing manager raises RuntimeError
             _log.debug("ckpt: no slot is made ahead: %s", error)
 
-    def expect_deltas(self, plan: SavePlan) -> None:
+    def expect_deltas(self, plan: SavePlan, *, is_whole: bool = False) -> None:
         """Count the host memory that the deltas of saves with ``plan`` take, before the slots are
         made. Each durable tier that may get steps from their images keeps the last one.
+
+        Raises:
+            ConfigError: The plan ``is_whole``, of the only rank, and has no tensor of the part.
         """
         part = self._config.deltas
+        if part is not None and is_whole and self._coordinator.world_size == 1:
+            check_part(plan, part)
         reservation = self.slots.reservation
         if part is not None and self._durable and plan is not reservation.plan:
             reservation.plan = plan

@@ -28,6 +28,11 @@ def is_missing(url: str) -> bool:
     return is_folder(url) and not os.path.exists(local_path(url))
 
 
+def is_file(url: str) -> bool:
+    """Return True if ``url`` is a plain path or a ``file://`` URL of an ordinary file."""
+    return is_folder(url) and os.path.isfile(local_path(url))
+
+
 def is_object_store(url: str) -> bool:
     """Return True if ``url`` names an object store, whose objects all nodes see alike."""
     return scheme_of(url) in OBJECT_STORES

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from contextlib import closing
@@ -40,6 +41,8 @@ def test_every_command_reads_an_adopted_step(cli: Cli) -> None:
     assert "(adopted: " in cli("ls").out
     [listed] = cli("ls", "--json").json["steps"]
     assert (listed["adopted"], listed["bytes"]) == (True, ran.json["bytes"])
+    assert re.search(r"  -  +\d+  ", cli("ls").out), "its files are no ranks"
+    assert "1 file of another program" in cli("show", 12).out
     shown = cli("show", 12, "--json").json
     assert shown["files"][0]["location"] == "../dcp/step-12/__0_0.distcp"
     assert "../dcp/step-12/__0_0.distcp" in cli("show", 12, "--files").out

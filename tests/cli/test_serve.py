@@ -55,6 +55,7 @@ def test_a_port_that_is_taken_is_an_error(cli: Cli, steps: dict[int, Written]) -
         ("--config", "none.toml"),
         ("--config", "empty.toml"),
         ("runs", "--root", "runs"),
+        ("short",),
     ],
 )
 def test_a_wrong_call_serves_nothing(

@@ -130,6 +130,17 @@ def test_an_abandoned_branch_can_be_taken_up_again(near):
     assert [record.step for record in all_rollbacks(open_backend(str(near)))] == [1, 3, 2]
 
 
+def test_a_branch_that_is_taken_up_again_without_a_loss_abandons_nothing(near, caplog):
+    run(near, 1, 2, 3)
+    go_back(near, 1)
+    assert "later steps are abandoned" in caplog.text
+    caplog.clear()
+    go_back(near, 3)
+    assert "step 3: it is on the current branch again, and no step is abandoned" in caplog.text
+    go_back(near, 2)
+    assert "step 2: later steps are abandoned" in caplog.text
+
+
 def run_on(tiers: Any, step: int, value: int) -> None:
     with CheckpointManager(tiers) as manager:
         restored(manager, state(0))

@@ -53,6 +53,7 @@ class TensorSink:
             ]
             for leaf, target, is_converted in zip(leaves, targets, self._conversions, strict=True)
         ]
+        self._overflows: set[int] = set()  # Indices of targets
         # The result of ``_memory`` for each (leaf, piece) for which it was called
         self._memories: dict[tuple[int, int], memoryview | None] = {}
         all_devices = {memory.device for memories in self._locals for memory in memories}
@@ -64,6 +65,11 @@ class TensorSink:
             for device in devices
             if is_ordered(device)
         }
+
+    @property
+    def overflow_names(self) -> list[str]:
+        """The tensors that got a value beyond the range of their dtype."""
+        return sorted(self._leaves[index].name for index in self._overflows)
 
     def direct(self, read: ChunkRead) -> memoryview | None:
         """Return the memory of the target that the chunk fills, or None if the chunk cannot be read
@@ -123,6 +129,8 @@ class TensorSink:
             region = self._region(read, index)
             with use_stream(self._streams.get(region.device)):
                 region.copy_(part)
+            if is_converted and _overflows(part, region.dtype):
+                self._overflows.add(target.leaf)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
         """Return a view of the memory that target number ``index`` of ``read`` describes."""
@@ -130,3 +138,15 @@ class TensorSink:
         tensor = self._locals[target.leaf][target.piece]
         box = self._leaves[target.leaf].boxes[target.piece]
         return tensor if target.part == box else tensor[target.part.relative_to(box).slices()]
+
+
+def _overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a finite one of ``values`` is beyond the range of ``dtype``."""
+    is_float = values.dtype.is_floating_point or values.dtype.is_complex
+    if not is_float or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
+        return False
+    if values.dtype.is_complex:
+        values = torch.view_as_real(values)
+    elif values.dtype.itemsize < 4:  # Some of these dtypes have no arithmetic
+        values = values.to(torch.float32)
+    return bool((values.isfinite() & (values.abs() > torch.finfo(dtype).max)).any())

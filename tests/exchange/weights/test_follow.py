@@ -522,10 +522,22 @@ def test_weights_that_change_in_every_word_have_no_deltas_and_a_warning(
     assert not [*tmp_path.glob("step-*/*.delta")]
 
 
-def test_a_part_of_deltas_that_fits_nothing_is_a_warning(tmp_path: Path, caplog: Any) -> None:
+def test_a_part_of_deltas_that_fits_nothing_is_an_error_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    state = {"model": torch.ones(3), "step": 1}
     with CheckpointManager(tmp_path, deltas="modle") as manager:
-        manager.save({"model": torch.ones(3)}, 1)
-    assert "deltas='modle' fits no tensor that this rank writes" in caplog.text
+        with pytest.raises(ConfigError, match=r"deltas='modle' fits no tensor .* it has 'model'"):
+            manager.save(state, 1)
+        assert not [*tmp_path.glob("step-*")]
+
+
+def test_a_save_of_another_part_than_that_of_deltas_is_a_warning(
+    tmp_path: Path, caplog: Any
+) -> None:
+    with CheckpointManager(tmp_path, deltas="model") as manager:
+        manager.save({"model": torch.ones(3), "other": torch.ones(3)}, 1, only="other")
+    assert "deltas='model' fits no tensor that this rank writes" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["_layout_of", "difference"])
