@@ -148,7 +148,13 @@ def inside_the_archive(data: bytes, draw: random.Random) -> bytes:
 def header(data: bytes, draw: random.Random) -> bytes:
     """Change values in the header of a file of safetensors. Its length is right."""
     length = int.from_bytes(data[:8], "little")
-    node = json.loads(data[8 : 8 + length])
+    text = values(data[8 : 8 + length], draw)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+def values(data: bytes, draw: random.Random) -> bytes:
+    """Change values in a JSON text."""
+    node = json.loads(data)
     for _ in range(draw.randint(1, 3)):
         path = draw.choice(places(node)[1:])
         parent = node
@@ -167,8 +173,7 @@ def header(data: bytes, draw: random.Random) -> bytes:
                 )
         if len(places(node)) < 2:
             break
-    text = json.dumps(node).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    return json.dumps(node).encode()
 
 
 # -- where it is done ------------------------------------------------------------------------------
@@ -208,6 +213,14 @@ def safetensors_file(folder: Path) -> str:
     return "x.safetensors"
 
 
+def torchsnapshot_folder(folder: Path) -> str:
+    torchsnapshot = pytest.importorskip("torchsnapshot")
+    plain = {"step": 3, "pair": (1, [2, "x"]), "list": [0.5, {"x": b"y"}]}
+    state = {"model": trained()[0], "other": torchsnapshot.StateDict(**plain)}
+    torchsnapshot.Snapshot.take(str(folder), state)
+    return "."
+
+
 Change = Callable[[bytes, random.Random], bytes]
 CASES: dict[str, tuple[Callable[[Path], str], str, Change]] = {
     "torch": (torch_file, "x.pt", anywhere),
@@ -221,6 +234,7 @@ CASES: dict[str, tuple[Callable[[Path], str], str, Change]] = {
     "dcp, data": (dcp_folder, "*.distcp", anywhere),
     "safetensors": (safetensors_file, "x.safetensors", anywhere),
     "safetensors, header": (safetensors_file, "x.safetensors", header),
+    "torchsnapshot, table": (torchsnapshot_folder, ".snapshot_metadata", values),
 }
 
 
