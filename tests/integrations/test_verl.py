@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,10 @@ with warnings.catch_warnings():
 
 import ckpt
 from ckpt.errors import NoCheckpoint
+from tests import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND = 400
 
 pytestmark = pytest.mark.integration
 
@@ -121,3 +128,22 @@ def test_a_rollout_does_not_wait_for_ever(tmp_path: Path) -> None:
 
     with pytest.raises(NoCheckpoint, match="no version of step 7 within"):
         asyncio.run(receive())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(BOUND + 40)
+def test_the_manager_of_verl_updates_rollouts_on_ray(tmp_path: Path) -> None:
+    ended = processes.run(
+        [sys.executable, Path(__file__).parent / "workers" / "verl_update.py", tmp_path],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+        },
+        timeout=BOUND,
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("FACTS ")]
+    assert json.loads(line.removeprefix("FACTS ")) == [[True, True]] * 3

@@ -1,6 +1,7 @@
 """A rollout with vLLM on the CPU: the weights of a run at the start, and those of later steps.
 
-Prints JSON: what the engine generates after each event, and the errors that it gives.
+The arguments are an empty folder, the number of workers, and whether updates fail between. Prints
+JSON: what the engine generates after each event, and the errors that it gives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if sys.argv[2] != "1" else "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 import torch
 import transformers
@@ -44,7 +48,7 @@ def expected(seed: int) -> list[int]:
 
 
 class Engine:
-    def __init__(self, config: Path, **options: Any) -> None:
+    def __init__(self, config: Path, workers: int, **options: Any) -> None:
         self.llm = LLM(
             str(config),
             load_format="ckpt",
@@ -55,6 +59,7 @@ class Engine:
             dtype="float32",
             max_model_len=32,
             kv_cache_memory_bytes=16 << 20,
+            tensor_parallel_size=workers,
         )
 
     def follow(self, **options: Any) -> None:
@@ -85,33 +90,36 @@ class Engine:
         return list(answer.outputs[0].token_ids)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, workers: int, *, fails: bool) -> None:
     root, config = folder / "run", folder / "config"
     CONFIG.save_pretrained(config)
     facts: dict[str, Any] = {"expected": {seed: expected(seed) for seed in (1, 2, 3)}}
     with CheckpointManager(root) as manager:
         for seed in (1, 2):
             manager.save({"model": model(seed)}, step=seed)
-        engine = Engine(config, root=str(root), step=1)
+        engine = Engine(config, workers, root=str(root), step=1)
         facts["start"] = engine.tokens()
-        facts["no root"] = engine.fetch(2)
+        if fails:
+            facts["no root"] = engine.fetch(2)
         engine.follow(root=str(root))
         facts["fetch"] = engine.fetch(2), engine.tokens()
         facts["finish"] = engine.finish(), engine.tokens()
-        facts["missing"] = engine.fetch(9), engine.tokens()
-        manager.save({"model": model(3)}, step=3)
-        data = files(root, 3)["data"]
-        flip(data, data.stat().st_size // 2)
-        facts["damaged"] = engine.fetch(3), engine.tokens()
+        if fails:
+            facts["missing"] = engine.fetch(9), engine.tokens()
+            manager.save({"model": model(3)}, step=3)
+            data = files(root, 3)["data"]
+            flip(data, data.stat().st_size // 2)
+            facts["damaged"] = engine.fetch(3), engine.tokens()
         weights = {f"net.{name}": value for name, value in model(3).state_dict().items()}
         manager.save({"actor": weights}, step=4)
         names: dict[str, str | None] = {name: name.removeprefix("net.") for name in weights}
         engine.follow(root=str(root), name="actor", names=names)
         facts["names"] = engine.fetch(4), engine.finish(), engine.tokens()
-        engine.follow(root=str(root), name="actor", names=names | {"net.lm_head.weight": None})
-        facts["incomplete"] = engine.fetch(4), engine.finish()
+        if fails:
+            engine.follow(root=str(root), name="actor", names=names | {"net.lm_head.weight": None})
+            facts["incomplete"] = engine.fetch(4), engine.finish()
     print("FACTS", json.dumps(facts))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), fails=sys.argv[3] == "fails")
