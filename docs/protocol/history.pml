@@ -1,7 +1,7 @@
 /* The rollbacks of ckpt as a model for Spin. Prose: docs/protocol.md. Code: ckpt/restore/branch.py, ckpt/model/rollback.py, ckpt/catalog/{candidates,rollbacks}.py, ckpt/save/{ledger,tier_writer}.py.
 
    A run has a first step, which both tiers list. Jobs of two ranks follow each other: each restores the newest step, saves some steps, goes back to any listed step, also an abandoned one, and saves
-   again; or it goes back at once. The ranks save in the background, so a save of the old branch may be written when the new one has begun. What a rank writes is the step that its state comes from,
+   again; or it goes back at once. The leader saves in the background, so a save of the old branch may be written when the new one has begun. What a rank writes is the step that its state comes from,
    so the parts of a step tell their history. The job may die at any moment; a rank that dies before the others is one that does nothing more until then. A rollback or a manifest that the leader was
    putting may arrive at any later time. The farther tier may not answer: it then misses a rollback or a save, or is left out of a listing.
 
@@ -344,7 +344,7 @@ end:
   od
 }
 
-/* The other rank, with what it saves in the background. */
+/* The other rank. That it saves late is that it calls late. */
 active proctype Follower()
 {
 end:
@@ -354,8 +354,7 @@ end:
 #else
   :: d_step { chosen != 0 && !follows -> at[1] = chosen - 1; follows = true }
 #endif
-  :: d_step { follows && SAVES(1) && !calls -> save(1) }
-  :: d_step { queue[1] != 0 -> write(NEAR, 1); write(FAR, 1); queue[1] = 0 }
+  :: d_step { follows && SAVES(1) && !calls -> save(1); write(NEAR, 1); write(FAR, 1); queue[1] = 0 }
   :: d_step { follows && CALLS(1) -> branch(1); calls = true }
   :: d_step { calls && answered -> at[1] = target - 1; calls = false }
   od
@@ -386,7 +385,7 @@ end:
       late[tier] = late[tier] | BIT(queue[LEADER]);
       phase = NOWHERE
     }
-  :: d_step { queue[LEADER] != 0 && phase == BEFORE -> write(tier, LEADER); AFTERWARDS } /* the other rank does not write in time */
+  :: d_step { queue[LEADER] != 0 && phase == BEFORE && !HAS(PART(tier, 1), queue[LEADER]) -> write(tier, LEADER); AFTERWARDS } /* the other rank does not write in time */
   :: d_step { queue[LEADER] != 0 && phase == 0 && tier == FAR -> NEXT_TIER } /* it does not answer */
   od
 }
@@ -421,11 +420,11 @@ inline new_job()
 init {
   atomic {
     listed[NEAR] = 1; listed[FAR] = 1; line[0] = 1; stage = LISTS;
-    if :: before = 0 :: before = 1 :: before = STEPS fi
+    if :: before = 0 :: before = STEPS fi
   };
 end:
   do
-  NEXT(0) NEXT(1) NEXT(STEPS)
+  NEXT(0) NEXT(STEPS)
   :: d_step { true -> /* anybody may list the tiers now */
       alone(NEAR);
       alone(FAR);
