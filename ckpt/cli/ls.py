@@ -561,9 +561,12 @@ def _size(step: StoredStep) -> str:
 
     For an encoded step the text also has the codecs and the size before encoding, and for an
     adopted step the size of the data files, which are elsewhere. If a part of the step is in older
-    steps, the text names them.
+    steps, the text names them. Deltas are no part of the step, and have a size of their own.
     """
-    text = output.size(step.nbytes)
+    deltas = sum(info.size for info in step.objects if info.key.endswith(".delta"))
+    text = output.size(step.nbytes - deltas)
+    if deltas:
+        text += f" + {output.size(deltas)} deltas"
     if step.is_adopted:
         return f"{text} (adopted: {output.size(step.staged_bytes)} elsewhere)"
     if step.bases:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from ckpt import CheckpointManager
 from ckpt.config import load_config
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
@@ -526,3 +529,16 @@ def test_a_step_that_is_being_removed_is_shown_as_such(cli: Cli, backend: Storag
     write_checkpoint(backend, 4, ARRAYS)
     assert "incomplete: being removed" in cli("ls").out.splitlines()[1]
     assert "being removed, " in cli("ls", "runs", "empty").out.splitlines()[1]
+
+
+def test_deltas_do_not_count_as_the_size_of_a_step(cli: Cli, tmp_path: Path) -> None:
+    weights = torch.zeros(1 << 16, dtype=torch.bfloat16)
+    with CheckpointManager(tmp_path / "run", deltas="model") as manager:
+        for step in (1, 2):
+            weights[::100] += 1
+            manager.save({"model": weights}, step)
+    lines = {
+        int(line.split()[0]): line for line in cli("ls", tmp_path / "run").out.splitlines()[1:]
+    }
+    assert " deltas" not in lines[1]
+    assert re.search(r"  13\d kB \+ \d+ B deltas  ", lines[2])
