@@ -166,31 +166,46 @@ class Oracle:
     # -- what a farther tier gets ------------------------------------------------------------------
 
     def owed(self, far: TierPlan, near: TierPlan, job: JobPlan, facts: Facts) -> frozenset[StepRef]:
-        """Return the steps of a nearer tier that a farther one surely wants, and lacks."""
+        """Return the steps of a nearer tier that a farther one surely wants, and lacks.
+
+        The backlog bounds the steps of all nearer tiers together.
+        """
         if far.capacity is not None:
             return frozenset()
         there = facts.after[far.place]
-        source = facts.before[near.place] | facts.committed.get(near.place, set())
-        wanted = [ref for ref in self._line(source, facts) if ref.step % far.every == 0]
+        nearer = job.tiers[: job.tiers.index(far)]
+        source, *sources = (
+            facts.before[tier.place] | facts.committed.get(tier.place, set())
+            for tier in (near, *nearer)
+        )
+        line = self._line(source.union(*sources), facts)
+        wanted = [ref for ref in line if ref.step % far.every == 0]
         ever = on_branch(facts.records, [far.place], {*there, *facts.before[far.place], *wanted})
         missed = facts.missed.get(far.place, set())
         wanted = [ref for ref in wanted if self._surely_kept(ref, far, ever) and ref not in missed]
-        if job.agent:  # It counts the steps of the job and of earlier ones together
-            return frozenset(wanted[: job.backlog]) - there
-        own = [ref for ref in wanted if ref.job == facts.attempt][: job.backlog]
-        earlier = [ref for ref in wanted if ref.job != facts.attempt][: job.backlog]
-        return frozenset({*own, *earlier} - there)
+        own = [ref for ref in wanted if ref.job == facts.attempt]
+        earlier = [ref for ref in wanted if ref.job != facts.attempt]
+        # An agent counts the steps of the job and of earlier ones together
+        queues = [wanted] if job.agent else [own, earlier]
+        numbers = [ref.step for ref in line]
+        due = {
+            ref
+            for queue in queues
+            for ref in queue
+            if ref.step in sorted({other.step for other in queue}, reverse=True)[: job.backlog]
+            and numbers.count(ref.step) == 1  # Else another attempt may be the one that is meant
+        }
+        return frozenset(due & source - there)
 
     def _line(self, refs: Iterable[StepRef], facts: Facts) -> list[StepRef]:
-        """Return the steps of a job and those that surely led to it, newest first."""
+        """Return the steps of a job and those that may have led to it, newest first."""
         present = [*refs]
         line = {ref for ref in present if ref.job == facts.attempt}
         head = facts.restored
         while head is not None:
             line |= {ref for ref in present if ref.job == head.job and ref.step <= head.step}
             head = self.parents.get(head.job)
-        numbers = [ref.step for ref in present]
-        return sorted((ref for ref in line if numbers.count(ref.step) == 1), reverse=True)
+        return sorted(line, reverse=True)
 
     def untold(self, facts: Facts) -> list[str]:
         """Return a sentence for each step and tier whose result a closed job did not get."""
