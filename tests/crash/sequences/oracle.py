@@ -245,16 +245,17 @@ class Oracle:
         return max((ref.step for ref in on_branch(records, durable, refs)), default=-1)
 
     def no_rollback(
-        self, job: JobPlan, places: Mapping[str, Collection[StepRef]], facts: Facts
+        self,
+        job: JobPlan,
+        places: Mapping[str, Collection[StepRef]],
+        records: Records,
+        facts: Facts,
     ) -> list[str]:
         """Return a sentence for each place without a rollback, if the job has restored an older
-        step than the newest.
+        step than the newest of the branch.
         """
-        used = [tier.place for tier in job.tiers] + [MEMORY] * job.memory
         restored = facts.restored
-        if restored is None or all(
-            ref.step <= restored.step for place in used for ref in places[place]
-        ):
+        if restored is None or self.newest(places, job, records) <= restored.step:
             return []
         return [
             f"the run has gone back to {restored}, and {tier.place} does not say so"

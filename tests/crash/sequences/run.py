@@ -172,7 +172,7 @@ def run_job(run: Run, job: JobPlan, agent: AgentFolder | None) -> None:
         if note["what"] == "restored":
             check_restore(run, job, note, older, places, records)
             if job.start == "older":
-                run.demand(run.oracle.no_rollback(job, places, facts))
+                run.demand(run.oracle.no_rollback(job, places, records, facts))
         elif note["what"] == "error" and note["error"] not in _EXPECTED:
             raise Wrong(f"{note}")
     run.demand(run.oracle.missing_after_job(job, facts))
