@@ -56,7 +56,7 @@ def name_of(path: Path) -> str:
 CALLS = {
     name_of(path): found[1]
     for path in sorted(FOLDER.rglob("*.py"))
-    if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)", TESTED_RANGE', path.read_text()))
+    if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)",\s*TESTED_RANGE', path.read_text()))
 }
 
 
