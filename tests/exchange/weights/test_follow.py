@@ -672,9 +672,10 @@ def test_a_follower_ends_when_it_is_asked_to(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_not_there_is_named(
-    manager: CheckpointManager, versions: Follower, weights: dict[str, torch.Tensor]
+    tmp_path: Path, versions: Follower, weights: dict[str, torch.Tensor]
 ) -> None:
-    manager.save({"net": weights}, 1)
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save({"net": weights}, 1)
     with pytest.raises(EntryMissing, match="'model'"):
         next(versions)
 
