@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import mmap
 import os
 import struct
 from collections import defaultdict
@@ -109,7 +108,7 @@ def _read_table(path: str) -> Mapping[str, Any]:
 def _merge_ranks(table: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]:
     """Return the entry of each path, of all ranks together, and notes for the user."""
     entries: dict[str, Entry] = {}
-    own_values: list[str] = []
+    own_values: dict[str, None] = {}
     ranks = int(table["world_size"])
     items = [(*key.partition("/")[::2], entry) for key, entry in table["manifest"].items()]
     for rank, path, entry in sorted(items, key=lambda item: int(item[0])):
@@ -121,7 +120,7 @@ def _merge_ranks(table: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]
         if known_entry["type"] != entry["type"]:
             raise ValueError(f"{path[:80]!r} is of another type on rank {rank}")
         if entry["type"] == "ShardedTensor":
-            entries[path] = {**known_entry, "shards": [*known_entry["shards"], *entry["shards"]]}
+            known_entry["shards"].extend(entry["shards"])
         elif entry["type"] in _DICTS:
             keys = dict.fromkeys([*known_entry["keys"], *entry["keys"]])
             entries[path] = {**known_entry, "keys": [*keys]}
@@ -131,9 +130,9 @@ def _merge_ranks(table: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]
                 "tensor that has another shape on each rank",
                 "load it with torchsnapshot on all ranks, and save it with ckpt.declare_part",
             )
-        elif path not in own_values:
-            own_values.append(path)
-    note = f"each rank has written {few(own_values)}: the first rank's is taken"
+        else:
+            own_values[path] = None
+    note = f"each rank has written {few([*own_values])}: the first rank's is taken"
     return entries, [note] if own_values else []
 
 
@@ -150,22 +149,22 @@ class _Reader:
         self._maps: dict[str, memoryview] = {}
 
     def check(self, entries: Mapping[str, Entry]) -> None:
-        """Raise unless the tensors are in ranges of bytes that do not overlap, and are in their
+        """Raise unless the values are in ranges of bytes that do not overlap, and are in their
         files. So a damaged table needs no more memory than the files have bytes.
         """
         ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for path, entry in entries.items():
-            for tensor in _tensors(entry):
-                location, start, end = self._place(path, tensor)
+            for item in _stored_items(entry):
+                location, start, end = self._place(path, item)
                 ranges[location].append((start, end))
         for location, runs in ranges.items():
             position = 0
             for start, end in sorted(runs):
                 if start < position or end < start:
-                    raise ValueError(f"tensors overlap in {location}")
+                    raise ValueError(f"values overlap in {location}")
                 position = end
             if position > os.path.getsize(path := os.path.join(self._source, location)):
-                raise IntegrityError(f"{path} is cut: it ends before its tensors. Copy it again")
+                raise IntegrityError(f"{path} is cut: it ends before its values. Copy it again")
 
     def value(self, path: str, entry: Entry) -> Any:
         """Return the value of an entry; None for a dict or a list, whose items have entries."""
@@ -211,17 +210,26 @@ class _Reader:
                 raise ValueError(f"{path!r} is not of the dtype and the shape that it says")
             return tensor
         _check_serializer(path, entry, _RAW)
-        if not (nbytes := end - start):
+        if start == end:
             return torch.empty(shape, dtype=getattr(torch, dtype))
         span = Span(os.path.join(self._source, location), start, dtype, shape, dense_strides(shape))
-        return self._joiner.map_tensor(span, self._map(location, path)[start : start + nbytes])
+        return self._joiner.map_tensor(span, self._map(location, path)[start:end])
 
     def _map(self, location: str, path: str) -> memoryview:
+        """Return the bytes of a file, mapped as copies on write.
+
+        A snapshot may have more files than a process may open, and the ``mmap`` of Python would
+        keep each of them open.
+        """
         if location not in self._maps:
-            with open_file(os.path.join(self._source, location), path) as file:
-                self._maps[location] = memoryview(
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                )
+            name = os.path.join(self._source, location)
+            with open_file(name, path) as file:
+                size = os.fstat(file.fileno()).st_size
+                try:
+                    data = torch.from_file(name, shared=False, size=size, dtype=torch.uint8)
+                except RuntimeError as error:  # torch has no others
+                    raise OSError(str(error)) from None
+            self._maps[location] = memoryview(data.numpy())  # type: ignore[arg-type]
         return self._maps[location]
 
     def _place(self, path: str, entry: Entry) -> tuple[str, int, int]:
@@ -229,7 +237,7 @@ class _Reader:
 
         Raises:
             IntegrityError: The file is missing, or is outside of the folder.
-            ValueError: The bytes are not those of the tensor.
+            ValueError: The bytes are not those of the tensor, or are too few for it.
         """
         location = entry["location"]
         names = location.split("/")
@@ -243,16 +251,16 @@ class _Reader:
         start, end = map(int, entry.get("byte_range") or (0, size))
         if start < 0 or end < start:
             raise ValueError(f"{path!r} is at the bytes {start} to {end}")
-        if entry["serializer"] == _RAW:
+        if "shape" in entry:
             nbytes = prod(_numbers(entry["shape"])) * DTYPES[_dtype_of(path, entry)].itemsize
-            if nbytes != end - start:
+            if nbytes > end - start or (nbytes != end - start and entry["serializer"] == _RAW):
                 raise ValueError(f"{path!r} of {nbytes} bytes has {end - start} bytes")
         return location, start, end
 
 
-def _tensors(entry: Entry) -> list[Entry]:
-    """Return the entries of the tensors that the value of ``entry`` consists of."""
-    if entry["type"] == "Tensor":
+def _stored_items(entry: Entry) -> list[Entry]:
+    """Return the entries of what the value of ``entry`` consists of in files."""
+    if entry["type"] in ("Tensor", "object"):
         return [entry]
     parts = [*entry.get("shards", ()), *entry.get("chunks", ())]
     return [*{str(item): item["tensor"] for item in parts}.values()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
 import shutil
 import warnings
 from collections.abc import Callable
@@ -135,6 +137,24 @@ def test_sharded_and_replicated_values_of_two_ranks_become_whole(
     check(tmp_path / "run", tables={"table": torch.zeros(10, 6)}, progress=None)
 
 
+@pytest.mark.parametrize("move", MOVES)
+def test_a_snapshot_may_have_more_files_than_a_process_may_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, move: Callable[..., ImportReport]
+) -> None:
+    monkeypatch.setenv("TORCHSNAPSHOT_DISABLE_BATCHING", "1")
+    values = torchsnapshot.StateDict(**{f"w{n}": torch.full((2,), n) for n in range(80)})
+    torchsnapshot.Snapshot.take(str(tmp_path / "taken"), {"values": values})
+    assert len(list(tmp_path.glob("taken/0/values/*"))) == 80
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + 50
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, soft), hard))
+    try:
+        move(tmp_path / "taken", tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ckpt.load(str(tmp_path / "run"), "values")["w79"].tolist() == [79, 79]
+
+
 class Pickled:
     """A class that only pickle could load."""
 
@@ -179,6 +199,7 @@ WEIGHT = "0/model/embed.weight"
         ("0/other/tensors/bool", {"byte_range": [1 << 40, (1 << 40) + 3]}, IntegrityError, "cut"),
         ("0/other/tensors/bool", {"dtype": "torch.qint8"}, UnsupportedValue, "tensor of qint8"),
         ("0/other/tensors/c64", {"shape": [4]}, IntegrityError, "not of the dtype and the shape"),
+        ("0/other/tensors/c64", {"shape": [1 << 40]}, IntegrityError, "of 8796093022208 bytes has"),
         ("0/other/nothing", {"serializer": "strange"}, UnsupportedValue, "strange"),
     ],
 )
@@ -216,9 +237,14 @@ def test_a_tensor_that_has_another_shape_on_each_rank_is_refused(
         imported(folder, tmp_path / "run")
 
 
-def test_tensors_that_share_bytes_are_refused(folder: Path, tmp_path: Path) -> None:
-    entry = entries(folder)["0/other/tensors/bf16"]
-    change(folder, "0/other/tensors/turned", **entry)
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("0/other/tensors/turned", "0/other/tensors/bf16"), ("0/other/nothing", "0/other/pair")],
+)
+def test_values_that_share_bytes_are_refused(
+    folder: Path, tmp_path: Path, name: str, other: str
+) -> None:
+    change(folder, name, **entries(folder)[other])
     with pytest.raises(IntegrityError, match="overlap"):
         imported(folder, tmp_path / "run")
 
