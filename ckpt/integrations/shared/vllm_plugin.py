@@ -9,10 +9,17 @@ _log = logging.getLogger("ckpt")
 
 
 def register() -> None:
-    """Make the loader and the engine known to vLLM, if this release has what they need."""
+    """Make the loader and the engine known to vLLM, if this release has what they need.
+
+    vLLM does not start if a plugin raises an error, so this one raises none.
+    """
     try:
-        door = import_module("ckpt.integrations.vllm")
+        import_module("ckpt.integrations.vllm").register()
     except ImportError as error:
         _log.info("ckpt: load_format='ckpt' is not there in this release of vLLM: %s", error)
-        return
-    door.register()
+    except Exception as error:  # noqa: BLE001 - of a release whose classes are others
+        _log.warning(
+            "ckpt: load_format='ckpt' is not there in this release of vLLM: %r. Set VLLM_PLUGINS "
+            "to the other plugins if ckpt is not used",
+            error,
+        )
