@@ -2,7 +2,7 @@
 
 A store cannot rename a folder, so the order of the files keeps any half of it from being loaded.
 The weights come first, the index and ``config.json`` come last, and these are removed first. A file
-is removed here as soon as it is in the store, so only one file of weights needs room here.
+of weights that ckpt writes is removed here as soon as it is in the store, so only one needs room.
 """
 
 from __future__ import annotations
