@@ -59,4 +59,4 @@ class Scratch:
                 raw = torch.frombuffer(self.memory[name], dtype=torch.uint8)
                 self.tensors[name] = raw.view(kind).view(shape)
             else:
-                self.tensors[name] = torch.empty(shape, dtype=kind)
+                self.tensors[name] = torch.empty(shape, dtype=kind, device="cpu")

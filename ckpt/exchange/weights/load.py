@@ -161,8 +161,10 @@ class _Load:
 
 
 def empty_tensor(tensor: Tensor) -> torch.Tensor:
-    """Return a contiguous tensor with the shape and dtype of ``tensor``, not initialized."""
-    return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    """Return a contiguous tensor in host memory with the shape and dtype of ``tensor``, not
+    initialized.
+    """
+    return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
 
 
 def bytes_of(value: torch.Tensor) -> memoryview:

@@ -173,8 +173,9 @@ class TensorView:
 
     def _read(self, box: Box) -> torch.Tensor:
         if not box.numel:
-            return torch.empty(box.shape, dtype=self.dtype)
-        memory = torch.empty(box.numel * DTYPES[self._tensor.dtype].itemsize, dtype=torch.uint8)
+            return torch.empty(box.shape, dtype=self.dtype, device="cpu")
+        nbytes = box.numel * DTYPES[self._tensor.dtype].itemsize
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
         self._reader.read([ReadRequest(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]
         return memory.view(self.dtype).view(box.shape)

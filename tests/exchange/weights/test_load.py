@@ -170,6 +170,22 @@ def test_floats_take_a_dtype_and_all_tensors_a_device(root: Path) -> None:
     assert ckpt.load(root, "history", dtype=torch.float64)[1].dtype is torch.float64
 
 
+def test_the_default_device_of_a_script_is_not_that_of_what_is_read(
+    root: Path, state: dict[str, Any]
+) -> None:
+    """Scripts and engines set one for the tensors that they make."""
+    with torch.device("meta"):
+        weights = ckpt.load(root, "model")
+        with ckpt.open(root) as opened:
+            column, empty = opened.tensor("column")[1:], opened.tensor("history/2/a~1b")[...]
+        with ckpt.follow(root, "model", timeout_seconds=60) as versions:
+            version = next(versions)
+    assert same(dict(weights), dict(state["model"].state_dict()))
+    assert same(dict(version.weights), dict(weights))
+    assert torch.equal(column, state["column"][1:])
+    assert empty.device.type == "cpu"
+
+
 def test_an_older_step_and_the_options_of_a_tier(root: Path) -> None:
     assert ckpt.load(Tier(str(root)), "model", step=1)["weight"].shape == (2, 2)
     with pytest.raises(NoCheckpoint):
