@@ -168,7 +168,8 @@ class Oracle:
     def owed(self, far: TierPlan, near: TierPlan, job: JobPlan, facts: Facts) -> frozenset[StepRef]:
         """Return the steps of a nearer tier that a farther one surely wants, and lacks.
 
-        The backlog bounds the steps of all nearer tiers together.
+        The backlog bounds the steps of all nearer tiers together, whichever of them the policy
+        still wants when its turn comes.
         """
         if far.capacity is not None:
             return frozenset()
@@ -182,7 +183,6 @@ class Oracle:
         wanted = [ref for ref in line if ref.step % far.every == 0]
         ever = on_branch(facts.records, [far.place], {*there, *facts.before[far.place], *wanted})
         missed = facts.missed.get(far.place, set())
-        wanted = [ref for ref in wanted if self._surely_kept(ref, far, ever) and ref not in missed]
         own = [ref for ref in wanted if ref.job == facts.attempt]
         earlier = [ref for ref in wanted if ref.job != facts.attempt]
         # An agent counts the steps of the job and of earlier ones together
@@ -194,8 +194,9 @@ class Oracle:
             for ref in queue
             if ref.step in sorted({other.step for other in queue}, reverse=True)[: job.backlog]
             and numbers.count(ref.step) == 1  # Else another attempt may be the one that is meant
+            and self._surely_kept(ref, far, ever)
         }
-        return frozenset(due & source - there)
+        return frozenset(due & source - there - missed)
 
     def _line(self, refs: Iterable[StepRef], facts: Facts) -> list[StepRef]:
         """Return the steps of a job and those that may have led to it, newest first."""
