@@ -62,7 +62,7 @@ def test_a_schedule_free_optimizer_as_its_documentation_saves_it(
                 each["optimizer"].eval()
             pending = window.save(manager, state, number)
             reference = window.reference
-            window.overtake(state["optimizer"].train)
+            window.overtake(state["optimizer"].train, patience=10)
             assert window.overtaken, "train() is not held"
             assert window.changed
             twin["optimizer"].train()
@@ -115,7 +115,7 @@ def test_a_sharpness_aware_optimizer_may_take_its_first_step_at_once(
     with CheckpointManager(root) as manager:
         window.save(manager, state)
         forward_backward(state, 1)
-        window.overtake(lambda: state["optimizer"].first_step(zero_grad=True))
+        window.overtake(lambda: state["optimizer"].first_step(zero_grad=True), patience=10)
         assert window.overtaken
         assert window.changed
         forward_backward(state, 1)

@@ -82,7 +82,7 @@ def test_a_change_behind_the_copy_fails_the_save_by_name(
     with CheckpointManager(root, check=check) as manager:
         manager.save(state, 0)
         pending = window.save(manager, state, 1)
-        window.overtake(lambda: CHANGES[change](state))
+        window.overtake(lambda: CHANGES[change](state), patience=10)
         assert window.changed
         with pytest.raises(TensorChanged, match=r"optimizer/model/weight/moment/(codes|scale)"):
             pending.result()
@@ -98,7 +98,8 @@ def test_a_change_of_the_wrapper_moves_its_own_counter_alone(root: str, window: 
     assert (held._version, held.codes._version) == (before[0] + 1, before[1])
     with CheckpointManager(root, check="off") as manager:
         pending = window.save(manager, state, 1)
-        window.overtake(lambda: whole(state))
+        window.overtake(lambda: whole(state), patience=10)
+        assert window.overtaken
         with pytest.raises(TensorChanged, match="moment"):
             pending.result()
 
@@ -139,6 +140,7 @@ def test_a_wrapped_parameter_of_an_optimizer_is_copied_late(root: str, window: W
     with CheckpointManager(root, check="off") as manager:
         pending = window.save(manager, state, 1)
         with torch.no_grad():
-            window.overtake(lambda: state["model"].weight.copy_(torch.zeros(64, 8)))
+            window.overtake(lambda: state["model"].weight.copy_(torch.zeros(64, 8)), patience=10)
+        assert window.overtaken
         with pytest.raises(TensorChanged, match="model/weight"):
             pending.result()
