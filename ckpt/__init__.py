@@ -9,6 +9,7 @@ torch.
 from __future__ import annotations
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
     from ckpt.state.tensors.local_shards import LocalShards
     from ckpt.state.tensors.per_rank import PerRank, RngState
     from ckpt.state.walk.trainable import trainable
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"ckpt needs Linux, and this is {sys.platform}: run it in a container, or read the files "
+        "of a checkpoint (rank-*.safetensors) with the safetensors package"
+    )
 
 logging.getLogger("ckpt").addFilter(CleanLog())
 

@@ -231,7 +231,7 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     shown, measured = _rows("README.md"), _rows("bench/results/README.md")
     del measured["floor: O_DIRECT write"], measured["floor: O_DIRECT read"]
     assert shown.keys() == measured.keys()
-    assert len(shown) == 5
+    assert len(shown) == 6
     for name, cells in measured.items():
         assert [cell.replace("as above", cells[4]) for cell in shown[name]] == cells, name
 

@@ -5,6 +5,8 @@ A name that is added or removed here changes something for users: say so in CHAN
 
 from __future__ import annotations
 
+import importlib
+import sys
 import tomllib
 from pathlib import Path
 
@@ -52,6 +54,12 @@ def test_a_star_import_brings_the_public_names() -> None:
     names: dict[str, object] = {}
     exec("from ckpt import *", names)
     assert set(names) - {"__builtins__"} == PUBLIC
+
+
+def test_another_system_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ImportError, match="ckpt needs Linux, and this is darwin: run it in a cont"):
+        importlib.reload(ckpt)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -45,6 +45,13 @@ from ckpt_backends.folder.direct_io import (
     reserve,
     write_all,
 )
+from ckpt_backends.folder.group import (
+    FILE_MODE,
+    FOLDER_MODE,
+    is_shared_with_group,
+    share_file,
+    share_folder,
+)
 from ckpt_backends.folder.lustre import Striping, stripe_count
 from ckpt_backends.folder.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
 from ckpt_backends.folder.places import are_apart, place_of
@@ -128,6 +135,7 @@ class PosixBackend:
         )
         self._root_synced = False
         self._root_mark: str | None = None
+        self._is_group_shared = False
         self._remember_root()
 
     def identity(self) -> str:
@@ -165,6 +173,8 @@ class PosixBackend:
         """Remember the identity of the root if it exists and none is remembered yet."""
         if self._root_mark is None:
             self._root_mark = self._present_mark()
+            with suppress(OSError):
+                self._is_group_shared = is_shared_with_group(self._root)
 
     def _present_mark(self) -> str | None:
         """Return the identity of the folder that is now at the path of the root, or None if there
@@ -368,9 +378,15 @@ class PosixBackend:
 
     def _create_once(self, path: str) -> int:
         self._make_folders(os.path.dirname(path))
-        return os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, FILE_MODE)
+        try:
+            if self._is_group_shared:
+                share_file(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def _make_folders(self, folder: str) -> None:
         """Create ``folder`` and the folders above it that are missing. Force the names of those
@@ -396,7 +412,9 @@ class PosixBackend:
             raise RootLost("")  # Do not create the root again on the disk below its mount point
         for path in reversed(missing):
             with suppress(FileExistsError):
-                os.mkdir(path, 0o700)
+                os.mkdir(path, FOLDER_MODE)
+                if path.startswith(self._top().rstrip("/") + "/") and self._is_group_shared:
+                    share_folder(path)
                 if path == missing[0]:  # The caller writes files to this folder
                     self._striping.apply(path)
             # If another thread has removed the folder, FileNotFoundError makes ``_create`` repeat.
