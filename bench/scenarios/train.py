@@ -177,7 +177,7 @@ def _train(
 
 
 def _idle(session: Session, everyone: dict[str, _Seen], heat: Heat, options: Options) -> None:
-    """Two saves with nothing beside, of which the second one counts, and the floors after it."""
+    """Save twice while nothing else runs, count the second save, and measure the floors."""
     seen = everyone[session.name]
     session.save("idle", compare=False)
     last = len(seen.idle) == options.repeats - 1

@@ -302,7 +302,7 @@ def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store
 
 
 def test_a_manifest_that_was_never_sent_aborts_the_save_though_the_store_is_silent(store):
-    """Nobody can look whether it exists, and nobody needs to."""
+    """The store cannot say whether the manifest exists, and no answer is needed."""
     vote = make_durable(store, 0, 1)
     partitioned = Partitioned(store, AssertionError("it is not put"), arrives=True)
     asked: list[None] = []

@@ -38,8 +38,10 @@ TOLD = {
     errno.EROFS: AccessDenied,
     errno.EACCES: AccessDenied,
 }
-"""What the caller is told of each: this and nothing else; but for a manifest that was being put
-when the disk went away for good, of which nobody can see what became.
+"""The error that a caller gets for each code.
+
+There is one exception. If the disk goes away for good while a manifest is put, the caller gets a
+`CommitError`, since nobody can see whether the step was committed.
 """
 
 

@@ -115,9 +115,10 @@ class _Files:
 
     def check(self) -> None:
         """Raise unless the store has these files as they were put, and no others."""
-        if wrong := sorted(self.sizes.items() ^ _sizes(self._store).items()):
+        if differences := sorted(self.sizes.items() ^ _sizes(self._store).items()):
             raise StorageError(
-                wrong[0][0], "another program has changed the folder meanwhile: export it again"
+                differences[0][0],
+                "another program has changed the folder meanwhile: export it again",
             )
 
 
