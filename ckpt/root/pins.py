@@ -38,7 +38,8 @@ from ckpt.model.keys import PINS, StepRef, parse_folder
 from ckpt.model.manifest import FORMAT
 from ckpt.pipeline.retry import RetryPolicy, ask
 from ckpt.processes import user_at_host
-from ckpt.storage.api import StorageBackend, is_there, read_record
+from ckpt.root.claim_marker import is_being_removed
+from ckpt.storage.api import StorageBackend, read_record
 
 CLOCK_SKEW_SECONDS: Final = 3600.0
 """A pin keeps its step for this long after its end, since the clocks of machines may differ."""
@@ -96,8 +97,8 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
 
     Raises:
         ConfigError: ``seconds`` or ``reason`` is out of bounds. Nothing was written.
-        NoCheckpoint: The step is not committed on the tier, or its folder has a claim marker, for
-            example because the step is being removed.
+        NoCheckpoint: The step is not committed on the tier, or its folder has the claim marker of a
+            removal.
         StorageError: The store has failed.
     """
     return _put(backend, ref, seconds, reason, look_for_removal=True)
@@ -151,21 +152,24 @@ def _put(
 
 def _check_presence(backend: StorageBackend, pin: Pin, *, look_for_removal: bool) -> None:
     """Remove ``pin``, which was just put, and raise ``NoCheckpoint`` if its step is not there."""
-    ref, has_marker = pin.ref, False
+    ref, goes = pin.ref, False
     with errors_of(backend.url):
         try:
-            has_marker = look_for_removal and _RETRY.call(
-                partial(is_there, backend, ref.claim_marker)
-            )
-            stays = not has_marker and _RETRY.call(partial(has_manifest, backend, ref))
+            # The marker of a finisher keeps the step from being removed. One whose process was
+            # killed stays for a day.
+            goes = look_for_removal and _RETRY.call(partial(is_being_removed, backend, ref))
+            stays = not goes and _RETRY.call(partial(has_manifest, backend, ref))
         except CkptError:
             remove_pin(backend, pin)
             raise
     if not stays:
         remove_pin(backend, pin)
-        text = (
-            f"step {ref.step} is being removed" if has_marker else f"step {ref.step} is not there"
-        )
+        text = f"step {ref.step} is not there"
+        if goes:
+            text = (
+                f"step {ref.step} is being removed: if that was cut short, 'ckpt prune "
+                f"{backend.url} --keep-last N' ends it"
+            )
         raise NoCheckpoint(backend.url, text)
 
 

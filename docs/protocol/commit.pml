@@ -608,7 +608,7 @@ proctype Pinner()
   if :: true :: ATTEMPTS == 2 -> a = 1 fi;
   pins[S] = pins[S] | 1;
 #ifndef BUG_PIN_WITHOUT_LOOK
-  if :: mark[S] != NONE -> goto over :: mark[S] == NONE fi;
+  if :: mark[S] == BY_REMOVER -> goto over :: mark[S] != BY_REMOVER fi;
 #endif
   if :: !manifest[S] -> goto over :: atomic { manifest[S] -> held[S] = 1 } fi;
   if :: goto over :: true fi;

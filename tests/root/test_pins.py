@@ -19,6 +19,7 @@ from ckpt.retention.policy import PIN, Retention, judge
 from ckpt.retention.pruner import prune, remove_earlier_steps
 from ckpt.retention.removal import remove
 from ckpt.root.claim import Claim
+from ckpt.root.claim_marker import claim_committed_for_removal, claim_for_finish
 from ckpt.root.owner import Owner
 from ckpt.root.pins import (
     all_pins,
@@ -207,6 +208,24 @@ def test_a_step_that_is_not_there_cannot_be_pinned(tmp_path: Path) -> None:
     (ref,) = find(backend, 1)
     prune(backend, Retention(keep_last=1))
     with pytest.raises(NoCheckpoint, match="step 1 is not there"):
+        put_pin(backend, ref, 60)
+    assert all_pins(backend) == []
+
+
+def test_a_step_with_the_marker_of_a_killed_finisher_can_be_pinned(tmp_path: Path) -> None:
+    backend = save(tmp_path, 1)
+    (step,) = Inventory(backend).look()
+    assert claim_for_finish(backend, step.ref)
+    pin = put_pin(backend, step.ref, 60)
+    assert not remove(backend, step)
+    remove_pin(backend, pin)
+
+
+def test_a_step_that_is_being_removed_cannot_be_pinned(tmp_path: Path) -> None:
+    backend = save(tmp_path, 1)
+    (ref,) = find(backend, 1)
+    assert claim_committed_for_removal(backend, ref)
+    with pytest.raises(NoCheckpoint, match="step 1 is being removed: if that was cut short, 'ckpt"):
         put_pin(backend, ref, 60)
     assert all_pins(backend) == []
 
