@@ -37,7 +37,8 @@ def call(llm: vllm.LLM, method: str) -> str:
     try:
         return str(llm.collective_rpc(method))
     except Exception as error:
-        return "error: " + str(error).partition("failed with error ")[2][:40]
+        text = str(error)
+        return "error: " + (text.partition("failed with error ")[2] or text)[:40]
 
 
 if __name__ == "__main__":

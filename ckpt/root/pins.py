@@ -152,20 +152,20 @@ def _put(
 
 def _check_presence(backend: StorageBackend, pin: Pin, *, look_for_removal: bool) -> None:
     """Remove ``pin``, which was just put, and raise ``NoCheckpoint`` if its step is not there."""
-    ref, goes = pin.ref, False
+    ref, is_marked = pin.ref, False
     with errors_of(backend.url):
         try:
             # The marker of a finisher keeps the step from being removed. One whose process was
             # killed stays for a day.
-            goes = look_for_removal and _RETRY.call(partial(is_being_removed, backend, ref))
-            stays = not goes and _RETRY.call(partial(has_manifest, backend, ref))
+            is_marked = look_for_removal and _RETRY.call(partial(is_being_removed, backend, ref))
+            stays = not is_marked and _RETRY.call(partial(has_manifest, backend, ref))
         except CkptError:
             remove_pin(backend, pin)
             raise
     if not stays:
         remove_pin(backend, pin)
         text = f"step {ref.step} is not there"
-        if goes:
+        if is_marked:
             text = (
                 f"step {ref.step} is being removed: if that was cut short, 'ckpt prune "
                 f"{backend.url} --keep-last N' ends it"

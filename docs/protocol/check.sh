@@ -1,5 +1,6 @@
 #!/bin/sh
-# Check docs/protocol/commit.pml and history.pml with Spin: the sound protocol, and that each rule that is broken on purpose is missed. From the root of the repository: make check-protocol
+# Check docs/protocol/commit.pml and history.pml with Spin: the sound protocol holds, and each rule
+# that is broken on purpose is missed. From the root of the repository: make check-protocol
 set -eu
 model=commit.pml
 here=$(cd "$(dirname "$0")" && pwd)
