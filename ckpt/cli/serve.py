@@ -61,8 +61,11 @@ def serve(
         list[str] | None,
         typer.Option(
             "--price",
-            metavar="URL=DOLLARS",
-            help="What a gigabyte costs a month on the tiers whose URL begins so; again.",
+            metavar="URL=DOLLARS[,DOLLARS,DOLLARS]",
+            help=(
+                "What a gigabyte costs a month on the tiers whose URL begins so, and a thousand "
+                "puts and listings, and a thousand other requests; again."
+            ),
         ),
     ] = None,
 ) -> None:
@@ -82,6 +85,7 @@ def serve(
       ckpt serve /nvme/ckpt /lustre/run42
       ckpt serve --config ckpt.toml --port 9000
       ckpt serve s3://bucket/run42 --price s3://bucket=0.021
+      ckpt serve s3://bucket/run42 --price s3://bucket=0.021,0.005,0.0004
       ckpt serve runs/gpt --host 0.0.0.0 --token-file token
     """
     prices = dict(map(price_of, price or ()))

@@ -31,8 +31,9 @@ from ckpt.observe.run_view import MEANING, RunView
 from ckpt.page.contents import StepOpener, commands_of, run_charts, run_page
 from ckpt.page.diff_page import MOST_READ_BYTES, Measure, diff_page
 from ckpt.page.live_views import Live, silent_since
-from ckpt.page.prices import LIST_PRICES, monthly_dollars
+from ckpt.page.prices import LIST_PRICES, Price, monthly_dollars, request_dollars
 from ckpt.page.request_checks import App, Guard
+from ckpt.page.requests import save_requests
 
 _STATIC: Final[Mapping[str, str]] = {
     "page.css": "text/css",
@@ -49,7 +50,7 @@ def make_app(
     live: Live,
     token: str = "",
     *,
-    prices: Mapping[str, float] = LIST_PRICES,
+    prices: Mapping[str, Price] = LIST_PRICES,
     measure: Measure | None = None,
 ) -> App:
     """Return the ASGI application that shows the runs of ``live``.
@@ -58,7 +59,7 @@ def make_app(
         live: The views of the runs.
         token: The token that requests need; if it is empty, only requests with a loopback host are
             accepted.
-        prices: Dollars per gigabyte and month, by what the URL of a tier begins with.
+        prices: The prices of stores, by what the URL of a tier begins with.
         measure: Says how far a tensor has moved; None if the page cannot say so.
     """
     pages = _Pages(live, tuple(map(StepOpener, live.runs)), _templates(prices), measure)
@@ -175,7 +176,7 @@ def _static(request: Any) -> Any:
     return Response(data, media_type=_STATIC[name], headers={"cache-control": "max-age=60"})
 
 
-def _templates(prices: Mapping[str, float]) -> jinja2.Environment:
+def _templates(prices: Mapping[str, Price]) -> jinja2.Environment:
     """Return the environment of the templates.
 
     It passes every string that a template shows through `clean`, and then escapes it for HTML.
@@ -204,6 +205,8 @@ def _templates(prices: Mapping[str, float]) -> jinja2.Environment:
         "silent_since": silent_since,
         "commands_of": commands_of,
         "monthly_dollars": partial(monthly_dollars, prices=prices),
+        "request_dollars": partial(request_dollars, prices=prices),
+        "save_requests": save_requests,
     }
     environment.globals.update(helpers)
     return environment

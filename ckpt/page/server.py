@@ -14,6 +14,7 @@ from ckpt.errors import ConfigError, MissingExtra
 from ckpt.observe.run_view import RunWatch
 from ckpt.page.diff_page import Measure
 from ckpt.page.live_views import Live
+from ckpt.page.prices import Price
 from ckpt.storage.places import is_folder
 
 _PACKAGES: Final = ("starlette", "uvicorn", "jinja2")
@@ -79,7 +80,7 @@ def run(
     token: str,
     interval: float | None,
     *,
-    prices: Mapping[str, float],
+    prices: Mapping[str, Price],
     measure: Measure | None,
 ) -> None:
     """Serve the page until Ctrl-C or SIGTERM.
@@ -90,7 +91,7 @@ def run(
         token: The token that requests need; empty if only requests from this machine are accepted.
         interval: The seconds between two listings of the tiers. None and 0 mean 2 seconds if all
             tiers are folders, and 15 seconds otherwise.
-        prices: Dollars per gigabyte and month, by what the URL of a tier begins with.
+        prices: The prices of stores, by what the URL of a tier begins with.
         measure: Says how far a tensor has moved; None if the page cannot say so.
     """
     app: Any = import_module("ckpt.page.app")

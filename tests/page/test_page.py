@@ -17,6 +17,7 @@ from ckpt.events import SaveCommitted, SaveStaged
 from ckpt.exchange.weights.movement import movement
 from ckpt.observe import Journal
 from ckpt.observe.journal import note_verified
+from ckpt.page.prices import Price
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.page.conftest import ARRAYS, Make
@@ -256,8 +257,16 @@ def test_runs_with_a_common_metric_are_on_one_chart(make: Make, run: Path, tmp_p
 
 def test_a_tier_with_a_price_shows_what_it_costs_a_month(make: Make, run: Path) -> None:
     assert "a month" not in text_of(make(run).get("/run/0"))
-    reported = text_of(make(run, prices={str(run): 1e6}).get("/run/0"))
-    assert re.search(r"\$[1-9]\d*\.\d\d a month", reported)
+    page = make(run, prices={str(run): Price(1e6)}).get("/run/0")
+    assert re.search(r"\$[1-9]\d*\.\d\d a month", text_of(page))
+    assert " puts," not in page
+
+
+def test_a_tier_with_prices_of_requests_shows_how_many_a_save_takes(make: Make, run: Path) -> None:
+    """The run has two ranks, and has removed step 50."""
+    page = make(run, prices={str(run): Price(0, 1e6, 0)}).get("/run/0")
+    assert "6 puts, 7 gets, 6 heads, 5 lists, 6 deletes" in page
+    assert re.search(r"30 requests a save, \$\d+\.\d\d a month at one every ", text_of(page))
 
 
 def test_a_step_that_was_removed_is_not_shown_from_memory(make: Make, run: Path) -> None:

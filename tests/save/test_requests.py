@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.model.keys import StepRef
+from ckpt.page.requests import Requests, requests_of_removal, requests_of_save
 from ckpt_backends.folder.posix import PosixBackend
 from ckpt_backends.s3.bulk import S3Bulk
 from tests.servers import KEY, SECRET, Server
@@ -103,3 +105,38 @@ def test_steps_that_are_there_cost_a_page_of_a_listing_for_each_thousand(
     # The pruning thread looks for remains once in a job, in a folder step by step.
     keys = 3 * steps
     assert many[2] <= few[2] + (steps + 10 if tiers[1].url.startswith("/") else 1 + keys // 1000)
+
+
+_KINDS = {
+    "put_object": "puts",
+    "create_multipart_upload": "puts",
+    "send_part": "puts",
+    "complete_multipart_upload": "puts",
+    "fetch": "gets",
+    "receive": "gets",
+    "head_object": "heads",
+    "list_objects_v2": "lists",
+    "list_multipart_uploads": "lists",
+    "delete_object": "deletes",
+}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("nbytes", [4, pytest.param(20 << 20, marks=pytest.mark.torture)])
+def test_the_page_of_serve_knows_what_a_save_to_s3_asks(
+    rclone_s3: Server, calls: Calls, nbytes: int
+) -> None:
+    """A tier that keeps two steps removes one with each save."""
+    options = {"endpoint_url": rclone_s3.url, "key": KEY, "secret": SECRET}
+    tier = Tier(f"s3://bucket/serve-{nbytes}", options=options, keep_last=2)
+    counts: list[Requests] = []
+    with CheckpointManager(tier) as manager:
+        for step in range(6):
+            calls.clear()
+            manager.save({"x": torch.full((nbytes // 4,), float(step))}, step=step)
+            for writer in manager._saver._writers:
+                assert writer._pruner is not None
+                writer._pruner._workers.submit(int).result()
+            counts.append(Requests(**Counter(_KINDS[method] for _, method in calls)))
+    assert counts[1] == requests_of_save(1, nbytes, 2)
+    assert counts[5] == requests_of_save(1, nbytes, 2) + requests_of_removal(1)
