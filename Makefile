@@ -94,7 +94,7 @@ check-protocol: ## the commit protocol, model-checked with Spin (five minutes; s
 imports: $(STAMP) ## write folders with other libraries, import them, and write docs/imports.md (10 GB in .build)
 	$(BIN)/python -m tests.exchange.folders.table $(ARGS)
 
-chaos: $(STAMP) ## the crash test of ckpt-chaos, beside the saves of other libraries, into docs/reliability.md (15 minutes; 70 MB in .build/chaos)
+chaos: $(STAMP) ## the crash test of ckpt-chaos, beside the saves of other libraries, into docs/reliability.md (20 minutes; 70 MB in .build/chaos)
 	$(BIN)/python -m tests.chaos.page $(ARGS)
 
 bench: $(STAMP) ## all scenarios against the peers: tables and plots in bench/results (25 minutes)

@@ -69,17 +69,26 @@ def _run(
     """Run the job in this process. It does not return."""
     for target, descriptor in zip((1, 2), descriptors, strict=True):
         os.dup2(descriptor, target)
+    # That of the server is a file with a position, which a pipe has not.
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
-    if "CKPT_CHAOS_WATCH" in environment:
-        arm_from_env(0, lazy=True)
-        arm(inject._event, inject._under)
     try:
+        _prepare(module, way, out)
+        if "CKPT_CHAOS_WATCH" in environment:
+            arm_from_env(0, lazy=True)
+            arm(inject._event, inject._under)
         module.main(way, out)
     except Exception:
         traceback.print_exc()
         os._exit(1)
     exit_rank()
+
+
+def _prepare(module: ModuleType, way: str, out: str) -> None:
+    """Do what a job does before its files are watched, if it does anything."""
+    if hasattr(module, "prepare"):
+        module.prepare(way, out)
 
 
 def _import_what(job: Callable[[], None]) -> None:
@@ -104,8 +113,13 @@ def _import_what(job: Callable[[], None]) -> None:
 def main(name: str, way: str, path: str, folder: str) -> None:
     """Import the module of a job, and serve it."""
     torch.set_num_threads(1)
-    module = import_module(f"tests.chaos.{name}")
-    _import_what(partial(module.main, way, os.path.join(folder, "out")))
+    module, out = import_module(f"tests.chaos.{name}"), os.path.join(folder, "out")
+
+    def job() -> None:
+        _prepare(module, way, out)
+        module.main(way, out)
+
+    _import_what(job)
     serve(module, way, path)
 
 

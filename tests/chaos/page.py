@@ -3,8 +3,8 @@ what that gives into docs/reliability.md.
 
 ``python -m tests.chaos.page`` (``make chaos``) installs the packages of packages.txt into
 ``.build/chaos``, without what they require, since torch must stay the one that is tested. With
-``--kills N`` each training is killed N times. With names of trainings, only these are run, and the
-rows of the others are those of the last run, which are in ``.build/chaos`` too.
+``--kills N`` each training is killed N times. With names, only these jobs are run, and the rows
+of the others are those of the last run, which are in ``.build/chaos`` too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from tests.chaos.record import BEGIN as BEGIN_OF_JOB
-from tests.chaos.record import DIGEST, SAVED
+from tests.chaos.record import DIGEST, HALF, SAVED, SEEN, STATES
 from tests.processes import ended
 from tests.versions.matrix import ROOT, uv
 
@@ -34,6 +34,7 @@ BUILD: Final = ROOT / ".build" / "chaos"
 PINS: Final = Path(__file__).with_name("packages.txt")
 PAGE: Final = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- chaos: python -m tests.chaos.page -->", "<!-- end of chaos -->"
+BEGIN_FOLDERS, END_FOLDERS = BEGIN.replace("chaos:", "folders:"), "<!-- end of folders -->"
 KILLS: Final = 30
 JOB_SECONDS: Final = 180
 RIGHT, OLDER, OTHER, RAISED = "right", "older", "other", "raised"
@@ -56,6 +57,19 @@ TRAININGS: Final = {
 }
 """The module and the way of each training, and what the page calls the two."""
 
+OF_TRANSFORMERS: Final = "hf-own"
+FOLDERS: Final = {
+    "hf-export": ("to_hf_folder", "export", "`ckpt export --format hf`", "nothing"),
+    "hf-moved": ("to_hf_folder", "moved", "the same", "an older folder, which is renamed first"),
+    "hf-beside": ("to_hf_folder", "beside", "`HfFolders`, in a training that goes back", "nothing"),
+    OF_TRANSFORMERS: ("to_hf_folder", "own", "`model.save_pretrained`", "an older folder"),
+}
+"""The module and the way of each folder of Hugging Face, what the page says of it, and what is
+there before.
+"""
+JOBS: Final = TRAININGS | FOLDERS
+ALL: Final = 10**6
+
 
 class Kill(msgspec.Struct, frozen=True):
     """One death, and what the next run made of it.
@@ -63,9 +77,10 @@ class Kill(msgspec.Struct, frozen=True):
     Attributes:
         event: The kind of the event at which the process was killed.
         label: The words of ckpt-chaos for the event.
-        verdict: One of ``VERDICTS``.
+        verdict: One of ``VERDICTS``, or one of ``STATES`` for a folder of Hugging Face.
         told: The newest step whose save had ended, as the job was told before it died.
-        resumed: The step that the next run resumed from, or None if it raised.
+        resumed: The step that the next run resumed from, or None if it raised. Of a folder, None if
+            the next run did not make it.
     """
 
     event: str
@@ -102,7 +117,7 @@ def install() -> None:
 
 def measured(name: str, kills: int, jobs: int) -> Row:
     """Let ckpt-chaos kill one training, and return what it saw."""
-    module, way, *_ = TRAININGS[name]
+    module, way, *_ = JOBS[name]
     with tempfile.TemporaryDirectory() as folder, _server(module, way, Path(folder)) as socket:
         work = Path(folder) / "chaos"
         command = [sys.executable, "-S", "-s", "-E", f"{ROOT}/tests/chaos/command.py"]
@@ -139,7 +154,8 @@ def _server(module: str, way: str, folder: Path) -> Iterator[Path]:
 def _row(name: str, work: Path) -> Row:
     """Read the folder that ckpt-chaos has written."""
     meta = json.loads((work / "meta.json").read_text())
-    packages = ("torch", "transformers", "lightning", "ckpt-chaos")
+    framework = "safetensors" if name in FOLDERS else "lightning"
+    packages = ("torch", "transformers", framework, "ckpt-chaos")
     versions = {each: meta["versions"][each].partition("+")[0] for each in packages}
     log = (work / "reference" / "events.log.rank0").read_text().splitlines()
     results = [json.loads(path.read_text()) for path in sorted(work.glob("pt_*/result.json"))]
@@ -150,7 +166,11 @@ def _row(name: str, work: Path) -> Row:
     return Row(
         name, dt.datetime.now(dt.UTC).date().isoformat(), versions,
         dict(Counter(line.split("\t")[1] for line in log)),
-        [_kill(found, folder) for found, folder in points if found["crashed"]],
+        [
+            (_death_of_folder if name in FOLDERS else _kill)(found, folder)
+            for found, folder in points
+            if found["crashed"]
+        ],
         sum(not found["crashed"] for found, _ in points),
     )  # fmt: skip
 
@@ -163,6 +183,17 @@ def _kill(found: dict[str, Any], folder: Path) -> Kill:
     return Kill(
         died, f"#{number} {died} [{mode}]", verdict(outcome, told := told_before(folder / SAVED)),
         told, resumed, found["resume_tail"] if outcome["raised"] else "",
+    )  # fmt: skip
+
+
+def _death_of_folder(found: dict[str, Any], folder: Path) -> Kill:
+    outcome = found["outcome"]
+    number, mode = found["point"]
+    died = _last_event(folder, number)
+    _, state = (folder / SEEN).read_text().split()
+    is_made = not outcome["raised"] and outcome["weights_diff"] == 0
+    return Kill(
+        died, f"#{number} {died} [{mode}]", state, 0, 0 if is_made else None, found["resume_tail"]
     )  # fmt: skip
 
 
@@ -208,7 +239,7 @@ def _packages() -> Path:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the table of the page."""
+    """Return the table of the trainings."""
     heads = ["training", "saves of", "file events", "kills", "resumed right"]
     heads += ["from an older step", "to other weights", "raised"]
     lines = [_line(heads), _line(["---"] * len(heads))]
@@ -220,9 +251,27 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", textwrap.fill(" ".join(_sentences(rows)), 100)])
 
 
-def _sentences(rows: Sequence[Row]) -> Iterator[str]:
+def table_of_folders(rows: Sequence[Row]) -> str:
+    """Return the table of the folders of Hugging Face."""
+    heads = ["written by", "there before", "file events", "kills", "nothing loads"]
+    heads += ["the older one loads", "the new one loads", "a half loads", "the next run fails"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for row in rows:
+        _, _, writer, before = FOLDERS[row.name]
+        states = Counter(kill.verdict for kill in row.kills)
+        fails = sum(kill.resumed is None for kill in row.kills)
+        numbers = [sum(row.events.values()), len(row.kills), *(states[state] for state in STATES)]
+        lines.append(_line([writer, before, *map(str, [*numbers, fails])]))
+    return "\n".join([*lines, "", textwrap.fill(" ".join(_runs(rows)), 100)])
+
+
+def _runs(rows: Sequence[Row]) -> Iterator[str]:
     for date, versions in dict.fromkeys((row.date, tuple(row.versions.items())) for row in rows):
         yield f"Run on {date}: {', '.join(f'{name} {version}' for name, version in versions)}."
+
+
+def _sentences(rows: Sequence[Row]) -> Iterator[str]:
+    yield from _runs(rows)
     own = Counter(
         kill.event for row in rows if TRAININGS[row.name][1] == "ckpt" for kill in row.kills
     )
@@ -240,38 +289,57 @@ def _line(texts: Iterable[str]) -> str:
 
 
 def reported() -> str:
-    """Return the table that the page has now."""
-    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    """Return the tables that the page has now."""
+    text = PAGE.read_text()
+    return "\n\n".join(
+        text.partition(begin)[2].partition(end)[0].strip()
+        for begin, end in ((BEGIN, END), (BEGIN_FOLDERS, END_FOLDERS))
+    )
 
 
-def losses(rows: Iterable[Row]) -> list[Kill]:
+def losses(rows: Sequence[Row]) -> list[Kill]:
     """Return the deaths that ckpt did not survive as it should."""
-    own = (row for row in rows if TRAININGS[row.name][1] == "ckpt")
-    return [kill for row in own for kill in row.kills if kill.verdict != RIGHT]
+    own = (row for row in rows if JOBS[row.name][1] == "ckpt")
+    wrong = [kill for row in own for kill in row.kills if kill.verdict != RIGHT]
+    folders = (row for row in rows if row.name in FOLDERS and row.name != OF_TRANSFORMERS)
+    kills = [kill for row in folders for kill in row.kills]
+    return wrong + [kill for kill in kills if kill.verdict == HALF or kill.resumed is None]
 
 
 def write(folder: Path) -> list[Row]:
-    """Write the page from the rows in ``folder``, and return the rows."""
-    paths = [folder / f"{name}.json" for name in TRAININGS]
+    """Write the tables of which ``folder`` has rows into the page, and return the rows."""
+    paths = [folder / f"{name}.json" for name in JOBS]
     rows = [msgspec.json.decode(path.read_bytes(), type=Row) for path in paths if path.exists()]
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+    if trainings := [row for row in rows if row.name in TRAININGS]:
+        _replace(BEGIN, table(trainings), END)
+    if folders := [row for row in rows if row.name in FOLDERS]:
+        _replace(BEGIN_FOLDERS, table_of_folders(folders), END_FOLDERS)
     return rows
+
+
+def _replace(begin: str, text: str, end: str) -> None:
+    head, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(f"{head}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}")
 
 
 def main() -> None:
     """Run the trainings, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("names", nargs="*", metavar="TRAINING", help=", ".join(TRAININGS))
-    parser.add_argument("--kills", type=int, default=KILLS, help="kills of each training")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(JOBS))
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=KILLS,
+        help="kills of each training; a folder is killed at each of its events",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     words = parser.parse_args()
-    if unknown := {*words.names} - {*TRAININGS}:
-        parser.error(f"no such training: {', '.join(sorted(unknown))}")
+    if unknown := {*words.names} - {*JOBS}:
+        parser.error(f"no such job: {', '.join(sorted(unknown))}")
     BUILD.mkdir(parents=True, exist_ok=True)
     install()
-    for name in words.names or TRAININGS:
-        row = measured(name, words.kills, words.jobs)
+    for name in words.names or JOBS:
+        row = measured(name, ALL if name in FOLDERS else words.kills, words.jobs)
         (BUILD / f"{name}.json").write_bytes(msgspec.json.encode(row))
     if lost := losses(write(BUILD)):
         sys.exit("\n".join(str(kill) for kill in lost))

@@ -13,6 +13,10 @@ from ckpt.events import SaveCommitted
 
 BEGIN: Final = "begin"
 SAVED, DIGEST = "saved", "digest"
+SEEN: Final = "seen"
+"""The file with a line before each run: which of ``STATES`` a folder of Hugging Face is in."""
+HALF: Final = "half"
+STATES: Final = ("nothing", "older", "new", HALF)
 
 
 class Record:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.chaos import page
@@ -71,8 +72,33 @@ def test_the_page_counts_the_kills_and_losses_of_ckpt_end_it_with_an_error() -> 
     assert page.losses(rows) == [rows[0].kills[1]]
 
 
+def dead(folder: Path, states: str, **words: Any) -> Kill:
+    folder.mkdir()
+    (folder / "seen").write_text(states)
+    (folder / "events.log.rank0").write_text("1\topen\tx\t1\n2\tos.rename\tx\t0\n")
+    point = {"outcome": outcome(**words), "point": [2, "before"], "resume_tail": ""}
+    return page._death_of_folder(point, folder)
+
+
+def test_a_folder_has_the_state_after_the_kill_and_the_next_run_makes_the_new_one(
+    tmp_path: Path,
+) -> None:
+    kills = [
+        dead(tmp_path / "a", "nothing\nolder\n"),
+        dead(tmp_path / "b", "nothing\nhalf\n"),
+        dead(tmp_path / "c", "nothing\nnew\n", weights_diff=1.0),
+        dead(tmp_path / "d", "nothing\nnothing\n", raised="ExitCode1", weights_diff=None),
+    ]
+    assert {kill.event for kill in kills} == {"os.rename"}
+    own, other = row("hf-export"), row("hf-own")
+    rows = [msgspec.structs.replace(made, kills=kills) for made in (own, other)]
+    lines = page.table_of_folders(rows).splitlines()
+    assert "| `ckpt export --format hf` | nothing | 7 | 4 | 1 | 1 | 1 | 1 | 2 |" in lines
+    assert page.losses(rows) == kills[1:]
+
+
 def test_the_table_of_the_docs_is_of_the_pinned_version() -> None:
     (pin,) = [line for line in page.PINS.read_text().split() if line.startswith("ckpt-chaos==")]
     assert pin.replace("==", " ") in page.reported().replace("\n", " ")
-    for _, _, _, saves in page.TRAININGS.values():
-        assert f"| {saves} |" in page.reported()
+    for _, _, _, words in page.JOBS.values():
+        assert f"| {words} |" in page.reported()
