@@ -59,7 +59,7 @@ TRAININGS: Final = {
 
 OF_TRANSFORMERS: Final = "hf-own"
 FOLDERS: Final = {
-    "hf-export": ("to_hf_folder", "export", "`ckpt export --format hf`", "nothing"),
+    "hf-export": ("to_hf_folder", "export", "`ckpt export` with `--format hf`", "nothing"),
     "hf-moved": ("to_hf_folder", "moved", "the same", "an older folder, which is renamed first"),
     "hf-beside": ("to_hf_folder", "beside", "`HfFolders`, in a training that goes back", "nothing"),
     OF_TRANSFORMERS: ("to_hf_folder", "own", "`model.save_pretrained`", "an older folder"),

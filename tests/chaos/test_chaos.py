@@ -93,7 +93,7 @@ def test_a_folder_has_the_state_after_the_kill_and_the_next_run_makes_the_new_on
     own, other = row("hf-export"), row("hf-own")
     rows = [msgspec.structs.replace(made, kills=kills) for made in (own, other)]
     lines = page.table_of_folders(rows).splitlines()
-    assert "| `ckpt export --format hf` | nothing | 7 | 4 | 1 | 1 | 1 | 1 | 2 |" in lines
+    assert "| `ckpt export` with `--format hf` | nothing | 7 | 4 | 1 | 1 | 1 | 1 | 2 |" in lines
     assert page.losses(rows) == kills[1:]
 
 
