@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,14 +37,23 @@ from ckpt.cli.options import (
     workers_for,
 )
 from ckpt.cli.step_command import StepSignals, run_until
+from ckpt.cli.step_metrics import (
+    MetricDifference,
+    StepMetrics,
+    common_count,
+    metric_differences,
+    metrics_after,
+    metrics_of_steps,
+)
+from ckpt.config import load_config
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
-from ckpt.model.metrics import metrics_of
 from ckpt.model.selector import parse_selector
 from ckpt.root.leases import lease
 from ckpt.root.pins import LONGEST_SECONDS, reserve_step
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import resolve_tier
 
 PROOF_METRIC: Final = "proven"
 """The metric of a proven step: over how many steps it was replayed."""
@@ -54,28 +63,52 @@ _MOST_NAMES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """How two checkpoints differ.
+    """How a replay differs from a run, or from another replay.
 
     Attributes:
-        tensors: How their tensors differ.
+        metrics: The metrics that differ, those of the first step first.
+        compared_steps: How many steps have a metric that was compared.
+        tensors: How the tensors of the last step that the run keeps differ; None if the run keeps
+            none of the steps.
         plain: Name of a plain value that differs -> its texts, None where it is missing.
-        metrics: Name of a metric that both have with other values -> the values.
     """
 
-    tensors: Difference
+    metrics: Sequence[MetricDifference]
+    compared_steps: int
+    tensors: Difference | None = None
     plain: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def exists(self) -> bool:
-        return bool(self.tensors.exists or self.plain or self.metrics)
+        return bool(self.metrics or self.plain or (self.tensors and self.tensors.exists))
 
     @property
     def names(self) -> list[str]:
-        """Return the names of what differs, metrics first."""
-        tensors = self.tensors
-        kinds = [*tensors.only_one, *tensors.only_two, *tensors.kinds, *tensors.values]
-        return [*(f"metric {name}" for name in self.metrics), *self.plain, *kinds]
+        """Return the names of what differs, the metrics of the first step first."""
+        names = [f"metric {metric.name} of step {metric.step}" for metric in self.metrics]
+        names += self.plain
+        if (tensors := self.tensors) is not None:
+            names += [*tensors.only_one, *tensors.only_two, *tensors.kinds, *tensors.values]
+        return names
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Steps of a run that a replay repeats, or the replay of these steps.
+
+    Attributes:
+        store: The store of the steps.
+        origin: The step before the first of them.
+        end: The number of the last one.
+        target: The last one that the run keeps, whose state is compared; None if it keeps none.
+        metrics: The metrics of the steps, by number.
+    """
+
+    store: StorageBackend
+    origin: StepRef
+    end: int
+    target: StepRef | None
+    metrics: StepMetrics
 
 
 def prove(
@@ -100,6 +133,15 @@ def prove(
             "--until", metavar="STEP", help="The step to compare with. Default: the next one kept."
         ),
     ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            min=1,
+            help="Replay the next N steps that the run saved, as its journal says.",
+        ),
+    ] = None,
     scratch: Annotated[
         str | None,
         typer.Option("--scratch", metavar="DIR", help="Where the replay saves, on a local disk."),
@@ -113,8 +155,9 @@ def prove(
 
     The step is copied to a root of its own, and the training runs there until it has saved the next
     step that was kept. Then both are compared: every tensor bit for bit, every plain value, and the
-    metrics. If all is equal, the step gets the metric "proven", the number of steps that were
-    replayed. If not, a second replay tells whether the training itself is deterministic.
+    metrics of each step on the way that the journal has. If all is equal, the step gets the metric
+    "proven", the number of steps that were replayed. If not, a second replay tells whether the
+    training itself is deterministic.
 
     Exit code 0: proven. 1: something differs. 7: there is no such checkpoint.
 
@@ -122,6 +165,7 @@ def prove(
     Examples:
       ckpt prove runs/gpt --run 'python train.py --root {root}'
       ckpt prove runs/gpt --step 1200 --until 1300 --run 'CKPT_ROOT={root} make train'
+      ckpt prove runs/gpt --step 1200 --steps 3 --run 'python train.py --root {root}'
     """
     if "{root}" not in command:
         raise ConfigError(
@@ -130,100 +174,124 @@ def prove(
         )
     if scratch is not None and not os.path.isdir(scratch):
         raise ConfigError(f"--scratch {scratch}: there is no such folder")
-    backend = open_root(one_place([argument] if argument else None, root), config, timeout=timeout)
+    if count is not None and target_text is not None:
+        raise ConfigError("--steps and --until both say where the replay ends: give one of them")
+    place = one_place([argument] if argument else None, root)
+    backend = open_root(place, config, timeout=timeout)
     start = number_of([backend], parse_selector(step or "latest~1"), config)
     end = None
     if target_text is not None:
         end = number_of([backend], parse_selector(target_text), config)
-    origin, target = backend.ask(partial(_steps, backend, start, end))
+    tiers = load_config(config).tiers
+    run_tiers = tiers if resolve_tier(place, config) in tiers else ()
+    journal = metrics_after(start, {backend.url, *(tier.url for tier in run_tiers)})
+    course = backend.ask(partial(_course, backend, start, end, count, journal))
     signals = StepSignals()
     with ExitStack() as stack:
         stack.enter_context(signals.as_exceptions())
-        for ref in (origin, target):
+        for ref in filter(None, (course.origin, course.target)):
             stack.enter_context(lease(backend, ref, "prove"))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory("-prove", "ckpt-", scratch)))
-        replay = Replay(backend, origin, target.step, command, signals)
+        replay = Replay(course, command, signals)
         began = time.perf_counter()
         outcome = replay.run(folder / "first")
         seconds = time.perf_counter() - began
-        contrast = contrast_of((backend, target), outcome)
+        contrast = contrast_of(course, outcome)
         is_deterministic = True
         if contrast.exists:
             contrast_of_replays = contrast_of(outcome, replay.run(folder / "second"))
             is_deterministic = not contrast_of_replays.exists
-    if not contrast.exists:
-        steps = float(target.step - origin.step)
-        backend.ask(partial(add_metrics, [backend], origin.step, {PROOF_METRIC: steps}, own=""))
-    _show(origin, target, contrast, seconds, is_deterministic=is_deterministic, json=json)
+    if not contrast.exists and contrast.tensors is not None:
+        steps = {PROOF_METRIC: float(course.end - course.origin.step)}
+        backend.ask(partial(add_metrics, [backend], course.origin.step, steps, own=""))
+    _show(course, contrast, seconds, is_deterministic=is_deterministic, json=json)
     if contrast.exists:
         raise typer.Exit(_DIFFERENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A training that goes on from the step ``origin`` in a root of its own, until it has saved the
-    step ``end``.
-    """
+    """A training that repeats ``course`` in a root of its own."""
 
-    backend: StorageBackend
-    origin: StepRef
-    end: int
+    course: Course
     command: str
     signals: StepSignals
 
-    def run(self, root: Path) -> tuple[StorageBackend, StepRef]:
-        """Run the training in ``root``, a new folder, and return the step that it has saved.
+    def run(self, root: Path) -> Course:
+        """Run the training in ``root``, a new folder, and return what it has saved.
 
         Raises:
-            CommitError: The command has ended before it saved the step.
+            CommitError: The command has ended before it saved the last step, or it has saved none
+                of the metrics that could be compared.
             CkptError: The step to begin with cannot be copied.
         """
-        store = open_backend(str(root))
-        with workers_for(self.backend) as workers:
-            fetch_step([self.backend], StepFolder(store, self.origin, workers))
-        # The training may remove the step soon after it has saved it.
-        reserve_step(store, self.end, LONGEST_SECONDS, "ckpt prove compares with it")
-        step = CommittedStep(ref=self.origin, root=store.url, path=f"{root}/{self.origin.folder}")
-        code = run_until(self.command, step, self.signals, lambda: self._target(store) is not None)
-        if (ref := self._target(store)) is None:
+        course, store = self.course, open_backend(str(root))
+        with workers_for(course.store) as workers:
+            fetch_step([course.store], StepFolder(store, course.origin, workers))
+        # The training may remove a step soon after it has saved it.
+        for number in {course.end, course.target.step if course.target else course.end}:
+            reserve_step(store, number, LONGEST_SECONDS, "ckpt prove compares with it")
+        step = CommittedStep(
+            ref=course.origin, root=store.url, path=f"{root}/{course.origin.folder}"
+        )
+        code = run_until(self.command, step, self.signals, lambda: course.end in self._refs(store))
+        refs = self._refs(store)
+        if course.end not in refs:
             raise CommitError(
-                f"the command has ended with exit code {code} before it saved step {self.end} to "
+                f"the command has ended with exit code {code} before it saved step {course.end} to "
                 f"{store.url}: let it resume from the newest step there, save there, and run "
                 "long enough"
             )
-        return store, ref
+        metrics = {
+            **metrics_after(course.origin.step, [store.url]),
+            **metrics_of_steps(store, refs.values()),
+        }
+        target = refs.get(course.target.step) if course.target else None
+        if target is None and not common_count(course.metrics, metrics):
+            names = sorted({name for values in course.metrics.values() for name in values})
+            raise CommitError(
+                f"the command has saved none of the metrics of the run ({', '.join(names)}), and "
+                "the run keeps none of the steps, so that nothing can be compared: give metrics= "
+                "to save, or --until a step that is kept"
+            )
+        return Course(store, course.origin, course.end, target, metrics)
 
-    def _target(self, store: StorageBackend) -> StepRef | None:
-        refs = (ref for ref in committed(store) if ref != self.origin)
-        return next((ref for ref in refs if ref.step == self.end), None)
+    def _refs(self, store: StorageBackend) -> dict[int, StepRef]:
+        """Return the steps that the training has saved, by number."""
+        refs = (ref for ref in committed(store) if ref != self.course.origin)
+        return {ref.step: ref for ref in refs if ref.step <= self.course.end}
 
 
-def contrast_of(a: tuple[StorageBackend, StepRef], b: tuple[StorageBackend, StepRef]) -> Contrast:
-    """Compare two checkpoints, bit for bit."""
+def contrast_of(run: Course, replay: Course) -> Contrast:
+    """Compare the steps of a run with their replay, bit for bit."""
+    metrics = metric_differences(run.metrics, replay.metrics)
+    compared_steps = common_count(run.metrics, replay.metrics)
+    if run.target is None or replay.target is None:
+        return Contrast(metrics, compared_steps)
     with ExitStack() as stack:
         readers: list[StepReader] = []
-        for store, ref in (a, b):
+        for store, ref in ((run.store, run.target), (replay.store, replay.target)):
             workers = stack.enter_context(workers_for(store))
             manifest = read_manifest(store, ref)
             readers.append(StepReader(store, ref, manifest, workers))
-        metrics_a, metrics_b = (metrics_of(reader.manifest.metadata) for reader in readers)
-        common = metrics_a.keys() & metrics_b.keys() - {PROOF_METRIC}
-        return Contrast(
-            compare(*readers),
-            plain_differences(*readers),
-            {
-                name: (metrics_a[name], metrics_b[name])
-                for name in sorted(common)
-                if repr(metrics_a[name]) != repr(metrics_b[name])
-            },
-        )
+        return Contrast(metrics, compared_steps, compare(*readers), plain_differences(*readers))
 
 
-def _steps(backend: StorageBackend, start: int, end: int | None) -> tuple[StepRef, StepRef]:
-    """Return the step to prove, and the step to compare with.
+def _course(
+    backend: StorageBackend, start: int, end: int | None, count: int | None, journal: StepMetrics
+) -> Course:
+    """Return the steps to replay.
+
+    Args:
+        backend: The tier of the run.
+        start: The step to prove.
+        end: The last step to replay; None for the next one that is kept, or for ``count``.
+        count: How many steps to replay; None for ``end``.
+        journal: The metrics of the steps after ``start`` in the journal.
 
     Raises:
-        NoCheckpoint: One of them is no checkpoint of the current branch.
+        NoCheckpoint: The step to prove or ``end`` is no checkpoint of the current branch.
+        ConfigError: The run has fewer steps, or nothing that could be compared.
     """
     branch = set(list_root(backend).on_branch)
     refs: dict[int, StepRef] = {}
@@ -232,46 +300,72 @@ def _steps(backend: StorageBackend, start: int, end: int | None) -> tuple[StepRe
             refs.setdefault(ref.step, ref)
     if start not in refs:
         raise NoCheckpoint(backend.url, f"step {start} is no checkpoint there")
-    numbers_after = [number for number in sorted(refs) if number > start]
-    if end is None and not numbers_after:
-        raise NoCheckpoint(backend.url, f"no step follows step {start}")
-    number = numbers_after[0] if end is None else end
-    if number not in refs:
-        raise NoCheckpoint(backend.url, f"step {number} is no checkpoint there")
-    if number <= start:
-        raise ConfigError(f"--until {number} must be later than step {start}")
-    return refs[start], refs[number]
+    later_refs = [refs[number] for number in sorted(refs) if number > start]
+    numbers = sorted({*journal, *(ref.step for ref in later_refs)})
+    if count is not None:
+        if len(numbers) < count:
+            raise ConfigError(
+                f"--steps {count}: {backend.url} and the journal of the run "
+                f"know only {output.count(len(numbers), 'later step')} (a journal that was cut, "
+                "deleted, or written by another version knows fewer): give a smaller number, or "
+                "--until"
+            )
+        end = numbers[count - 1]
+    elif end is None:
+        if not later_refs:
+            raise NoCheckpoint(backend.url, f"no step follows step {start}")
+        end = later_refs[0].step
+    elif end not in refs:
+        raise NoCheckpoint(backend.url, f"step {end} is no checkpoint there")
+    if end <= start:
+        raise ConfigError(f"--until {end} must be later than step {start}")
+    target_refs = [ref for ref in later_refs if ref.step <= end]
+    metrics = {step: values for step, values in journal.items() if step <= end}
+    metrics |= metrics_of_steps(backend, (ref for ref in target_refs if not journal.get(ref.step)))
+    if not target_refs and not any(metrics.values()):
+        raise ConfigError(
+            f"{backend.url} keeps none of the {count} steps after step {start}, and the journal of "
+            "the run has no metrics of them, so that nothing could be compared: give --until"
+        )
+    return Course(backend, refs[start], end, target_refs[-1] if target_refs else None, metrics)
 
 
 def _show(
-    origin: StepRef,
-    target: StepRef,
+    course: Course,
     contrast: Contrast,
     seconds: float,
     *,
     is_deterministic: bool,
     json: bool,
 ) -> None:
-    names, is_proven = contrast.names, not contrast.exists
+    names, is_equal = contrast.names, not contrast.exists
     if json:
         output.show_json(
             {
-                "step": origin.step,
-                "until": target.step,
-                "proven": is_proven,
+                "step": course.origin.step,
+                "until": course.end,
+                "proven": is_equal and contrast.tensors is not None,
                 "deterministic": is_deterministic,
                 "different": names,
+                "steps_with_equal_metrics": contrast.compared_steps
+                - len({metric.step for metric in contrast.metrics}),
+                "state_compared_at": course.target.step if course.target else None,
                 "seconds": seconds,
             }
         )
         return
-    output.show_line(f"step {origin.step} was replayed up to step {target.step} in {seconds:.1f} s")
-    if is_proven:
-        count = output.count(contrast.tensors.equal, "tensor")
-        output.show_line(f"{count} and all values are equal bit for bit: the step is proven")
+    output.show_line(
+        f"step {course.origin.step} was replayed up to step {course.end} in {seconds:.1f} s"
+    )
+    if is_equal:
+        _show_equal(course, contrast)
         return
-    rows = [(name,) for name in names[:_MOST_NAMES]]
-    output.show_table(("different",), rows)
+    for metric in contrast.metrics[:1]:
+        output.show_line(
+            f"first difference: {metric.name} of step {metric.step} is {metric.value!r} in the "
+            f"run, and {metric.replay_value!r} in the replay"
+        )
+    output.show_table(("different",), [(name,) for name in names[:_MOST_NAMES]])
     if len(names) > _MOST_NAMES:
         output.show_line(f"and {len(names) - _MOST_NAMES:,} more")
     output.show_line(
@@ -281,3 +375,19 @@ def _show(
         else "two replays differ from each other: the training is not deterministic, so this "
         "proves nothing about the resume"
     )
+
+
+def _show_equal(course: Course, contrast: Contrast) -> None:
+    if contrast.compared_steps:
+        output.show_line(
+            f"the metrics of {output.count(contrast.compared_steps, 'step')} are equal"
+        )
+    if contrast.tensors is None:
+        output.show_line(
+            "the run keeps none of these steps, so no state was compared, and the step is not "
+            "marked as proven"
+        )
+        return
+    count = output.count(contrast.tensors.equal, "tensor")
+    place = f" at step {course.target.step}" if course.target else ""
+    output.show_line(f"{count} and all values{place} are equal bit for bit: the step is proven")
