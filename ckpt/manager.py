@@ -26,7 +26,7 @@ from ckpt.elastic.call_guard import CallGuard, one_at_a_time
 from ckpt.elastic.planned_stop import StopSignals
 from ckpt.elastic.stop_listener import StopListener
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
-from ckpt.errors.frames import frameless
+from ckpt.errors.storage import frameless
 from ckpt.events import MetricsAdded, Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
@@ -46,8 +46,7 @@ from ckpt.save.reserver import Reserver
 from ckpt.save.save_job import SaveRequests
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
-from ckpt.state.match.renaming import Rename
-from ckpt.state.match.selection import Selection
+from ckpt.state.match.selection import Rename, Selection
 from ckpt.state.walk.collect import collect
 from ckpt.state.walk.last_walk import LastWalk
 from ckpt.state.walk.objects import StateView, without_plain
@@ -300,7 +299,8 @@ class CheckpointManager:
             reason = ""
             if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
-            checked_metrics, patterns = as_metrics(metrics or {}), patterns_for(only, exclude)
+            patterns = patterns_for(only, exclude)
+            checked_metrics = as_metrics(metrics) if metrics else {}
             notes = (
                 {METRICS: checked_metrics}
                 if checked_metrics and self._coordinator.rank == LEADER

@@ -19,7 +19,7 @@ from ckpt.errors import (
     StorageError,
     TierBehind,
 )
-from ckpt.errors.frames import without_frames
+from ckpt.errors.storage import without_frames
 from ckpt.locks import Condition
 
 if TYPE_CHECKING:
@@ -201,7 +201,9 @@ class SaveRecord(PendingSave):
     """
 
     def add_written(self, nbytes: int) -> None:
-        """Add ``nbytes`` to the bytes of this rank that were written. It may be negative."""
+        """Add ``nbytes`` to the bytes of this rank that were written. A negative number takes bytes
+        back, since a file may be written again from its start.
+        """
         with self._change:
             self._written_bytes += nbytes
 

@@ -21,8 +21,7 @@ from ckpt.agent.messages import Detach, Forget, Job, fields_of, urls_of
 from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.gather import Wait, gather, leader_decides
-from ckpt.coordination.json_message import encode_json
+from ckpt.coordination.gather import Wait, encode_json, gather, leader_decides
 from ckpt.coordination.nodes import on_node
 from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified

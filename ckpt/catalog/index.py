@@ -27,7 +27,7 @@ from ckpt.errors import (
     TransientStorageError,
     errors_of,
 )
-from ckpt.errors.frames import frameless
+from ckpt.errors.storage import frameless
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.keys import (
     FOLDERS,

@@ -22,7 +22,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.errors.frames import frameless
+from ckpt.errors.storage import frameless
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, is_late_metrics

@@ -27,7 +27,7 @@ import msgspec
 
 from ckpt.coordination.abort_reason import Abort, abort_reason
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.json_message import encode_json
+from ckpt.coordination.gather import encode_json
 from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 

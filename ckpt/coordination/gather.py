@@ -1,6 +1,7 @@
 """Exchanges between ranks: gather a message of each rank, and let the leader decide for all ranks.
 
-Every wait is bounded. If ranks do not answer in time, an error names them.
+Every wait is bounded. If ranks do not answer in time, an error names them. Messages are JSON, whose
+texts may come from errors (``encode_json``).
 """
 
 from __future__ import annotations
@@ -8,12 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CommitTimeout
 
 T = TypeVar("T")
@@ -95,3 +95,27 @@ def leader_decides(
     if decision is None:
         raise wait.timeout_error([LEADER])
     return msgspec.json.decode(decision, type=kind)
+
+
+def encode_json(message: object) -> bytes:
+    """Return ``message`` as JSON, in which characters that UTF-8 cannot encode are escaped.
+
+    The text of an error may have the name of a file that is not UTF-8. Python represents the bytes
+    of such a name as lone surrogates, which JSON does not have.
+    """
+    try:
+        return msgspec.json.encode(message)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_escape(msgspec.to_builtins(message)))
+
+
+def _escape(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_escape(key): _escape(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_escape(item) for item in value]
+        case _:
+            return value

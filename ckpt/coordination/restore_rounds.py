@@ -15,8 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.gather import Wait, leader_decides
-from ckpt.coordination.json_message import encode_json
+from ckpt.coordination.gather import Wait, encode_json, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.fallback import is_damage
@@ -177,7 +176,8 @@ class RestoreRounds:
             return self._send(shared_subject, self._worst(subject, step))[0]
 
         answer = leader_decides(self._coordinator, subject, decide, wait, _Answer)
-        drop(self._coordinator, own, pieces)
+        if pieces:
+            drop(self._coordinator, own, pieces)
         return self._with_names(shared_subject, LEADER, answer)
 
     def _send(self, subject: str, answer: _Answer) -> tuple[_Answer, int]:

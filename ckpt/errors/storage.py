@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import ClassVar, TypeVar
+from functools import wraps
+from typing import ClassVar, ParamSpec, TypeVar
 
 from ckpt.errors.base import CkptError
 from ckpt.errors.sanitize import clean
@@ -213,3 +214,29 @@ def errors_of(root: str) -> Generator[None]:
     except StorageError as error:
         with_root(error, root)
         raise
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_frames(error: CkptError) -> CkptError:
+    """Return ``error``, for a caller that raises it, without the frames of the thread that met a
+    store.
+    """
+    return error.with_traceback(None) if isinstance(error, StorageError) else error
+
+
+def frameless(function: Callable[P, T]) -> Callable[P, T]:
+    """Let ``function`` raise errors of stores without the frames below it: dozens of frames of
+    clients and threads say nothing of the store, and hide the message.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except StorageError as error:
+            raise without_frames(error) from error.__cause__
+
+    return call

@@ -14,8 +14,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
-from ckpt.model.box import Box, tiling_fault
-from ckpt.model.box_index import BoxIndex
+from ckpt.model.box import Box, BoxIndex, tiling_fault
 from ckpt.model.manifest import Encoding, File, Fragment, Manifest, Shard, Tensor
 from ckpt.model.packed import fragment_of
 from ckpt.model.runs import boxes_of, extent, ranks_meeting

@@ -66,7 +66,7 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
     """Return the ranks that together write one copy of a tensor, each of them one slab. The result
     is empty if ``rank`` writes the whole tensor.
 
-    * If ``node_of`` is empty or ``rank`` does not hold the tensor, the result is ``replicas``.
+    * If ``rank`` does not hold the tensor, the result is ``replicas``.
     * If all nodes with replicas have the same number of them, and more than one, the result is the
       replicas on the node of ``rank``. Each node then has a copy.
     * In all other cases, the result is empty. With unequal numbers of replicas, the slabs of the
@@ -77,9 +77,9 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
     Args:
         replicas: The ranks that hold the tensor.
         rank: The rank that the result is for.
-        node_of: The node of each rank; empty if the nodes have no tiers of their own.
+        node_of: The node of each rank.
     """
-    if not node_of or rank not in replicas:
+    if rank not in replicas:
         return replicas
     counts = Counter(node_of[replica] for replica in replicas)
     mates = tuple(replica for replica in replicas if node_of[replica] == node_of[rank])

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.errors import DtypeMismatch, EntryMissing, ManifestCorrupt, ShapeMismatch
-from ckpt.model.box import Box, split_rows, tiling_fault
-from ckpt.model.box_index import BoxIndex
+from ckpt.model.box import Box, BoxIndex, split_rows, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Manifest, Shard, StoredFile, Tensor
 from ckpt.plan.leaf import Leaf

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 from ckpt.catalog.index import is_committed
@@ -148,7 +148,6 @@ class ReadThrough:
     ) -> None:
         self._tiers, self.origin, self._stored_step = tiers, origin, stored_step
         self._context, self._coordinator = context, context.coordinator
-        self._owner = Owner.of_this_process(context.coordinator.attempt)
         self._deadline = time.monotonic() + context.patience
         self._files = stored_step.manifest.stored_files()
         # The files of an adopted step are read where they are, and a cache has no older steps that
@@ -172,13 +171,19 @@ class ReadThrough:
         self.cached_bytes = 0
         """The number of bytes of data files that this rank has put into caches."""
 
+    @cached_property
+    def _owner(self) -> Owner:
+        return Owner.of_this_process(self._coordinator.attempt)
+
     def look(self, plan: RestorePlan) -> None:
         """Remember the files for ``plan`` that neither the nearest cache nor a nearer tier has.
 
         A file of the right size counts as present. Call this on all ranks before ``fill`` is called
         on any rank, since a rank that fetches files changes the cache.
         """
-        near = range(self._caches[0] + 1) if self._caches else ()
+        if not self._caches:
+            return
+        near = range(self._caches[0] + 1)
         nbytes_by_rank: Counter[int] = Counter()
         for read in plan.reads:
             nbytes_by_rank[read.rank] += read.nbytes
@@ -187,9 +192,7 @@ class ReadThrough:
             for rank, file in sorted(self._files.items())
             if self._is_worth(file, nbytes_by_rank[rank])
         ]
-        self._missing = [
-            file for file in files if near and all(self.origin.fault(p, file) for p in near)
-        ]
+        self._missing = [file for file in files if all(self.origin.fault(p, file) for p in near)]
 
     def _is_worth(self, file: StoredFile, nbytes: int) -> bool:
         """Return True if this rank wants enough bytes (``nbytes``) of a file to fetch the file.
@@ -197,7 +200,7 @@ class ReadThrough:
         If nodes have tiers of their own, a rank does not fetch a file for a small part of the file,
         such as some buffers.
         """
-        least = file.file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
+        least = file.file.size // _FEW if self._tiers[self._caches[0]].nodes else 0
         return nbytes > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
@@ -212,6 +215,8 @@ class ReadThrough:
         Raises:
             CommitError: The other ranks cannot be reached.
         """
+        if not self._caches:
+            return plan
         self._deadline = time.monotonic() + self._context.patience
         chunks = _WantedChunks(plan, sink)
         missing = self._missing

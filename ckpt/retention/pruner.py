@@ -229,7 +229,7 @@ class Pruner:
 
     Thread safety: ``ask``, ``remove_remains`` and ``evict`` may be called from any thread;
     ``close`` by the owner, once. ``_lock`` guards ``_is_queued``. Only the pruning thread changes
-    ``_has_pruned`` and ``_has_warned``.
+    ``_has_pruned``, ``_has_ended`` and ``_has_warned``.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class Pruner:
         if leads:
             self._workers.start()  # Later the system might refuse to start a thread
         self._lock = threading.Lock()
-        self._is_queued = self._has_pruned = self._has_warned = False
+        self._is_queued = self._has_pruned = self._has_ended = self._has_warned = False
 
     def ask(self) -> None:
         """Queue a run of the pruning thread, and return at once.
@@ -261,7 +261,7 @@ class Pruner:
         successful run if the policy keeps everything.
         """
         with self._lock:
-            if not self._leads or self._is_queued or (self._has_pruned and self._rule.keeps_all):
+            if not self._leads or self._is_queued or self._has_ended:
                 return
             self._is_queued = True
         self._workers.submit(self._prune)
@@ -307,14 +307,14 @@ class Pruner:
     def _prune(self) -> None:
         with self._lock:
             self._is_queued = False
-        if self._has_pruned and self._rule.keeps_all:  # ``ask`` was called during the first run
+        if self._has_ended:  # ``ask`` was called during the first run
             return
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
             if not self._has_pruned:
                 discard_orphans(self._tier.backend, self._claim, sorted(self._claim.listing))
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
-            self._has_pruned = True
+            self._has_pruned, self._has_ended = True, self._rule.keeps_all
             if not self._has_warned and (
                 unknown := unknown_metric(self._rule, self._inventory.metrics)
             ):

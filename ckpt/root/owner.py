@@ -293,7 +293,7 @@ def read_owner(backend: StorageBackend) -> Owner | None:
         owner = read_record(backend, OWNER, _decoder.decode, limit=_LIMIT)
     except (IntegrityError, LinkRefused, ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
-    return None if owner.alive and _is_elsewhere(backend, owner.root) else owner
+    return None if _is_elsewhere(backend, owner.root) and owner.alive else owner
 
 
 def _place(backend: StorageBackend) -> str:

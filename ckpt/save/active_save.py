@@ -116,12 +116,6 @@ class SaveOutcome:
         )
         self._reports.observers.notify(event)
 
-    def add_written(self, nbytes: int) -> None:
-        """Add ``nbytes`` to the bytes written so far. A negative number takes bytes back, since a
-        file may be written again from its start.
-        """
-        self.pending.add_written(nbytes)
-
     def committed(self, url: str) -> None:
         """Report that the step is a checkpoint on the tier ``url``."""
         pending = self.pending

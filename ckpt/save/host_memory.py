@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.errors import ConfigError
-from ckpt.staging.slots import SlotContents, SlotPool
+from ckpt.staging.slots import NoContents, SlotContents, SlotPool
 from ckpt.storage.tiers import OpenTier
 
 
@@ -16,13 +16,13 @@ def slot_pool(tiers: Sequence[OpenTier], config: SaveConfig, contents: SlotConte
     Args:
         tiers: All tiers, nearest first.
         config: The settings of saves.
-        contents: The steps that slots hold between two saves.
+        contents: The steps that slots hold between two saves, if a tier is in memory.
 
     Raises:
         ConfigError: There is less host memory for a tier in memory than an image.
     """
-    share = config.memory_share
-    if share is not None and share < 1 and any(tier.in_memory for tier in tiers):
+    share, keeps_images = config.memory_share, any(tier.in_memory for tier in tiers)
+    if share is not None and share < 1 and keeps_images:
         raise ConfigError(
             f"host_memory={config.host_memory!r}: the tier 'memory' keeps whole images: give it 1x "
             "or more, or leave the tier out"
@@ -34,7 +34,7 @@ def slot_pool(tiers: Sequence[OpenTier], config: SaveConfig, contents: SlotConte
         limit=config.memory_limit,
         elastic=_may_pass_by(tiers, config),
         part_bytes=max(config.chunk_bytes, *parts),
-        contents=contents,
+        contents=contents if keeps_images else NoContents(contents.reservation),
     )
 
 

@@ -21,7 +21,7 @@ from ckpt.errors import (
     UnsupportedValue,
 )
 from ckpt.errors.base import few
-from ckpt.errors.frames import without_frames
+from ckpt.errors.storage import without_frames
 from ckpt.events import Observers, SaveFailed, SaveSuspicious
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, on_branch

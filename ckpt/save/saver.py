@@ -374,7 +374,7 @@ class Saver:
     def _commit(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
         writer, farther_writers = writers[0], writers[1:]
         try:
-            known_chunks = writer.commit(save.job, on_bytes=save.outcome.add_written)
+            known_chunks = writer.commit(save.job, on_bytes=save.outcome.pending.add_written)
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._miss(writers, save, error)
             return
@@ -511,7 +511,7 @@ class Saver:
 
         After a detach, raise `LeftToAgent` to end the copy.
         """
-        outcome.add_written(nbytes)
+        outcome.pending.add_written(nbytes)
         if self._departure.is_set():
             raise LeftToAgent(ref.step)
 

@@ -78,10 +78,14 @@ class SlotContents(Protocol):
 
 
 class NoContents:
-    """The `SlotContents` of a job without tiers in memory: no slot holds a step between saves."""
+    """The `SlotContents` of a job without tiers in memory: no slot holds a step between saves.
 
-    def __init__(self) -> None:
-        self.reservation = Reservation()
+    Args:
+        reservation: The host memory that saves keep outside of slots; None for a new object.
+    """
+
+    def __init__(self, reservation: Reservation | None = None) -> None:
+        self.reservation = Reservation() if reservation is None else reservation
 
     def evict(self, path: str) -> None: ...
 

@@ -45,6 +45,7 @@ class Window:
         self._memory = memory
         self._landed_bytes = 0
         self._error: CkptError | None = None
+        self._is_abandoned = False
         self._change = Condition()
 
     @property
@@ -131,16 +132,24 @@ class Window:
         """Declare that no more bytes will be written. Calls of ``wait_room`` and ``view`` then
         raise ``StagingError``, or the earlier error if the image has failed before.
         """
-        self.fail(StagingError("the image is not written any more"))
+        with self._change:
+            self._is_abandoned = True
+            self._change.notify_all()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._error is not None or self._is_abandoned
 
     def _wait_landed(self, end: int) -> None:
         with self._change:
-            self._change.wait_for(lambda: self._error or self._landed_bytes >= end)
+            self._change.wait_for(lambda: self._has_ended or self._landed_bytes >= end)
             self._check()
 
     def _check(self) -> None:
         if self._error:
             raise self._error
+        if self._is_abandoned:
+            raise StagingError("the image is not written any more")
 
 
 class RingWindow(Window):
@@ -181,7 +190,7 @@ class RingWindow(Window):
     @property
     def rereadable(self) -> bool:
         with self._change:
-            return not self._passed_pieces and not self._error
+            return not self._passed_pieces and not self._has_ended
 
     def has_room(self, end: int) -> bool:
         return self._take_room(end, wait=False)
@@ -271,7 +280,7 @@ class RingWindow(Window):
 
     def _has_frame(self) -> bool:
         grows = self._ring.spill.may_grow(hurries=self.hurries)
-        return self._error is not None or self._ring.has_free or grows
+        return self._has_ended or self._ring.has_free or grows
 
     def _use(self, use: int, start: int, end: int) -> None:
         with self._change:

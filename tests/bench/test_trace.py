@@ -7,9 +7,9 @@ import re
 from tests.kit.worlds import ROOT, run_script
 
 MOST = {
-    "a save to one tier": (445, 85),
-    "a save to near and far": (510, 92),
-    "a restore": (640, 112),
+    "a save to one tier": (426, 74),
+    "a save to near and far": (489, 81),
+    "a restore": (630, 98),
 }
 """The most functions and files."""
 

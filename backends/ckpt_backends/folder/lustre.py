@@ -26,15 +26,22 @@ _MOST_TARGETS: Final = 2000  # Lustre stripes a file over at most this many targ
 _SECONDS: Final = 10.0
 
 
+def striping_of(root: str, count: int | None) -> Striping | None:
+    """Return the striping of the folders below ``root``; None if folders are to stay as they are,
+    since ``root`` is not on a Lustre file system or ``count`` is 0. See `Striping`.
+    """
+    return None if count == 0 or kind_of(root) != "lustre" else Striping(root, count)
+
+
 class Striping:
-    """The striping of the folders of one store.
+    """The striping of the folders of one store on Lustre.
 
     Thread safety: any thread may call ``apply``.
 
     Args:
         root: The path of the root, which need not exist yet.
-        count: The number of targets for each large file; -1 for all targets. 0 leaves all folders
-            as they are. None means four targets, unless the root inherits a striping.
+        count: The number of targets for each large file; -1 for all targets. None means four
+            targets, unless the root inherits a striping.
     """
 
     def __init__(self, root: str, count: int | None) -> None:
@@ -44,9 +51,8 @@ class Striping:
         self._has_looked = False
 
     def apply(self, folder: str) -> None:
-        """Set the layout of ``folder``, which is new and empty. Do nothing if the root is not on a
-        Lustre file system, if the program ``lfs`` is not installed, or if folders are to stay as
-        they are (see the argument ``count`` of this class).
+        """Set the layout of ``folder``, which is new and empty. Do nothing if the program ``lfs``
+        is not installed, or if the root inherits a striping and no ``count`` was given.
 
         Never raise: the first failure is logged, and later calls do nothing. Files without striping
         are valid, too.
@@ -68,7 +74,7 @@ class Striping:
 
     def _find(self) -> str | None:
         """Return the path of the program ``lfs`` if it must set layouts, else None."""
-        if self._count == 0 or kind_of(self._root) != "lustre" or not (lfs := shutil.which("lfs")):
+        if not (lfs := shutil.which("lfs")):
             return None
         if self._count is None:
             folder = self._root

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import lru_cache
 from typing import Final
 
 from ckpt_backends.folder.mounts import is_network, keeps_numbers, kind_of, path_in_mount
 
 _OWN_NUMBERS: Final = frozenset({"cifs", "smb3"})
 """Network file systems whose clients may number the folders by themselves, each mount anew."""
+_MOST_REMEMBERED: Final = 16
 
 
 def place_of(path: str) -> str:
@@ -22,13 +24,22 @@ def place_of(path: str) -> str:
     the number lasts, since the folder may be renamed.
     """
     path = os.path.realpath(path)
-    status, kind = os.stat(path), kind_of(path)
-    device = "" if is_network(kind) else str(status.st_dev)
+    status = os.stat(path)
+    return _place_of(path, status.st_dev, status.st_ino)
+
+
+@lru_cache(_MOST_REMEMBERED)
+def _place_of(path: str, mount: int, number: int) -> str:
+    """Return what ``place_of`` returns for the resolved ``path``, on the device ``mount``. The
+    table of mounts, which may be long, is read once for each folder.
+    """
+    kind = kind_of(path)
+    device = "" if is_network(kind) else str(mount)
     if keeps_numbers(kind) and kind not in _OWN_NUMBERS:
-        return f"{device}:{status.st_ino}::"
+        return f"{device}:{number}::"
     inner = path_in_mount(path)
     digest = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
-    return f"{device}::{status.st_dev if digest else ''}:{digest}"
+    return f"{device}::{mount if digest else ''}:{digest}"
 
 
 def are_apart(place: str, other_place: str) -> bool:

@@ -52,7 +52,7 @@ from ckpt_backends.folder.group import (
     share_file,
     share_folder,
 )
-from ckpt_backends.folder.lustre import Striping, stripe_count
+from ckpt_backends.folder.lustre import Striping, stripe_count, striping_of
 from ckpt_backends.folder.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
 from ckpt_backends.folder.places import are_apart, place_of
 from ckpt_backends.oserrors import storage_errors
@@ -98,7 +98,7 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
         put_if_absent=bool(flags.get("put_if_absent", True)),
         direct=bool(flags.get("direct", True)),
         reserves=bool(flags.get("reserve", kind_of(root) != "btrfs")),
-        striping=Striping(root, count),
+        striping=striping_of(root, count),
     )
 
 
@@ -124,7 +124,7 @@ class PosixBackend:
     ) -> None:
         self.url = self._root = root
         self._direct, self._reserves = direct, reserves
-        self._striping = striping or Striping(root, 0)
+        self._striping = striping
         self.capabilities = Capabilities(
             put_if_absent=put_if_absent,
             shared=is_shared,
@@ -156,7 +156,8 @@ class PosixBackend:
             return place_of(self._root)
 
     def is_elsewhere(self, place: str) -> bool:
-        return are_apart(self.place(), place)
+        own_place = self.place()
+        return own_place != place and are_apart(own_place, place)
 
     def mark(self) -> str:
         self.identity()
@@ -415,7 +416,8 @@ class PosixBackend:
                 os.mkdir(path, FOLDER_MODE)
                 if path.startswith(self._top().rstrip("/") + "/") and self._is_group_shared:
                     share_folder(path)
-                if path == missing[0]:  # The caller writes files to this folder
+                # The caller writes files to the first folder.
+                if path == missing[0] and self._striping is not None:
                     self._striping.apply(path)
             # If another thread has removed the folder, FileNotFoundError makes ``_create`` repeat.
             if not stat.S_ISDIR(os.stat(path).st_mode):

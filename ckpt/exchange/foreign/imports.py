@@ -27,7 +27,7 @@ from ckpt.exchange.foreign.sources import kind_of, read_contents
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.state.match.saved import EQUAL
-from ckpt.state.match.wrapper_prefix import REMOVED_PREFIX
+from ckpt.state.match.selection import REMOVED_PREFIX
 from ckpt.storage.places import is_folder, relation
 from ckpt.storage.registry import open_backend
 

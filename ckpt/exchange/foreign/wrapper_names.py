@@ -3,14 +3,14 @@
 ``torch.compile``, FSDP1 and activation checkpointing insert a part of their own anywhere in a name:
 ``layers.0._orig_mod.weight``. No module has a child of such a name by itself, so these parts are
 always removed. DDP puts ``module.`` before all names, and so does a module whose only child is
-called ``module``. A restore decides between the two (see ``state.match.wrapper_prefix``).
+called ``module``. A restore decides between the two (see ``state.match.selection``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckpt.state.match.wrapper_prefix import PREFIX
+from ckpt.state.match.selection import PREFIX
 from ckpt.state.walk.modules import WRAPPERS
 
 

@@ -29,7 +29,7 @@ from ckpt.errors import (
     ObjectNotFound,
     StorageError,
 )
-from ckpt.errors.frames import frameless
+from ckpt.errors.storage import frameless
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.exchange.weights.version_memory import VersionMemory, layout_of
 from ckpt.model.keys import StepId, StepRef

@@ -11,7 +11,7 @@ import torch
 from ckpt.catalog.tensor_reader import BATCH_BYTES, ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
-from ckpt.errors.frames import frameless
+from ckpt.errors.storage import frameless
 from ckpt.exchange.weights.opened import OpenCheckpoint
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.model.box import Box

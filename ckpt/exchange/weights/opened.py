@@ -17,7 +17,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
-from ckpt.errors.frames import frameless
+from ckpt.errors.storage import frameless
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor

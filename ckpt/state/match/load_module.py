@@ -21,11 +21,10 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import RestoreError, ShapeMismatch, UnsupportedValue
 from ckpt.model.values import VERSIONS, Node, decode
-from ckpt.state.match.fill_tensor import fill_tensor
 from ckpt.state.match.load_code import has_setter, is_converted, load_code
 from ckpt.state.match.load_trial import Size, check_sizes
 from ckpt.state.match.loading import of_own_code
-from ckpt.state.match.matching import Matcher
+from ckpt.state.match.matching import Matcher, fill_tensor
 from ckpt.state.match.materialise import is_meta
 from ckpt.state.match.remake import torch_value
 from ckpt.state.match.saved import ABSENT, is_mapping, tag

@@ -22,9 +22,8 @@ from ckpt.errors import OptimizerMismatch, RestoreError
 from ckpt.model.key_order import in_order
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, names_below, unescape
-from ckpt.state.match.fill_tensor import fill_tensor
 from ckpt.state.match.loading import Completion, place
-from ckpt.state.match.matching import Matcher
+from ckpt.state.match.matching import Matcher, fill_tensor
 from ckpt.state.match.materialise import is_meta
 from ckpt.state.match.own_step import state_of_step
 from ckpt.state.match.remake import tensor_named
@@ -34,7 +33,6 @@ from ckpt.state.tensors.layout import empty_in_order, is_plain
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.wrapped import is_wrapper
 from ckpt.state.tensors.zero import keeper_of
-from ckpt.state.walk.enum_members import member_like
 from ckpt.state.walk.items import Part
 from ckpt.state.walk.modules import (
     PLACELESS,
@@ -51,6 +49,7 @@ from ckpt.state.walk.modules import (
     placeless,
     state_name,
 )
+from ckpt.state.walk.packing import member_like
 from ckpt.state.walk.stand_in import OptimizerStandIn
 
 _VARIANTS: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))

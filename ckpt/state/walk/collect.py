@@ -38,8 +38,6 @@ from ckpt.state.tensors.wrapped import is_wrapper, kind_of, take_apart
 from ckpt.state.tensors.zero import Keeper, keeper_of
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.advice import advice_for
-from ckpt.state.walk.choice import Choice
-from ckpt.state.walk.enum_members import plain_of
 from ckpt.state.walk.items import ModuleItems, Part
 from ckpt.state.walk.last_walk import LastWalk, OptimizerItems, Structure
 from ckpt.state.walk.modules import (
@@ -54,6 +52,7 @@ from ckpt.state.walk.modules import (
     unwrap,
 )
 from ckpt.state.walk.objects import (
+    Choice,
     StateView,
     check_mode,
     declares_state,
@@ -63,11 +62,10 @@ from ckpt.state.walk.objects import (
     walk_objects,
     walk_tensors,
 )
-from ckpt.state.walk.packing import after_state_dict, before_state_dict
+from ckpt.state.walk.packing import after_state_dict, before_state_dict, plain_of
 from ckpt.state.walk.registry import Registry
-from ckpt.state.walk.segments import NamedTensor, Segment, Table
+from ckpt.state.walk.segments import NamedTensor, Segment, Table, views_of
 from ckpt.state.walk.stand_in import OptimizerStandIn
-from ckpt.state.walk.views import views_of
 from ckpt.state.walk.wrappers import Wrappers, in_module, in_optimizer
 
 _log = logging.getLogger("ckpt")

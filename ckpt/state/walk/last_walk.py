@@ -19,7 +19,6 @@ from ckpt.state.tensors.declared import DeclaredPart, declarations
 from ckpt.state.tensors.layout import PLAIN, is_plain
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.zero import Keeper
-from ckpt.state.walk.choice import Choice
 from ckpt.state.walk.items import ModuleItems, Part
 from ckpt.state.walk.module_tree import ModuleTree, tree_of
 from ckpt.state.walk.modules import (
@@ -31,6 +30,7 @@ from ckpt.state.walk.modules import (
     raw_state,
     state_name,
 )
+from ckpt.state.walk.objects import Choice
 from ckpt.state.walk.segments import Segment, Table
 from ckpt.state.walk.stand_in import ModuleStandIn
 

@@ -1,10 +1,11 @@
 """Find modules, optimizers, tensors and objects with a ``state_dict()`` in the dicts, lists and
-tuples of a state.
+tuples of a state, and choose those that a save writes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import UnsupportedValue
 from ckpt.model.levels import is_bounded, is_plain
+from ckpt.model.patterns import WHOLE, Patterns, left_out
 from ckpt.model.values import PlainNode, check_bounded, check_name, join, plain_node
 from ckpt.state.tensors.layout import PLAIN
 from ckpt.state.walk.stand_in import StandIn
@@ -187,3 +189,74 @@ def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
         for index, item in enumerate(value):
             if not has_only_values(item):
                 yield from walk_tensors(item, join(path, index), depth + 1)
+
+
+class Choice:
+    """A choice of a part of a state by ``patterns``. It remembers the decision for each name, and
+    the patterns that have matched a name.
+
+    Dicts, modules and optimizers may be saved in part. Any other value is saved as a whole or not
+    at all.
+
+    Thread safety:
+        Only the training thread uses it.
+    """
+
+    def __init__(self, patterns: Patterns) -> None:
+        self._patterns = patterns
+        self._decisions: dict[str, bool] = {}
+        self._matched_patterns: set[str] = set()
+
+    @property
+    def idle_patterns(self) -> tuple[str, ...]:
+        """The patterns that have matched no name."""
+        patterns = (*(self._patterns.only or ()), *self._patterns.exclude)
+        return tuple(pattern for pattern in patterns if pattern not in self._matched_patterns)
+
+    @property
+    def left_out(self) -> dict[str, Any]:
+        """The patterns in the form in which the manifest's metadata keeps them; empty if the whole
+        state is saved.
+        """
+        return left_out(self._patterns, self._matched_patterns)
+
+    def takes(self, name: str, parameter: str = "") -> bool:
+        """Return True if ``name`` is saved.
+
+        If ``name`` names the state that an optimizer keeps for a parameter, ``parameter`` is the
+        name of this parameter. If the parameter is excluded, its state is not saved either.
+        """
+        if self._patterns is WHOLE:
+            return True
+        if (decision := self._decisions.get(name)) is None:
+            self._matched_patterns.update(self._patterns.matches(name))
+            decision = self._patterns.takes(name) and not self._patterns.excludes(parameter)
+            self._decisions[name] = decision
+        return decision
+
+    def part_of(self, state: Mapping[Any, Any], path: str = "") -> Mapping[Any, Any]:
+        """Return ``state``, the dict at ``path``, without the values that are not saved.
+
+        A module or optimizer stays in the result if any part of it may be saved. The walk then
+        calls ``takes`` for each of its values.
+        """
+        if self._patterns is WHOLE:
+            return state
+        part: dict[Any, Any] = {}
+        if type(state) is OrderedDict:
+            part = OrderedDict()
+            vars(part).update(vars(state))  # A state dict has an attribute with module versions
+        for key, value in state.items():
+            name = join(path, key)
+            is_taken = self.takes(name)
+            if self._patterns.excludes(name) or not (is_taken or self._patterns.reaches(name)):
+                continue
+            if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
+                part[key] = value
+            elif isinstance(value, dict) and type(value) in (dict, OrderedDict):
+                inner_part = self.part_of(value, name)
+                if inner_part or is_taken:
+                    part[key] = inner_part
+            elif is_taken:
+                part[key] = value
+        return part

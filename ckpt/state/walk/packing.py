@@ -1,7 +1,12 @@
-"""Give an optimizer the form of its ``state_dict()``, and run the hooks of that method."""
+"""Give an optimizer the form of its ``state_dict()``, and run the hooks of that method.
+
+A setting that is a member of an enum is saved as the number or text it equals. A checkpoint names
+no class, so only the optimizer in the state knows the enum.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Final
@@ -91,3 +96,21 @@ def _has_same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
             for number in values
         )
     )
+
+
+def plain_of(setting: Any) -> Any:
+    """Return the value of ``setting`` if it is a member of an enum and equal to its value, as those
+    of ``IntEnum`` and ``StrEnum`` are. Return any other setting itself.
+    """
+    is_equal = isinstance(setting, enum.Enum) and isinstance(setting, int | str)
+    return setting.value if is_equal else setting
+
+
+def member_like(present: Any, value: Any) -> Any:
+    """Return the member for ``value`` of the enum that ``present`` is a member of. If ``present``
+    is no member of such an enum, return ``value`` itself.
+
+    Raises:
+        ValueError: The enum has no member for ``value``.
+    """
+    return value if plain_of(present) is present else type(present)(value)

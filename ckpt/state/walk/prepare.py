@@ -18,7 +18,7 @@ import torch
 
 from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
-from ckpt.model.box_index import BoxIndex
+from ckpt.model.box import BoxIndex
 from ckpt.model.runs import BOXES_PER_RANK
 from ckpt.model.values import check_name
 from ckpt.plan.copies_per_node import nonwriter_leaf, writers
@@ -286,7 +286,7 @@ class PlanCache:
             return nonwriter_leaf(leaf, item.replicas, self._rank, node_of)
         return replace(
             leaf,
-            replicas=writers(leaf.replicas, self._rank, node_of),
+            replicas=writers(leaf.replicas, self._rank, node_of) if node_of else leaf.replicas,
             is_frozen=_is_frozen((item.tensor, *item.outer_tensors)),
         )
 

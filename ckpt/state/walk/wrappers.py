@@ -12,10 +12,10 @@ from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.wrapped import WrapperParts, kind_of, take_apart, wrappers_in
-from ckpt.state.walk.choice import Choice
 from ckpt.state.walk.items import AnyPiece, ModuleItems
 from ckpt.state.walk.last_walk import OptimizerItems
 from ckpt.state.walk.modules import state_name
+from ckpt.state.walk.objects import Choice
 from ckpt.state.walk.segments import NamedTensor
 
 NameAndPiece = tuple[str, AnyPiece | None]

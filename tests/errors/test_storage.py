@@ -49,6 +49,6 @@ def test_a_wrong_key_is_one_sentence_with_the_way_out_and_no_frames_of_clients(
     assert "\n" not in message
     frames = traceback.extract_tb(caught.value.__traceback__)
     files = [Path(frame.filename).name for frame in frames]
-    assert set(files) <= {"test_frames.py", "frames.py", "pending.py", "manager.py"}
+    assert set(files) <= {"test_storage.py", "storage.py", "pending.py", "manager.py"}
     assert len(files) <= 6
     assert len([line for line in caplog.messages if "denied" in line]) <= 1

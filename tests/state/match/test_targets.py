@@ -9,7 +9,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.errors import RestoreError
-from ckpt.state.match.overlaps import find_overlaps
+from ckpt.state.match.targets import find_overlaps
 from ckpt.state.tensors.local_shards import LocalShards
 from tests.state.saving import assert_same, new_root, restored, round_trip, saved
 
