@@ -128,12 +128,12 @@ def test_a_folder_on_a_dead_server_is_given_up_while_it_is_opened(
 ) -> None:
     over, ran = threading.Event(), list[Ran]()
 
-    def on_network(path: str) -> bool:
+    def kind_of(path: str) -> str:
         if path.endswith("far"):
             over.wait()
-        return False
+        return "ext4"
 
-    monkeypatch.setattr("ckpt_backends.folder.posix.on_network", on_network)
+    monkeypatch.setattr("ckpt_backends.folder.posix.kind_of", kind_of)
     monkeypatch.setattr("ckpt.cli.store_timeout.SILENT_SECONDS", 0.1)
     far = Path("far").absolute()
     command = threading.Thread(

@@ -18,19 +18,11 @@ import threading
 from typing import Final
 
 from ckpt.errors import ConfigError
-from ckpt_backends.folder.mounts import kind_of
 
 _log = logging.getLogger("ckpt")
 _COUNT: Final = 4
 _MOST_TARGETS: Final = 2000  # Lustre stripes a file over at most this many targets
 _SECONDS: Final = 10.0
-
-
-def striping_of(root: str, count: int | None) -> Striping | None:
-    """Return the striping of the folders below ``root``; None if folders are to stay as they are,
-    since ``root`` is not on a Lustre file system or ``count`` is 0. See `Striping`.
-    """
-    return None if count == 0 or kind_of(root) != "lustre" else Striping(root, count)
 
 
 class Striping:

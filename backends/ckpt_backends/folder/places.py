@@ -1,9 +1,10 @@
-"""The place of a folder, which tells the folder from its copies."""
+"""The place and the mark of a folder, which tell it from its copies and from what replaces it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from functools import lru_cache
 from typing import Final
 
@@ -40,6 +41,22 @@ def _place_of(path: str, mount: int, number: int) -> str:
     inner = path_in_mount(path)
     digest = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
     return f"{device}::{mount if digest else ''}:{digest}"
+
+
+def mark_of(path: str) -> str | None:
+    """Return a text that tells the folder at ``path`` from another one that takes its place later;
+    None if there is no folder.
+
+    It is the device and the inode number. Without an inode number that lasts, it is the device. On
+    a network file system it is only the type of the file system, since the device changes when the
+    file system is mounted again.
+    """
+    with suppress(OSError):
+        status, kind = os.stat(path), kind_of(path)
+        if is_network(kind):
+            return kind
+        return f"{status.st_dev}:{status.st_ino if keeps_numbers(kind) else ''}"
+    return None
 
 
 def are_apart(place: str, other_place: str) -> bool:

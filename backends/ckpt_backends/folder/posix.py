@@ -52,9 +52,9 @@ from ckpt_backends.folder.group import (
     share_file,
     share_folder,
 )
-from ckpt_backends.folder.lustre import Striping, stripe_count, striping_of
-from ckpt_backends.folder.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
-from ckpt_backends.folder.places import are_apart, place_of
+from ckpt_backends.folder.lustre import Striping, stripe_count
+from ckpt_backends.folder.mounts import is_fuse, is_network, keeps_inode_numbers, kind_of
+from ckpt_backends.folder.places import are_apart, mark_of, place_of
 from ckpt_backends.oserrors import storage_errors
 from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporary_beside
 
@@ -92,13 +92,14 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
     root = _path_of(url)
     if os.path.lexists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is not a folder: name a folder, or a path that is free")
+    kind = kind_of(root)
     return PosixBackend(
         root,
-        is_shared=bool(flags["shared"]) if "shared" in flags else on_network(root),
+        is_shared=bool(flags["shared"]) if "shared" in flags else is_network(kind),
         put_if_absent=bool(flags.get("put_if_absent", True)),
         direct=bool(flags.get("direct", True)),
-        reserves=bool(flags.get("reserve", kind_of(root) != "btrfs")),
-        striping=striping_of(root, count),
+        reserves=bool(flags.get("reserve", kind != "btrfs")),
+        striping=Striping(root, count) if kind == "lustre" and count != 0 else None,
     )
 
 
@@ -165,33 +166,17 @@ class PosixBackend:
         return self._root_mark or ""
 
     def hold(self, mark: str) -> None:
-        self._root_mark = mark or self._present_mark() or _NOWHERE
+        self._root_mark = mark or mark_of(self._root) or _NOWHERE
 
     def is_replaced(self) -> bool:
-        return self._root_mark is not None and self._root_mark != self._present_mark()
+        return self._root_mark is not None and self._root_mark != mark_of(self._root)
 
     def _remember_root(self) -> None:
         """Remember the identity of the root if it exists and none is remembered yet."""
         if self._root_mark is None:
-            self._root_mark = self._present_mark()
+            self._root_mark = mark_of(self._root)
             with suppress(OSError):
                 self._is_group_shared = is_shared_with_group(self._root)
-
-    def _present_mark(self) -> str | None:
-        """Return the identity of the folder that is now at the path of the root, or None if there
-        is none.
-
-        The identity is the device and the inode number. Without an inode number that lasts, it is
-        the device. On a network file system it is only the type of the file system, since the
-        device changes when the file system is mounted again.
-        """
-        with suppress(OSError):
-            status = os.stat(self._root)
-            if on_network(self._root):
-                return kind_of(self._root)
-            number = status.st_ino if keeps_inode_numbers(self._root) else ""
-            return f"{status.st_dev}:{number}"
-        return None
 
     def free_bytes(self) -> int:
         """Return the bytes that this user can still write to the file system of the root.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import ckpt_backends.folder.lustre
+import ckpt_backends.folder.posix
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError
 from ckpt_backends.folder.lustre import Striping
@@ -44,7 +44,7 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(programs), prepend=":")
     monkeypatch.setattr(
-        ckpt_backends.folder.lustre, "kind_of", lambda path: kind_of(path, str(mounts))
+        ckpt_backends.folder.posix, "kind_of", lambda path: kind_of(path, str(mounts))
     )
     return lambda: (
         [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
