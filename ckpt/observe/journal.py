@@ -11,12 +11,10 @@ Nothing depends on the journal, and an error of it is only logged.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 import weakref
@@ -48,6 +46,7 @@ from ckpt.events import (
     StepVerified,
     TierMissed,
 )
+from ckpt.observe.journal_files import make_folder, open_file
 from ckpt.pipeline.workers import Workers, has_script_ended
 from ckpt.processes import Process, machine
 from ckpt.storage.places import is_folder, local_path
@@ -292,12 +291,14 @@ class Journal:
             if is_current:
                 os.replace(path, path + _OLD)
                 self._is_open = self._rank != 0  # The new file must name the job, too
-        elif not os.path.isdir(self._folder):
+        else:
             root = self._folder.removesuffix(_SUFFIX)
-            if not creates or (self._needs_root and not os.path.isdir(root)):
+            if not os.path.isdir(self._folder) and (
+                not creates or (self._needs_root and not os.path.isdir(root))
+            ):
                 return
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        self._file = _open(path)
+            make_folder(self._folder, root)
+        self._file = open_file(path)
         self._beat()
 
     def _first_record(self, moment: float) -> Record:
@@ -328,7 +329,7 @@ class Journal:
             if is_last:
                 os.unlink(path)
             else:
-                os.close(_open(path))
+                os.close(open_file(path))
                 os.utime(path)
 
 
@@ -453,7 +454,7 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
             path = os.path.join(folder, VERIFY_FILE)
             if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
                 os.replace(path, path + _OLD)
-            file = _open(path)
+            file = open_file(path)
             record = Record(
                 at=time.time(), event=VERIFY_EVENT, step=step, tier=root, reason=fault[:_MOST_TEXT]
             )
@@ -461,19 +462,6 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
                 _write(file, record)
             finally:
                 os.close(file)
-
-
-def _open(path: str) -> int:
-    """Open a regular file to append to it, and return the descriptor.
-
-    Raise ``OSError`` if the file is not a regular file. If it is a FIFO, do not wait for a reader.
-    """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-    file = os.open(path, flags, 0o600)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "it is no regular file", path)
-    return file
 
 
 def _write(file: int, record: Record) -> None:

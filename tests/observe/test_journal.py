@@ -48,13 +48,13 @@ class Blocked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answer = threading.Event()
-        true = journals._open
+        true = journals.open_file
 
         def wait_for_it(path: str) -> int:
             self.answer.wait(60)
             return true(path)
 
-        monkeypatch.setattr(journals, "_open", wait_for_it)
+        monkeypatch.setattr(journals, "open_file", wait_for_it)
 
 
 def test_a_manager_writes_a_journal_by_itself_with_the_metrics(tmp_path: Path) -> None:
