@@ -18,6 +18,7 @@ from ckpt import CheckpointManager, CkptError, Tier
 from ckpt.errors import ConfigError, OutOfSpace
 from ckpt.events import Repaired, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.observe import journal as journals
+from ckpt.observe import journal_files
 from ckpt.observe import journal_reader as readers
 from ckpt.observe.history import history_of
 from ckpt.observe.job_life import JobLife, life_of
@@ -48,13 +49,13 @@ class Blocked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answer = threading.Event()
-        true = journals.open_file
+        true = journal_files.open_file
 
         def wait_for_it(path: str) -> int:
             self.answer.wait(60)
             return true(path)
 
-        monkeypatch.setattr(journals, "open_file", wait_for_it)
+        monkeypatch.setattr("ckpt.observe.journal.open_file", wait_for_it)
 
 
 def test_a_manager_writes_a_journal_by_itself_with_the_metrics(tmp_path: Path) -> None:
