@@ -90,6 +90,11 @@ class SaveLedger:
             refs = self._refs.get(step, ())
             return bool(refs and on_branch(self._rollback, refs))
 
+    def awaits(self, step: int) -> bool:
+        """Return True if a save of ``step`` is under way."""
+        with self._lock:
+            return any(ref.step == step for ref, _ in self._entries.values())
+
     def next_trial(self, step: int) -> int:
         """Return the number of earlier tries to save ``step``, and count a further try."""
         with self._lock:

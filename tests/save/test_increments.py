@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors import safe_open
@@ -521,6 +521,7 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS)
+@example(actions=[("save", 0), ("save", 0), ("remove", 0), ("back", 0), ("save", 0)])
 @settings(max_examples=examples(60), deadline=None)
 def test_whatever_a_person_and_the_job_do_each_listed_step_is_what_was_saved(
     tmp_path_factory, actions
