@@ -30,7 +30,7 @@ from tests.kit.worlds import run_code
 MIB = 1 << 20
 SMALL = MIB // 128
 """What stands for a MiB in most tests, in ckpt too: all sizes are 128 times smaller."""
-STAGING = 176  # MiB, for a ring of 128 MiB, the smallest
+STAGING = 44  # MiB, for a ring of 32 MiB, the smallest
 WIDTH = 4800  # weight and two moments of 88 MiB each
 
 
@@ -43,7 +43,7 @@ def mib(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 class Net(nn.Module):
-    """A network whose state passes twice through the ring.
+    """A network whose state passes several times through the ring.
 
     One weight is not contiguous, and one tensor crosses the end of the ring.
     """
@@ -178,8 +178,8 @@ def test_a_store_that_needs_all_parts_at_once_says_what_to_do(tmp_path, mib):
 
 def test_too_little_for_waves_is_said_before_the_first_save(tmp_path):
     net, optimizer = trained(MIB)
-    with CheckpointManager(tmp_path, host_memory=64 * MIB) as manager:
-        with pytest.raises(HostMemoryExhausted, match="64 MiB may be used"):
+    with CheckpointManager(tmp_path, host_memory=32 * MIB) as manager:
+        with pytest.raises(HostMemoryExhausted, match="32 MiB may be used"):
             manager.prepare({"net": net, "optimizer": optimizer})
         with pytest.raises(HostMemoryExhausted):
             manager.save_async({"net": net, "optimizer": optimizer})
@@ -288,14 +288,14 @@ def test_a_large_state_takes_a_ring_and_more_only_where_the_optimizer_waits(
         manager.save({"net": net, "optimizer": optimizer}, 1)
         step(net, optimizer)
         slots = manager._saver.slots
-        assert slots.nbytes == 192 * mib
+        assert slots.nbytes == 48 * mib
         for number in (2, 3):
             expected = bits(net, optimizer)
             backward(net)
             gate.clear()
             pending = manager.save_async({"net": net, "optimizer": optimizer}, number)
             optimizer.step()  # no byte is written, and it does not wait for that
-            assert 192 * mib < slots.nbytes <= pending.nbytes + 64 * mib
+            assert 48 * mib < slots.nbytes <= pending.nbytes + 64 * mib
             gate.set()
             pending.result(60)
             assert_restores(tmp_path, expected)
@@ -303,7 +303,7 @@ def test_a_large_state_takes_a_ring_and_more_only_where_the_optimizer_waits(
         for number in range(4, 12):
             manager.save({"net": net, "optimizer": optimizer}, number)
             optimizer.step()
-        assert slots.nbytes == 192 * mib < grown
+        assert slots.nbytes == 48 * mib < grown
     assert "spill memory are kept for images: the optimizer's step comes before" in caplog.text
     assert "the last 8 saves needed no more" in caplog.text
 
@@ -325,12 +325,12 @@ def test_a_save_that_fails_after_the_spill_has_grown_gives_the_memory_back(
         for number in range(2, 11):
             manager.save({"net": net, "optimizer": optimizer}, number)
             expected = bits(net, optimizer)
-        assert slots.nbytes == 192 * mib
+        assert slots.nbytes == 48 * mib
     assert_restores(tmp_path, expected)
 
 
 LIMIT = 300
-"""MiB: room for a ring of 192 MiB and one frame of the spill, which are less than the image."""
+"""MiB: room for a ring and some frames of the spill, which are less than the image."""
 
 
 @pytest.mark.parametrize("ends", ["the disk goes on", "the disk fails"])
@@ -361,7 +361,7 @@ def test_a_disk_that_stalls_holds_the_optimizer_only_when_the_spill_is_full(
             disk.error, expected = None, bits(net, optimizer)
             for number in range(2, 10):  # all of them are written before the optimizer's step
                 manager.save({"net": net, "optimizer": optimizer}, number)
-            assert slots.nbytes == 192 * mib
+            assert slots.nbytes == 48 * mib
         else:
             pending.result(60)
     assert_restores(tmp_path, expected)

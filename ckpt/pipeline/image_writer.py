@@ -22,7 +22,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from ckpt.errors import CkptError, StagingError
 from ckpt.model.checksum import checksum
@@ -31,8 +31,6 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import AdoptsFiles, StorageBackend, Upload
 
-_COPY_BYTES: Final = 32 << 20
-"""The most bytes of one copy from the state to a ring, and the size of a frame."""
 OnBytes = Callable[[int], None]
 """A function that is called from worker threads with the number of bytes just written."""
 
@@ -55,8 +53,8 @@ class Source(Protocol):
 
     @property
     def capacity(self) -> int:
-        """The bytes of the memory that the image has in any case. If this is less than ``size``,
-        the image passes through a ring.
+        """The most bytes of a part or a chunk. If this is less than ``size``, the image passes
+        through a ring, which has room for as many bytes beside those that are being copied.
         """
         ...
 
@@ -213,9 +211,8 @@ def check_room(
 ) -> None:
     """Check that an image that is larger than its memory can pass through this memory as a ring.
 
-    The ring must have room for one copy, one part and one chunk at the same time, and for the ends
-    of the frames that they begin and end in. In a smaller ring, copying, writing and hashing would
-    wait for each other forever.
+    In a ring without room for its largest part or chunk beside the bytes that are being copied,
+    copying, writing and hashing would wait for each other forever.
 
     Raises:
         StagingError: The ring is too small, or the store keeps the memory of parts until the end of
@@ -225,19 +222,17 @@ def check_room(
         return
     edges = itertools.pairwise(itertools.accumulate(chunks, initial=0))
     chunk_bytes = max((end - max(start, source.resident_bytes) for start, end in edges), default=0)
-    need = 2 * _COPY_BYTES + max(part_bytes, chunk_bytes)
     if not takes_parts:
         raise StagingError(
-            f"{key} of {source.size >> 20} MiB passes through {source.capacity >> 20} MiB of "
-            "staging memory, and this store takes only "
-            "images that are all in memory: put a folder or S3 before it as a nearer tier"
+            f"{key} of {source.size >> 20} MiB passes through host memory in waves, and this store "
+            "takes only images that are all in memory: put a folder or S3 before it as a nearer "
+            "tier"
         )
-    if source.capacity < need:
+    if (lack := max(part_bytes, chunk_bytes) - source.capacity) > 0:
         raise StagingError(
-            f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of "
-            f"{source.size >> 20} MiB through in parts of "
-            f"{(part_bytes or chunk_bytes) >> 20} MiB: give it {need >> 20} MiB or more "
-            "(host_memory, free memory), or smaller chunk_bytes"
+            f"{key} of {source.size >> 20} MiB passes through host memory in waves, in parts of up "
+            f"to {source.capacity >> 20} MiB, which are too small for its tier: give it "
+            f"{-(-lack >> 20)} MiB more (host_memory, free memory), or smaller chunk_bytes"
         )
 
 

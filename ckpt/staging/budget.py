@@ -16,13 +16,16 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from ckpt.errors import HostMemoryExhausted
+from ckpt.staging.copies import PIECE_BYTES
 
 _HEADROOM: Final = 0.9
 """The part of the free memory that a job may use. Other processes may need more memory later."""
-_RING_STEP: Final = 32 << 20
-_LEAST_RING: Final = 4 * _RING_STEP
-_RING_BYTES: Final = 6 * _RING_STEP
-"""The usual size of a ring, which is a slot that is smaller than its image.
+_LEAST_PIECE: Final = 8 << 20
+_PIECES: Final = 32
+"""The least pieces of an image. The pieces of a small image are therefore smaller."""
+_LEAST_FRAMES: Final = 4
+_FRAMES: Final = 6
+"""The usual frames of a ring, which is a slot that is smaller than its image.
 
 With it, a save is durable as soon as with the whole image in memory, if the store is the limit.
 """
@@ -159,6 +162,7 @@ class Budget:
         nbytes: The most bytes of an image.
         slot_bytes: The bytes of each slot. If this is less than ``nbytes``, a larger image passes
             through the slot in waves.
+        frame_bytes: The bytes of each frame of such a slot and of the spill.
         spill_bytes: The most bytes of the spill, which images in waves may use beside the slots.
         is_shared: Whether the slots are files in /dev/shm.
         sentence: The decision and its reason, for the log.
@@ -167,6 +171,7 @@ class Budget:
     slots: int
     nbytes: int
     slot_bytes: int
+    frame_bytes: int = PIECE_BYTES
     spill_bytes: int = 0
     is_shared: bool
     sentence: str
@@ -192,11 +197,12 @@ def decide(
     Raises:
         HostMemoryExhausted: There is not enough memory even for waves. The message has the numbers.
     """
+    frame = _frame_bytes(nbytes)
     largest = max(part_bytes, -(-nbytes // _MOST_PARTS))
-    least = max(_LEAST_RING, (2 - (-largest // _RING_STEP)) * _RING_STEP)
-    ring = max(_RING_BYTES, least)
+    least = max(_LEAST_FRAMES, 2 - (-largest // frame)) * frame
+    ring = max(_FRAMES * frame, least)
     if nbytes > room.memory or (elastic and nbytes > ring < room.memory * _RING_SHARE):
-        return _in_waves(nbytes, most_slots, room, ring, least)
+        return _in_waves(nbytes, most_slots, room, (ring, least, frame))
     slots = min(most_slots, room.memory // max(1, nbytes))
     is_shared = nbytes <= room.shared_bytes
     if is_shared:
@@ -222,8 +228,19 @@ def decide(
     )
 
 
-def _in_waves(nbytes: int, most_slots: int, room: Room, ring: int, least: int) -> Budget:
-    limit = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
+def _frame_bytes(nbytes: int) -> int:
+    """Return the size of a frame for images of ``nbytes``: from 256 MiB on, a ring has at most a
+    fifth of the image.
+    """
+    frame = PIECE_BYTES
+    while frame > _LEAST_PIECE and frame * _PIECES > nbytes:
+        frame //= 2
+    return frame
+
+
+def _in_waves(nbytes: int, most_slots: int, room: Room, sizes: tuple[int, int, int]) -> Budget:
+    ring, least, frame = sizes
+    limit = int(room.memory * _RING_SHARE) // frame * frame
     ring = min(limit, ring)
     if ring < least:
         deltas = _deltas(room) if room.delta_bytes else ""
@@ -239,6 +256,7 @@ def _in_waves(nbytes: int, most_slots: int, room: Room, ring: int, least: int) -
         slots=slots,
         nbytes=nbytes,
         slot_bytes=ring,
+        frame_bytes=frame,
         spill_bytes=spill,
         is_shared=False,
         sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "

@@ -16,7 +16,8 @@ from ckpt.staging.device import background, side_stream, use_stream
 PIECE_BYTES: Final = 32 << 20
 """The most bytes of a part of a large copy, and of a group of small copies.
 
-After each group, the copied bytes can be written to a tier.
+After each group, the copied bytes can be written to a tier. In an image that passes through a ring,
+a piece has the size of a frame, which is less for a small image.
 """
 
 
@@ -78,15 +79,15 @@ def _flat_part(source: torch.Tensor, part: slice) -> torch.Tensor:
     return source.reshape(-1)[part]
 
 
-def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """Yield groups of consecutive copies that have at most ``PIECE_BYTES`` together, or one larger
+def groups(copies: Iterable[Copy], piece_bytes: int) -> Iterator[list[Copy]]:
+    """Yield groups of consecutive copies that have at most ``piece_bytes`` together, or one larger
     copy.
     """
     group: list[Copy] = []
     size = 0
     for copy in copies:
         nbytes = copy.target.nbytes
-        if group and size + nbytes > PIECE_BYTES:
+        if group and size + nbytes > piece_bytes:
             yield group
             group, size = [], 0
         group.append(copy)

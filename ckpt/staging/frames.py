@@ -1,8 +1,8 @@
 """The memory of images that pass through memory in waves.
 
-Such an image is divided into *pieces* of ``PIECE_BYTES``. A *frame* is memory for one piece. The
-slot of the image, a `Ring`, has a few frames, which hold one piece after another. If these frames
-are not enough, it borrows frames of the *spill*, which all rings of a pool share.
+Such an image is divided into *pieces*. A *frame* is memory for one piece. The slot of the image, a
+`Ring`, has a few frames, which hold one piece after another. If these frames are not enough, it
+borrows frames of the *spill*, which all rings of a pool share.
 
 The spill grows when an optimizer waits for the copy of its tensors. It keeps as many frames as the
 last saves needed, since the first write to a page costs more than the copy, and frees the others.
@@ -24,7 +24,6 @@ from ckpt.errors import HostMemoryExhausted
 from ckpt.locks import Condition
 from ckpt.staging import slot_files
 from ckpt.staging.budget import measure
-from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import NoNeed, Slot, ask
 
@@ -90,15 +89,15 @@ class Spill:
 
     Args:
         is_wanted: Returns False once no more memory is to be taken (see `Slot`).
-        frame_bytes: The size of a frame; None for that of a piece.
+        frame_bytes: The size of a frame.
 
     Thread safety: any thread may call all methods. ``change`` guards all fields.
     """
 
-    def __init__(self, is_wanted: Callable[[], bool], frame_bytes: int | None = None) -> None:
+    def __init__(self, is_wanted: Callable[[], bool], frame_bytes: int) -> None:
         self.change = Condition()
         """Is notified when a frame is free, and by the windows of the rings."""
-        self.frame_bytes = frame_bytes or PIECE_BYTES
+        self.frame_bytes = frame_bytes
         self._is_wanted = is_wanted
         self._free: list[Frame] = []
         self._count = self._limit = 0
@@ -200,7 +199,7 @@ class Spill:
             self.change.notify_all()
 
     def close(self) -> None:
-        """Free all frames. No ring may have any."""
+        """Free all frames, those that a ring still has as soon as it gives them back."""
         with self.change:
             self._limit = 0
             self._needs.clear()

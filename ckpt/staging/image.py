@@ -77,6 +77,7 @@ class Image:
         self._leaves = leaves
         self._views: dict[str, torch.Tensor] = {}
         self._ring = plan.size > slot.capacity
+        self._piece_bytes = slot.spill.frame_bytes if isinstance(slot, Ring) else PIECE_BYTES
 
     def window(self) -> Window:
         """Write the header of a new image to the slot, and return the window of the image."""
@@ -90,8 +91,8 @@ class Image:
     def targets(self, index: int, *, flat: bool) -> list[Target]:
         """Return the places for item ``index`` of the plan.
 
-        A large item with a contiguous source has several places. In a ring, any item that crosses a
-        multiple of ``PIECE_BYTES`` also has several places. Any other item has one place.
+        A large item with a contiguous source has several places. In a ring, any item that crosses
+        the end of a piece also has several places. Any other item has one place.
 
         Args:
             index: The index of the item in ``SavePlan.items``.
@@ -100,8 +101,9 @@ class Image:
         item, leaf = self.plan.items[index], self._leaves[self.plan.items[index].leaf]
         start, end = item.offset, item.offset + item.nbytes
         cuts: Sequence[int] = ()
-        if self._ring or (flat and item.nbytes > PIECE_BYTES):
-            cuts = range(-(-(start + 1) // PIECE_BYTES) * PIECE_BYTES, end, PIECE_BYTES)
+        piece = self._piece_bytes
+        if self._ring or (flat and item.nbytes > piece):
+            cuts = range(-(-(start + 1) // piece) * piece, end, piece)
         if not cuts:
             return [Target(self._view(start, leaf, item.box.shape), end, None)]
         return [

@@ -32,6 +32,7 @@ from ckpt.staging.budget import (
     free_memory,
     measure,
 )
+from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.device import Devices
 from ckpt.staging.frames import SAVES, Ring, Spill
 from ckpt.staging.slot import NoNeed, Slot, SlotLost, capacity_of
@@ -160,7 +161,7 @@ class SlotPool:
         about this are then logged at level DEBUG, until /dev/shm has room again.
         """
         self._change = Condition()
-        self._spill = Spill(self._is_open)
+        self._spill = Spill(self._is_open, PIECE_BYTES)
         self._node_memory = slot_files.NodeMemory()
         self._rings_in_use: deque[int] = deque(maxlen=SAVES)
         """The number of rings that were in use at the end of each of the last saves."""
@@ -482,6 +483,9 @@ class SlotPool:
                 elastic=self._elastic,
                 part_bytes=self._part_bytes,
             )
+            if self._budget.frame_bytes != self._spill.frame_bytes:
+                self._spill.close()
+                self._spill = Spill(self._is_open, self._budget.frame_bytes)
             self._spill.allow(self._budget.spill_bytes)
             _log.log(self._level(self._budget, room), "ckpt: %s", self._budget.sentence)
         if (
@@ -559,7 +563,8 @@ class SlotPool:
         return slot
 
     def _new(self, nbytes: int) -> Slot:
-        budget = self._budget
+        with self._change:
+            budget, spill = self._budget, self._spill
         is_ring = budget is not None and nbytes == budget.slot_bytes < budget.nbytes
         if budget is None or budget.is_shared:
             path = slot_files.new_path(next(self._serials))
@@ -582,7 +587,7 @@ class SlotPool:
                 nbytes, f"{memory >> 20} MiB are left since the budget was made"
             )
         if is_ring:
-            return Ring(nbytes, self._spill, self._is_open)
+            return Ring(nbytes, spill, self._is_open)
         return Slot(nbytes, None, self._is_open)
 
     def _is_open(self) -> bool:

@@ -350,7 +350,10 @@ class Snapshot:
         if self._device:
             self._device.begin()
         copy_groups = list(
-            groups(sorted(chain.from_iterable(self._late_copies), key=attrgetter("end")))
+            groups(
+                sorted(chain.from_iterable(self._late_copies), key=attrgetter("end")),
+                self.window.piece_bytes,
+            )
         )
         ends = [group[0].start for group in copy_groups[1:]]
         for group, end in zip(copy_groups, [*ends, self.window.size], strict=False):

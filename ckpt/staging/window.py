@@ -15,6 +15,7 @@ import torch
 
 from ckpt.errors import CkptError, StagingError
 from ckpt.locks import Condition
+from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.frames import Frame, Ring
 
 
@@ -35,6 +36,8 @@ class Window:
     """Whether the whole image is in memory, so that its bytes can be read more than once."""
     hurries = True
     """Whether the copy goes on without regard to the memory that it takes."""
+    piece_bytes = PIECE_BYTES
+    """The most bytes that land together."""
 
     def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
         self.size, self.capacity, self.path = size, len(memory), path
@@ -172,8 +175,9 @@ class RingWindow(Window):
 
     def __init__(self, ring: Ring, size: int, header: bytes = b"") -> None:
         super().__init__(memoryview(b""), size)
-        self.capacity = ring.frames * ring.spill.frame_bytes
         self._ring, self._step = ring, ring.spill.frame_bytes
+        self.piece_bytes = self._step
+        self.capacity = (ring.frames - 2) * self._step
         self._change = ring.spill.change
         self._frames: dict[int, Frame] = {}
         self._first_piece, rest = divmod(len(header), self._step)

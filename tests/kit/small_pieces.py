@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Final
 
-from ckpt.pipeline import image_writer
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
 from ckpt.save import host_memory
-from ckpt.staging import budget, copies, frames, image, slot
+from ckpt.staging import budget, image, slot, slots, window
 from ckpt.staging.slots import SlotPool
 from ckpt.state.walk import prepare
 from ckpt_backends import memory
@@ -23,25 +21,30 @@ from ckpt_backends.folder import posix
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The bytes of pieces, which rings grow by, and of what is in them."""
+    """The bytes of the pieces of a large and of a small image, and of what is in them, and the
+    usual number of frames of a ring.
+    """
 
     piece: int
+    least_piece: int
     part: int
     chunk: int
-    ring: int
     page: int
+    frames: int = 6
 
 
-SMALLEST: Final = Sizes(piece=4096, part=4096, chunk=2 * 4096, ring=4 * 4096, page=4096)
+SMALLEST: Final = Sizes(
+    piece=4096, least_piece=4096, part=4096, chunk=2 * 4096, page=4096, frames=4
+)
 
 
 def scaled(mib: int) -> Sizes:
     """Return the sizes of ckpt itself, with ``mib`` bytes for each MiB."""
-    return Sizes(piece=32 * mib, part=8 * mib, chunk=16 * mib, ring=192 * mib, page=2 * mib)
+    return Sizes(piece=32 * mib, least_piece=8 * mib, part=8 * mib, chunk=16 * mib, page=2 * mib)
 
 
 def shrink(
-    sizes: Sizes = SMALLEST, set_value: Callable[[ModuleType, str, object], None] = setattr
+    sizes: Sizes = SMALLEST, set_value: Callable[[object, str, object], None] = setattr
 ) -> None:
     """Make pieces, parts, chunks and rings small, until the end of the process or as long as
     ``set_value`` does.
@@ -54,23 +57,22 @@ def shrink(
         """Return a pool whose rings have room for the chunks of ``small_chunks``, and no more."""
         return SlotPool(count, part_bytes=min(part_bytes, sizes.chunk), **settings)
 
-    values: dict[ModuleType, dict[str, object]] = {
-        copies: {"PIECE_BYTES": sizes.piece},
-        frames: {"PIECE_BYTES": sizes.piece},
+    values: dict[object, dict[str, object]] = {
         image: {"PIECE_BYTES": sizes.piece},
+        slots: {"PIECE_BYTES": sizes.piece},
+        window.Window: {"piece_bytes": sizes.piece},
         slot: {"_ROUND": sizes.page},
-        image_writer: {"_COPY_BYTES": sizes.piece},
         memory: {"_PART_BYTES": sizes.part},
         posix: {"_PART_BYTES": sizes.part},
         budget: {
-            "_RING_STEP": sizes.piece,
-            "_LEAST_RING": 4 * sizes.piece,
-            "_RING_BYTES": sizes.ring,
+            "PIECE_BYTES": sizes.piece,
+            "_LEAST_PIECE": sizes.least_piece,
+            "_FRAMES": sizes.frames,
         },
         prepare: {"plan_save": small_chunks},
         host_memory: {"SlotPool": small_pool},
     }
-    for module, named in values.items():
+    for owner, named in values.items():
         for name, value in named.items():
-            assert hasattr(module, name)
-            set_value(module, name, value)
+            assert hasattr(owner, name)
+            set_value(owner, name, value)

@@ -158,11 +158,6 @@ def _copy(source: torch.Tensor, start: int, low: int, high: int) -> Copy:
     return Copy("x", source, form, source, end=high, part=part, address=source.data_ptr())
 
 
-@pytest.fixture(autouse=True)
-def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "PIECE_BYTES", FRAME)
-
-
 class Orders(RuleBasedStateMachine):
     """A save in any order of landings, writes, hashes, the optimizer's step and a failure."""
 
@@ -175,8 +170,6 @@ class Orders(RuleBasedStateMachine):
         header=st.integers(0, 3 * FRAME),
     )
     def begin(self, sizes: list[int], frames: int, spill: int, header: int) -> None:
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(copies, "PIECE_BYTES", FRAME)
         self.has_failed = False
         self.save = Save(sizes, frames, spill, header)
         self.save.start()
@@ -206,7 +199,6 @@ class Orders(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "save"):
             self.save.finish()
-            self.patch.undo()
             assert self.save.faults() == []
             for read in self.save.bytes.values():
                 assert self.save.data.startswith(read)

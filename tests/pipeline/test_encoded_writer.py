@@ -275,7 +275,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
 
 def test_a_ring_too_small_for_a_chunk_is_refused(memory, workers, retry) -> None:
     window = RingWindow(ring_of(2, step=16 * MIB), 100 * MIB)
-    with pytest.raises(StagingError, match="too few"):
+    with pytest.raises(StagingError, match="too small for its tier: give it 4 MiB more"):
         write(memory, workers, retry, source=window)
 
 

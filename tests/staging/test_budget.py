@@ -50,14 +50,14 @@ def test_what_deltas_keep_is_counted_and_told(tmp_path, monkeypatch, used):
     assert "100 MiB more keep the last step for deltas" in sentence
     room = kept.reduce(measure(str(tmp_path), ranks=1, limit=150 * MIB))
     with pytest.raises(HostMemoryExhausted, match="100 MiB more keep the last step for deltas"):
-        decide(500 * MIB, most_slots=2, room=room)
+        decide(1000 * MIB, most_slots=2, room=room)
 
 
 def test_when_not_even_one_fits_the_numbers_are_told():
     with pytest.raises(
-        HostMemoryExhausted, match=r"100 MiB: 99 MiB may be used by each of the 8 rank"
+        HostMemoryExhausted, match=r"100 MiB: 30 MiB may be used by each of the 8 rank"
     ) as caught:
-        decide(100 * MIB, most_slots=2, room=Room(memory=99 * MIB, shared_bytes=500 * MIB, ranks=8))
+        decide(100 * MIB, most_slots=2, room=Room(memory=30 * MIB, shared_bytes=500 * MIB, ranks=8))
     assert caught.value.needed == 100 * MIB
 
 
@@ -199,19 +199,30 @@ def test_cgroups_that_cannot_be_read_are_no_limit(own, tmp_path, monkeypatch):
 
 def test_a_large_image_passes_through_a_ring_and_the_rest_of_the_memory_is_for_the_spill():
     room = Room(memory=8000 * MIB, shared_bytes=4000 * MIB, ranks=1)
-    found = decide(1000 * MIB, most_slots=2, room=room, elastic=True)
+    found = decide(2000 * MIB, most_slots=2, room=room, elastic=True)
     assert (found.slots, found.slot_bytes, found.is_shared) == (2, 192 * MIB, False)
-    assert found.spill_bytes == (2000 - 2 * 192) * MIB
+    assert found.spill_bytes == (4000 - 2 * 192) * MIB
     assert "192 MiB of anonymous memory in waves" in found.sentence
 
 
-@pytest.mark.parametrize(("nbytes", "memory"), [(192 * MIB, 8000 * MIB), (1000 * MIB, 250 * MIB)])
+@pytest.mark.parametrize(("nbytes", "memory"), [(48 * MIB, 8000 * MIB), (2000 * MIB, 250 * MIB)])
 def test_a_small_image_is_whole_and_little_memory_is_one_ring(nbytes, memory):
     found = decide(
         nbytes, most_slots=2, room=Room(memory=memory, shared_bytes=memory, ranks=1), elastic=True
     )
     assert (found.slots, found.spill_bytes) == ((2, 0) if nbytes < memory else (1, 0))
     assert found.slot_bytes == (nbytes if nbytes < memory else 160 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "frame"),
+    [(49, 8), (256, 8), (511, 8), (512, 16), (1023, 16), (1024, 32), (1 << 20, 32)],
+)
+def test_a_ring_has_at_most_a_fifth_of_an_image_that_is_not_very_small(nbytes, frame):
+    room = Room(memory=4 << 40, shared_bytes=0, ranks=1)
+    found = decide(nbytes * MIB, most_slots=2, room=room, elastic=True, part_bytes=16 * MIB)
+    assert (found.frame_bytes, found.slot_bytes) == (frame * MIB, 6 * frame * MIB)
+    assert found.slot_bytes <= found.nbytes / 5 or nbytes < 256
 
 
 def test_a_ring_grows_with_the_parts_of_a_very_large_image():
@@ -225,9 +236,10 @@ def test_a_ring_grows_with_the_parts_of_a_very_large_image():
 @pytest.mark.parametrize(
     ("nbytes", "part", "least"),
     [
-        (1000, 16, "171 MiB: 128 MiB that the image passes through in waves, and 43 MiB for"),
-        (1000, 200, "384 MiB: 288 MiB that the image passes through in waves, and 96 MiB for"),
-        (120, 16, "120 MiB, for the whole image"),
+        (2000, 16, "171 MiB: 128 MiB that the image passes through in waves, and 43 MiB for"),
+        (2000, 200, "384 MiB: 288 MiB that the image passes through in waves, and 96 MiB for"),
+        (300, 16, "43 MiB: 32 MiB that the image passes through in waves, and 11 MiB for"),
+        (40, 16, "40 MiB, for the whole image"),
     ],
 )
 def test_too_little_memory_is_an_error_with_the_least_and_what_it_is_for(nbytes, part, least):

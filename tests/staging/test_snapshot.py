@@ -297,7 +297,7 @@ class Launched:
 
 def test_a_save_that_fails_is_over_when_the_gpu_writes_to_its_slot_no_more(monkeypatch):
     """Another save has the slot then."""
-    monkeypatch.setattr("ckpt.staging.copies.PIECE_BYTES", 8)
+    monkeypatch.setattr("ckpt.staging.window.Window.piece_bytes", 8)
     broken = Copy("x", torch.ones(3), torch.zeros(4), torch.ones(3), end=40)
     snapshot = snapshot_of(late=[copy_of("w", torch.ones(2)), broken])
     gpu = Launched()
