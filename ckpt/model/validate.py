@@ -101,8 +101,9 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
         if fault := faults[index, tensor.shape]:
             raise ManifestCorrupt(key, f"tensor {tensor.name!r}: {fault}")
     check_tied(manifest.tied, names, key)
-    kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
-    require(not (fault := views_fault(manifest.views, kinds)), key, fault)
+    if manifest.views:
+        kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+        require(not (fault := views_fault(manifest.views, kinds)), key, fault)
 
 
 def check_heading(record: Packed, key: str) -> None:

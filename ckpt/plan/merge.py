@@ -108,8 +108,9 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
 
 
 def _merge_views(ranks: Sequence[Light], tensors: Sequence[Tensor]) -> dict[str, View]:
-    parts = [rank.part.views for rank in ranks if rank.part.views]
-    kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors} if parts else {}
+    if not (parts := [rank.part.views for rank in ranks if rank.part.views]):
+        return {}
+    kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
     return views_of_all(parts, kinds)
 
 

@@ -7,9 +7,9 @@ import re
 from tests.kit.worlds import ROOT, run_script
 
 MOST = {
-    "a save to one tier": (426, 74),
-    "a save to near and far": (489, 81),
-    "a restore": (630, 98),
+    "a save to one tier": (421, 72),
+    "a save to near and far": (484, 79),
+    "a restore": (626, 96),
 }
 """The most functions and files."""
 

@@ -46,9 +46,10 @@ def pack(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[str, Any]:
 
 def before_state_dict(path: str, optimizer: Optimizer) -> None:
     """Run the hooks that ``optimizer.state_dict()`` runs first. They may change the optimizer."""
-    with state_dict_errors(path, optimizer):
-        for hook in optimizer_hooks(optimizer, "state_dict_pre"):
-            hook(optimizer)
+    if hooks := optimizer_hooks(optimizer, "state_dict_pre"):
+        with state_dict_errors(path, optimizer):
+            for hook in hooks:
+                hook(optimizer)
 
 
 def after_state_dict(
