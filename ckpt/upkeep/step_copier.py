@@ -7,6 +7,7 @@ for the steps of a job that has ended.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,10 +24,13 @@ from ckpt.pipeline.workers import Workers
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
 from ckpt.root.claim import Claim
+from ckpt.root.claim_marker import is_being_removed
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 from ckpt.upkeep.look import checkpoints
 from ckpt.upkeep.plan import missing_steps
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +80,26 @@ class StepCopier:
 
     def missing_steps(self, line: Sequence[StoredStep], limit: int) -> list[StoredStep]:
         """Return the steps of ``line`` that the tier lacks and would keep (``plan.missing_steps``),
-        at most ``limit`` of them.
+        at most ``limit`` of them. A step whose removal from the tier has begun is left out, whether
+        it goes on or was cut short.
 
         Raises:
             StorageError: The tier does not answer.
         """
-        present = checkpoints(self.tier.backend, self.tier.tier, line, self.rollback)
-        return missing_steps(self.tier.tier, present, line, limit)
+        backend = self.tier.backend
+        present = checkpoints(backend, self.tier.tier, line, self.rollback)
+        steps = missing_steps(self.tier.tier, present, line, limit)
+        removals = [step for step in steps if is_being_removed(backend, step.ref)]
+        if not removals:
+            return steps
+        for step in removals:
+            _log.info(
+                "ckpt: step %d is not copied to %s: its removal there has begun (if it was cut "
+                "short, 'ckpt rm' or 'ckpt prune' ends it)",
+                step.ref.step,
+                backend.url,
+            )
+        return self.missing_steps([step for step in line if step not in removals], limit)
 
     def copy(
         self, step: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None

@@ -19,7 +19,9 @@ from ckpt.model.rollback import roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard
+from ckpt.retention.removal import remove
 from ckpt.root.claim import Claim
+from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.root.owner import Owner
 from ckpt.storage.tiers import open_tiers
 from ckpt.upkeep.step_copier import StepCopier
@@ -69,6 +71,25 @@ def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
     assert asked == [(getattr(held, size), known)]
     assert settled == ([] if known else [7])
     assert committed(tiers[1].backend) == [held.ref]
+
+
+def test_a_step_whose_removal_from_the_tier_was_cut_short_is_not_copied_there(
+    near: Path, far: Path
+) -> None:
+    """A copy would fail for ever, and hold up the copies of the other steps."""
+    with CheckpointManager([Tier(str(near)), Tier(str(far))]) as manager:
+        for step in (1, 2, 3):
+            manager.save(STATE, step)
+    tier, store = open_tiers([Tier(str(near)), Tier(str(far))])
+    line = Inventory(tier.backend).look()
+    for step in line[:2]:
+        store.backend.delete(step.ref.manifest)
+    claim_committed_for_removal(store.backend, line[0].ref)
+    claim = Claim(store.backend, Owner.of_this_process("b" * 12))
+    copier = StepCopier(store, claim, [tier.backend], FixedGuard())
+    assert copier.missing_steps(line, 1) == [line[1]]
+    remove(store.backend, Inventory(store.backend).look()[0])
+    assert copier.missing_steps(line, 4) == line[:2]
 
 
 def test_abandoned_steps_decide_nothing_and_make_room(near: Path, far: Path) -> None:
