@@ -78,8 +78,8 @@ def test_a_step_whose_removal_from_the_tier_was_cut_short_is_not_copied_there(
 ) -> None:
     """A copy would fail for ever, and hold up the copies of the other steps."""
     with CheckpointManager([Tier(str(near)), Tier(str(far))]) as manager:
-        for step in (1, 2, 3):
-            manager.save(STATE, step)
+        for number in (1, 2, 3):
+            manager.save(STATE, number)
     tier, store = open_tiers([Tier(str(near)), Tier(str(far))])
     line = Inventory(tier.backend).look()
     for step in line[:2]:
