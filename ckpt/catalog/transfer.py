@@ -29,7 +29,6 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import own_objects, read_manifest, read_packed
 from ckpt.catalog.inventory import Inventory, heirs_of
 from ckpt.catalog.self_contained import SelfContainedStep
@@ -619,10 +618,8 @@ def _copy_fragment(
 ) -> None:
     with _about_the_source():
         data = origin.fragment(manifest, named, file)
-    key = origin.ref.key(named.name)
-    try:
-        folder.read(key, partial(check_bytes, fragment_ref=named, key=key), limit=named.size)
-    except (IntegrityError, StorageError):  # The fragment is missing, or another one
+    if folder.intact_fragment(named) is None:
+        key = origin.ref.key(named.name)
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
 

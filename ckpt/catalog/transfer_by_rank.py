@@ -28,7 +28,6 @@ from typing import TypeVar
 import msgspec
 
 from ckpt.catalog.finalize import read_fragments
-from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy, write_file
 from ckpt.catalog.verify import StepFolder, size_faults
@@ -39,7 +38,6 @@ from ckpt.errors import (
     IntegrityError,
     ManifestCorrupt,
     ObjectNotFound,
-    StorageError,
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
@@ -295,7 +293,7 @@ def mend_rank(
 
     def mend(part: RankPart) -> None:
         encoding = part.encoding(folder.workers, on_bytes)
-        there = _intact_fragment(folder, named)
+        there = folder.intact_fragment(named)
         if there is not None:
             own = read_fragment(there, key=key)
             alike = encoding == next(iter(own.encoded), None) and not own.increments
@@ -314,15 +312,6 @@ def mend_rank(
             discard_part(backend, ref, key, ref.key(part.data_name))
 
     _from_first(sources, folder, named.rank, codec, mend)
-
-
-def _intact_fragment(folder: StepFolder, named: FragmentRef) -> bytes | None:
-    """Return the bytes of a fragment, or None if it is missing or is not the one of ``named``."""
-    key = folder.ref.key(named.name)
-    try:
-        return folder.read(key, partial(check_bytes, fragment_ref=named, key=key), limit=named.size)
-    except (IntegrityError, StorageError):
-        return None
 
 
 def _from_first(

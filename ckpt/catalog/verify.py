@@ -15,11 +15,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from ckpt.catalog.fragments import load_fragment
+from ckpt.catalog.fragments import check_bytes, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.errors import (
     AccessDenied,
@@ -131,6 +132,17 @@ class StepFolder:
         """
         key = self.ref.key(fragment_name(rank))
         return self.read(key, lambda data: (read_fragment(data, key=key), data))
+
+    def intact_fragment(self, fragment_ref: FragmentRef) -> bytes | None:
+        """Return the bytes of a fragment of a manifest; None if the fragment is missing, is another
+        one, or cannot be read.
+        """
+        key = self.ref.key(fragment_ref.name)
+        decode = partial(check_bytes, fragment_ref=fragment_ref, key=key)
+        data: bytes | None = None
+        with suppress(IntegrityError, StorageError):
+            data = self.read(key, decode, limit=fragment_ref.size)
+        return data
 
     def require_fragments(self, manifest: Manifest) -> None:
         """Raise ``ObjectNotFound`` if a fragment of ``manifest`` is missing. Reads no fragment."""

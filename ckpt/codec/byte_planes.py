@@ -24,6 +24,7 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
+from ckpt.codec.frames import content_of
 from ckpt.codec.registry import Codec
 
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
@@ -52,8 +53,6 @@ thread.
 """
 _MOST_BYTES: Final = 64 << 20
 """The size of the largest chunk that is encoded. Larger chunks are stored raw."""
-
-_local = threading.local()
 
 
 class BytePlanes:
@@ -175,21 +174,7 @@ def _plane(data: memoryview, size: int, shift: int) -> Bytes:
         return np.frombuffer(data, dtype=np.uint8)
     if shift and data.nbytes == _packed_bytes(size, shift):
         return _unpack(data, size, shift)
-    return np.frombuffer(_decompress(data, size), dtype=np.uint8)
-
-
-def _decompress(frame: memoryview, size: int) -> bytes:
-    """Return the content of a zstd frame, which must have ``size`` bytes. Raise ``ValueError``
-    before memory is allocated if the frame claims another size.
-    """
-    if zstandard.frame_content_size(frame) != size:
-        raise ValueError("a plane has another length")
-    if (decompressor := getattr(_local, "decompressor", None)) is None:
-        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
-    plane: bytes = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
-    if len(plane) != size:
-        raise ValueError("a plane has another length")
-    return plane
+    return np.frombuffer(content_of(data, size), dtype=np.uint8)
 
 
 def _shortest(

@@ -17,6 +17,8 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
+from ckpt.codec.frames import content_of
+
 _HEAD: Final = struct.Struct("<BIII")
 _WIDTHS: Final = (1, 2, 4, 8)
 _MOST_SHARE: Final = 0.5
@@ -68,10 +70,12 @@ def apply_difference(code: memoryview, data: memoryview, *, is_reverse: bool = F
         words, end = _words(data, width), _HEAD.size + length
         if count > words.size or gap_bytes > count + words.size // _LONG:
             raise ValueError("more changes than there are words")
-        positions = _unpack_gaps(_decompress(code[_HEAD.size : end], gap_bytes))
+        gaps = np.frombuffer(content_of(code[_HEAD.size : end], gap_bytes), dtype=np.uint8)
+        positions = _unpack_gaps(gaps)
         if positions.size != count or (count and positions[-1] >= words.size):
             raise ValueError("the gaps do not add up")
-        planes = _decompress(code[end:], count * width).reshape(width, count)
+        content = content_of(code[end:], count * width)
+        planes = np.frombuffer(content, dtype=np.uint8).reshape(width, count)
     except (struct.error, zstandard.ZstdError) as error:
         raise ValueError("not a difference") from error
     changes = _unzigzag(np.ascontiguousarray(planes.T).view(words.dtype).reshape(count))
@@ -119,17 +123,3 @@ def _compressor() -> zstandard.ZstdCompressor:
     if (compressor := getattr(_local, "compressor", None)) is None:
         compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
     return compressor
-
-
-def _decompress(frame: memoryview, size: int) -> Bytes:
-    """Return the content of a zstd frame, which must have ``size`` bytes. Memory is allocated only
-    if the frame claims this size.
-    """
-    if zstandard.frame_content_size(frame) != size:
-        raise ValueError("a frame has another length")
-    if (decompressor := getattr(_local, "decompressor", None)) is None:
-        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
-    content = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
-    if len(content) != size:
-        raise ValueError("a frame has another length")
-    return np.frombuffer(content, dtype=np.uint8)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from ckpt.checks import text_of, whole
+from ckpt.checks import text_of, true_or_false, whole
 from ckpt.data.position import MAX_SAMPLES, Position, place_of
 from ckpt.errors import ConfigError
 
@@ -76,8 +76,7 @@ class ElasticSampler(Position, Sampler[int]):
         place = place_of(rank, world_size)
         whole("seed", seed, 0, MAX_SAMPLES)
         whole("the length of the dataset", length, place[1], MAX_SAMPLES)
-        if not isinstance(shuffle, bool):
-            raise ConfigError(f"shuffle={text_of(shuffle)}: give True or False")
+        true_or_false("shuffle", shuffle)
         super().__init__({"seed": seed, "length": length, "shuffle": shuffle}, place)
         self._seed, self._length, self._shuffle = seed, length, shuffle
 

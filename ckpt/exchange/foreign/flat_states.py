@@ -7,11 +7,12 @@ flat dict with keys such as ``state.0.weight.exp_avg`` and ``param_groups.0.weig
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
+
+from ckpt.state.match.saved_dict import split_flat
 
 State = dict[str, Any]
 
@@ -60,18 +61,9 @@ def _optimizer(flat: Mapping[str, Any], parameter_names: Collection[str]) -> Sta
 
     Args:
         flat: The flat dict.
-        parameter_names: The names that parameters may have. The longest one counts, since a name
-            has dots and a key may have some. Else a key has none.
+        parameter_names: The names that parameters may have (see ``split_flat``).
     """
-    parts: dict[str, dict[str, State]] = {part: defaultdict(dict) for part in _PARTS}
-    for path, value in flat.items():
-        part, _, rest = path.partition(".")
-        ends = [index for index, char in enumerate(rest) if char == "."]
-        end = next(
-            (index for index in reversed(ends) if rest[:index] in parameter_names),
-            ends[-1] if ends else 0,
-        )
-        parts[part][rest[:end]][rest[end + 1 :]] = value
+    parts = split_flat(flat, parameter_names)
     groups: list[State] = []
     for name, settings in parts["param_groups"].items():
         twin = next((group for group in groups if _has_settings(group, settings)), None)

@@ -9,13 +9,15 @@ parameters in their module: ``{"state": {name: {key: value}}, "param_groups": [.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from ckpt.model.key_order import KeyOrder
 from ckpt.model.values import Node, decode, join
 from ckpt.state.match.remake import torch_value
+
+V = TypeVar("V")
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
@@ -51,7 +53,9 @@ def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict
         state = {name: dict(_items(entry)) for name, entry in _items(items[_STATE])}
         groups = [dict(_items(group)) for group in items[_GROUPS]]
     elif items and all(key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in items):
-        state, groups = _unflatten(items, parameters)
+        parts = split_flat(items, _full_names(parameters))
+        state = parts[_STATE]
+        groups = [{"params": [name], **settings} for name, settings in parts[_GROUPS].items()]
     else:
         return None
     full = _full_names(parameters)
@@ -92,29 +96,25 @@ def _items(node: Node) -> Iterator[tuple[str, Node]]:
                 yield name, value
 
 
-def _unflatten(
-    items: Mapping[str, Node], parameters: Iterable[str]
-) -> tuple[dict[str, dict[str, Node]], list[dict[str, Node]]]:
-    """Return the state and the groups of a flat dict. Each parameter has a group of its own.
+def split_flat(
+    items: Mapping[str, V], parameters: Container[str]
+) -> dict[str, dict[str, dict[str, V]]]:
+    """Return the values of a flat dict by the part (``state`` or ``param_groups``), by the name of
+    the parameter, and by the key.
 
-    The name of a parameter has dots, and so may a key. The longest name of a known parameter
-    counts. In any other case, a key has no dots.
+    The name of a parameter has dots, and so may a key. The longest name among ``parameters``
+    counts. If there is none, the key has no dots.
     """
-    full_names = _full_names(parameters)
-    parts: dict[str, dict[str, dict[str, Node]]] = {
+    parts: dict[str, dict[str, dict[str, V]]] = {
         _STATE: defaultdict(dict),
         _GROUPS: defaultdict(dict),
     }
-    for key, value in items.items():
-        kind, _, rest = key.partition(".")
-        dot = rest.rfind(".")
-        end = dot
-        while end > 0 and rest[:end] not in full_names:
-            end = rest.rfind(".", 0, end)
-        end = end if end > 0 else dot
-        parts[kind][rest[:end]][rest[end + 1 :]] = value
-    groups = [{"params": [name], **settings} for name, settings in parts[_GROUPS].items()]
-    return parts[_STATE], groups
+    for path, value in items.items():
+        part, _, rest = path.partition(".")
+        ends = (index for index in range(len(rest) - 1, 0, -1) if rest[index] == ".")
+        end = next((index for index in ends if rest[:index] in parameters), rest.rfind("."))
+        parts[part][rest[: max(end, 0)]][rest[end + 1 :]] = value
+    return parts
 
 
 def _full_names(parameters: Iterable[str]) -> dict[str, str]:
