@@ -287,12 +287,12 @@ class NodeParts:
         """Return True if the fragments of all ranks of this node are among the files of a step.
         Then the data files are too, since a rank puts its data before its fragment.
         """
-        names = {info.key.rpartition("/")[2] for info in step.objects}
+        names = {info.name for info in step.objects}
         return all(fragment_name(rank) in names for rank in self._node_ranks)
 
     def _copies(self, step: StoredStep) -> frozenset[int]:
         """Return the ranks of other nodes whose files this node has in the folder of a step."""
-        names = {info.key.rpartition("/")[2] for info in step.objects}
+        names = {info.name for info in step.objects}
         return frozenset(whole_ranks(names) - self._node_ranks)
 
     def _older(self, parts: dict[StepRef, _Part], failures: Collection[StepRef]) -> _Part | None:
@@ -460,7 +460,7 @@ class NodeParts:
         return self._lacks_ends(folder) - brought_ranks(folder)
 
     def _lacks_fragments(self, folder: StepFolder) -> set[int]:
-        names = {info.key.rpartition("/")[2] for info in own_objects(self._target, folder.ref)}
+        names = {info.name for info in own_objects(self._target, folder.ref)}
         return {rank for rank in self._ranks if fragment_name(rank) not in names}
 
     def _await(self, condition: Callable[[], bool]) -> bool:

@@ -203,7 +203,7 @@ def _check_last(
         is_later = (attempt_ref.step, attempt_ref.trial) > (ref.step, ref.trial)
         is_later |= is_abandoned and rollback is not None and rollback.precedes(attempt_ref)
         if attempt_ref.job == owner.attempt and is_later:
-            names = {info.key.rpartition("/")[2] for info in own_objects(backend, attempt_ref)}
+            names = {info.name for info in own_objects(backend, attempt_ref)}
             if any(map(_of_leader, names)):
                 action = (
                     f"tried step {ref.step} again"
@@ -233,7 +233,7 @@ def read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
         ManifestCorrupt: A fragment is damaged, or belongs to another save.
     """
     ref = folder.ref
-    names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, ref)]
+    names = [info.name for info in own_objects(folder.backend, ref)]
     # The names may include the manifest, since other processes may finish the step too.
     fragment_names = sorted(filter(is_fragment, names))
     if not fragment_names:

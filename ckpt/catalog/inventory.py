@@ -145,7 +145,7 @@ class StoredStep:
     @property
     def finished_ranks(self) -> int:
         """Return the number of ranks whose fragments are on the tier."""
-        return sum(is_fragment(info.key.rpartition("/")[2]) for info in self.objects)
+        return sum(is_fragment(info.name) for info in self.objects)
 
 
 class Inventory:
@@ -462,7 +462,7 @@ class Inventory:
         """
         if not self._part:
             return outline.files
-        names = {info.key.rpartition("/")[2] for info in objects}
+        names = {info.name for info in objects}
         return [file for file in outline.files if fragment_name(file.rank) in names]
 
     def _outline(self, ref: StepRef) -> _Outline:
@@ -572,7 +572,7 @@ def _is_data(name: str) -> bool:
 
 def _has_any_rank(objects: Sequence[ObjectInfo]) -> bool:
     """Return True if ``objects`` has both the data file and the fragment of some rank."""
-    names = {info.key.rpartition("/")[2] for info in objects}
+    names = {info.name for info in objects}
     data = {name.partition(".")[0] for name in names if _is_data(name)}
     return any(f"{name}.json" in names for name in data)
 

@@ -25,11 +25,10 @@ from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFil
 from ckpt.pipeline.chunk_reader import ChunkReader, Misses, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.coalesce import Run
 from ckpt.plan.fallback import Reach, as_damage, reach_of, verdict
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase
-from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
+from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan, Run
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.locations import store_with
 

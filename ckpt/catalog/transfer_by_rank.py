@@ -70,14 +70,14 @@ def note_ends(folder: StepFolder, ranks: Collection[int]) -> None:
 
 def noted_ends(folder: StepFolder) -> set[int]:
     """Return the ranks for which a note in ``folder`` says that the rank has ended."""
-    names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, folder.ref)]
+    names = [info.name for info in own_objects(folder.backend, folder.ref)]
     return {rank for name in names if (rank := noted_rank(name)) is not None}
 
 
 def brought_ranks(folder: StepFolder) -> set[int]:
     """Return the ranks that have a marker of ``mark_to_bring`` from this or another process."""
     marked = {
-        marked_rank(info.key.rpartition("/")[2])
+        marked_rank(info.name)
         for info in own_objects(folder.backend, folder.ref)
         if is_marker_to_bring(info.size)
     }

@@ -44,8 +44,7 @@ from ckpt.model.packed import read_fragment
 from ckpt.pipeline.chunk_reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.coalesce import Run
-from ckpt.plan.restore import ChunkRead, chunks_of
+from ckpt.plan.restore import ChunkRead, Run, chunks_of
 from ckpt.storage.api import StorageBackend, read_record
 from ckpt.storage.locations import as_change, store_with
 

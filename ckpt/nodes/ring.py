@@ -187,7 +187,7 @@ class Ring:
         """Return the files of a step that this node has. A data file without its fragment does not
         count.
         """
-        names = {info.key.rpartition("/")[2] for info in own_objects(self.tier.backend, ref)}
+        names = {info.name for info in own_objects(self.tier.backend, ref)}
         return Holding(MANIFEST in names, tuple(sorted(whole_ranks(names))))
 
     def _copies(self, manifest: Manifest, written_keys: list[str]) -> StepCopies:

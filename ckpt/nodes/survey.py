@@ -376,6 +376,6 @@ def _step(backend: StorageBackend, ref: StepRef) -> Step:
     data = {
         name: info.size
         for info in own_objects(backend, ref)
-        if (name := info.key.rpartition("/")[2]).endswith((".safetensors", ".encoded"))
+        if (name := info.name).endswith((".safetensors", ".encoded"))
     }
     return Step(is_committed(backend, ref), data)

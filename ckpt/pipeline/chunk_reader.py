@@ -33,9 +33,8 @@ from ckpt.model.checksum import checksum, verify
 from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.fallback import Reach, as_damage, reach_of
-from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.restore import ChunkRead, RestorePlan, Run, coalesce
 from ckpt.storage.api import ReadableStore, ScatterReads, aligned_memory
 from ckpt.storage.locations import LocatedStore, as_change
 

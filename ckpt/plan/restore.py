@@ -4,7 +4,8 @@ fills.
 For every wanted box, the plan finds the stored shards that overlap it, the chunks of each shard
 that overlap it, and the common box of each chunk and the wanted box. A chunk is always read as a
 whole, since its checksum covers all of it. If the whole chunk is wanted and is contiguous in the
-target, the pipeline can read or decode it directly into the target.
+target, the pipeline can read or decode it directly into the target. ``coalesce`` plans few large
+requests that serve the reads of many neighbouring chunks.
 """
 
 from __future__ import annotations
@@ -255,3 +256,57 @@ class _ChunkTable:
         first_chunk = file.staged_index[shard.offset]
         boxes = split_rows(shard_box, file.chunks[first_chunk].nbytes // DTYPES[dtype].itemsize)
         return [_Chunk(file, index, dtype, box, []) for index, box in enumerate(boxes, first_chunk)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One request to a store: read ``nbytes`` bytes of the file of ``rank``, from ``offset`` on.
+
+    ``reads`` are the chunk reads that the request serves, in file order. ``in_base`` is that of all
+    of them.
+    """
+
+    rank: int
+    offset: int
+    nbytes: int
+    reads: tuple[ChunkRead, ...]
+    in_base: bool = False
+
+
+def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
+    """Return runs that together serve all of ``reads``, in file order.
+
+    Args:
+        reads: The reads in file order.
+        most_bytes: The largest size of a run in bytes. A single larger read is a run of its own.
+        gap_bytes: The largest gap in bytes between two reads of a run in their file. The run
+            includes the bytes of the gap.
+    """
+    runs: list[Run] = []
+    pending: list[ChunkRead] = []
+    for read in reads:
+        if pending:
+            last = pending[-1]
+            near = (
+                read.rank == last.rank
+                and read.in_base == last.in_base
+                and 0 <= read.offset - (last.offset + last.stored_nbytes) <= gap_bytes
+            )
+            if not near or read.offset + read.stored_nbytes - pending[0].offset > most_bytes:
+                runs.append(_run(pending))
+                pending = []
+        pending.append(read)
+    if pending:
+        runs.append(_run(pending))
+    return runs
+
+
+def _run(reads: list[ChunkRead]) -> Run:
+    head, last = reads[0], reads[-1]
+    return Run(
+        rank=head.rank,
+        offset=head.offset,
+        nbytes=last.offset + last.stored_nbytes - head.offset,
+        reads=tuple(reads),
+        in_base=head.in_base,
+    )

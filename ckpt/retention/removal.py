@@ -84,7 +84,7 @@ def remove(backend: StorageBackend, step: StoredStep, claim: Claim | None = None
         # There is no room for the marker. Without a marker, remove only checkpoints, and saves
         # without fragments, which no process can finish.
         if step.state == "incomplete":
-            if any(is_fragment(info.key.rpartition("/")[2]) for info in step.objects):
+            if any(is_fragment(info.name) for info in step.objects):
                 return False
         elif is_pinned(backend, step.ref):
             return False

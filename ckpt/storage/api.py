@@ -61,6 +61,11 @@ class ObjectInfo:
     size: int
     modified: float | None = field(default=None, compare=False)
 
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedWrite:

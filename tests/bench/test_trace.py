@@ -8,8 +8,8 @@ from tests.kit.worlds import ROOT, run_script
 
 MOST = {
     "a save to one tier": (421, 72),
-    "a save to near and far": (484, 79),
-    "a restore": (626, 96),
+    "a save to near and far": (484, 78),
+    "a restore": (626, 95),
 }
 """The most functions and files."""
 

@@ -85,7 +85,7 @@ class Buddies:
             self.servers.append(server)
             whole = store.inner if isinstance(store, FaultyBackend) else store
             files = {
-                info.key.rpartition("/")[2]: info.size
+                info.name: info.size
                 for info in own_objects(whole, self.done.ref)
                 if info.key.endswith(".safetensors")
             }

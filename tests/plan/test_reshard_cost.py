@@ -15,9 +15,8 @@ from ckpt.model.box import Box, split_flat
 from ckpt.model.cuts import Cut, cut_boxes
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, Manifest
 from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES
-from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.restore import RestorePlan, plan_restore
+from ckpt.plan.restore import RestorePlan, coalesce, plan_restore
 from ckpt.plan.save import plan_save
 from ckpt.plan.shared_reads import by_key, share
 from tests.kit.marks import each_once

@@ -17,10 +17,9 @@ from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Mani
 from ckpt.model.packed import fragment_of as unpacked
 from ckpt.model.packed import pack_fragment
 from ckpt.model.validate import check_manifest
-from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import MergeCache, merge
-from ckpt.plan.restore import plan_restore
+from ckpt.plan.restore import coalesce, plan_restore
 from ckpt.plan.save import SavePlan, plan_save
 
 Arrays = Mapping[str, np.ndarray]

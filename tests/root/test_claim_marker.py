@@ -59,7 +59,7 @@ def left(store):
 
 
 def names(store) -> set[str]:
-    return {info.key.rpartition("/")[2] for info in store.list(f"{REF.folder}/")}
+    return {info.name for info in store.list(f"{REF.folder}/")}
 
 
 def clear(store, rank: int, *, marked: bool = False) -> bool:

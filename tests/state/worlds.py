@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from ckpt.model.manifest import Manifest
-from ckpt.plan.coalesce import coalesce
-from ckpt.plan.restore import plan_restore
+from ckpt.plan.restore import coalesce, plan_restore
 from ckpt.staging.slot import Slot
 from ckpt.state.match.load import match
 from ckpt.state.match.selection import Selection
