@@ -285,8 +285,8 @@ class CheckpointManager:
         stops = self._stop.stops_after(step)
         if final or stops:
             self._saver.steps.last_step = step
-            if stops and self._ledger.has(step):  # The training loop has already saved this step
-                return self._ledger.pending[-1]
+            if stops and (pending := self._ledger.save_of(step)) is not None:
+                return pending  # The training loop has already saved this step
         trial = self._ledger.next_trial(step)
         # Each further try at a step has a folder of its own, since a folder that may be committed
         # is never written to again.

@@ -255,6 +255,10 @@ class SaveRecord(PendingSave):
         """Whether some tier has the step."""
         return None in self._ends.values()
 
+    def wait_kept(self) -> None:
+        """Wait until some tier has the step, or until the save is over."""
+        self._await(lambda: self.is_kept or self._is_finished, None)
+
     def missing_tiers(self) -> dict[str, CkptError | None]:
         """Return the tiers that lack the step: URL -> the error, or None if the save has not ended
         on the tier yet. Tiers are left out if their errors do not fail the save.

@@ -12,6 +12,7 @@ from ckpt.errors import (
     CkptError,
     CommitError,
     CommitTimeout,
+    ConfigError,
     HistoryHidden,
     OutOfSpace,
     PeerFailed,
@@ -84,6 +85,8 @@ def abort_reason(error: CkptError) -> Abort:
             return Abort(reason=error.root, failures={}, kind=kind, ranks=error.ranks)
         case RootInUse():
             return Abort(reason=error.owner, failures={}, kind=kind, names=(error.root,))
+        case ConfigError() if kind == "ConfigError":
+            return Abort(reason=str(error), failures={}, kind=kind)
         case StorageError() if kind in _STORAGE_ERRORS:
             return Abort(reason=error.detail, failures={}, kind=kind, names=(error.key, error.root))
         case _:
@@ -118,5 +121,7 @@ def rebuild(verdict: Abort, step: int, *, message_name: str = "the part") -> Ckp
             return TierNotShared(verdict.reason, verdict.ranks)
         case "RootInUse":
             return RootInUse(verdict.names[0], verdict.reason)
+        case "ConfigError":
+            return ConfigError(verdict.reason)
         case _:
             return CommitError(f"step {step} was not committed: {verdict.reason}")

@@ -6,14 +6,15 @@ chunks, back to back (see ``codec.word_difference``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 import msgspec
 
-from ckpt.errors import ManifestCorrupt
+from ckpt.errors import ConfigError, ManifestCorrupt
+from ckpt.errors.base import few
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.manifest import FORMAT
@@ -51,6 +52,24 @@ class Delta:
     base: StepRef
     codes: Mapping[int, memoryview]
     nbytes: int
+
+
+def is_in_part(part: str, name: str) -> bool:
+    """Return True if the tensor ``name`` is in ``part`` of the state, which has deltas."""
+    return name == part or name.startswith(f"{part}/")
+
+
+def check_part(part: str, names: Iterable[str]) -> None:
+    """Raise ``ConfigError`` if no tensor of a state is in ``part``. ``names`` are those of all
+    tensors of the state.
+    """
+    tops: set[str] = set()
+    for name in names:
+        if is_in_part(part, name):
+            return
+        tops.add(name.partition("/")[0])
+    present = f"it has {few(sorted(tops))}" if tops else "it has no tensor"
+    raise ConfigError(f"deltas={part!r} fits no tensor of the state: {present}")
 
 
 def pack_delta(

@@ -17,10 +17,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt.errors import CommitError, ReplicasDiverged
+from ckpt.model.delta import check_part
 from ckpt.model.key_order import KeyOrder
 from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed, Tensor
 from ckpt.model.packed import Columns, replicas_of
-from ckpt.model.patterns import no_match_error, patterns_of
+from ckpt.model.patterns import WHOLE, no_match_error, patterns_of
 from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
 from ckpt.model.views import View, views_of_all
@@ -40,13 +41,19 @@ class MergeCache:
 
     Thread safety: only one merge at a time may use the object.
 
+    Args:
+        deltas: The part of the state that has deltas, which the first merge of a whole state checks
+            (``SaveConfig.deltas``); None if there is none.
+
     Attributes:
+        deltas: ``deltas`` until that check.
         forms: The forms of the fragments of the last merge, unpacked and checked, by the keys of
             ``Fragments.forms``. See `ckpt.model.packed` about forms.
         layouts: The tensors and layouts of the last manifest; None before the first merge.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deltas: str | None = None) -> None:
+        self.deltas = deltas
         self.forms: Mapping[str, Columns] = {}
         self.layouts: Layouts | None = None
 
@@ -66,7 +73,8 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
         ManifestCorrupt: A fragment has contents that ckpt never writes.
         CodecMissing: The codec of a data file is not installed here.
         CommitError: The fragments belong to different saves.
-        ConfigError: A pattern of the save matches no name on any rank.
+        ConfigError: A pattern of the save matches no name on any rank, or no tensor of any rank is
+            in the part that has deltas.
     """
     cache = cache or MergeCache()
     fragments = Fragments(cache.forms)
@@ -76,12 +84,16 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
     _check_same_save([rank.part for rank in ranks])
     reference = ranks[0].part
     metadata = _merge_raw("metadata", first_of(ranks, "metadata"))
-    if idle_patterns := patterns_of(metadata)[1]:
+    patterns, idle_patterns = patterns_of(metadata)
+    if idle_patterns:
         raise no_match_error(idle_patterns)
     check_frames(first_of(ranks, "replicas"))
     _check_kinds(first_of(ranks, "tree"), lambda: holders_of(fragments, ranks))
     layouts = cache.layouts = merge_layouts(fragments, ranks, cache.layouts)
     cache.forms = fragments.forms
+    if cache.deltas is not None and patterns == WHOLE:
+        check_part(cache.deltas, (tensor.name for tensor in layouts.tensors))
+        cache.deltas = None
     return Manifest(
         format=FORMAT,
         step=reference.step,

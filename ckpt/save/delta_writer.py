@@ -23,9 +23,8 @@ from ckpt.catalog.fragments import Parts, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.codec.word_difference import difference
-from ckpt.errors import CkptError, ConfigError
-from ckpt.errors.base import few
-from ckpt.model.delta import pack_delta, unpack_delta
+from ckpt.errors import CkptError
+from ckpt.model.delta import is_in_part, pack_delta, unpack_delta
 from ckpt.model.dtype import DTYPES, float_width
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Tensor
@@ -88,14 +87,6 @@ def delta_memory(plan: SavePlan, part: str) -> int:
         for tensor in _tensors_of(plan, part)
         for shard in tensor.shards
     )
-
-
-def check_part(plan: SavePlan, part: str) -> None:
-    """Raise `ConfigError` if no tensor of ``plan``, which has all of the state, is in ``part``."""
-    if not any(_is_in(part, tensor.name) for tensor in plan.tensors):
-        names = sorted({tensor.name.partition("/")[0] for tensor in plan.tensors})
-        present = f"it has {few(names)}" if names else "it has no tensor"
-        raise ConfigError(f"deltas={part!r} fits no tensor of the state: {present}")
 
 
 class DeltaWriter:
@@ -281,11 +272,7 @@ class _ComparedImage(ImageWrapper):
 
 
 def _tensors_of(plan: SavePlan, part: str) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in plan.tensors if _is_in(part, tensor.name))
-
-
-def _is_in(part: str, name: str) -> bool:
-    return name == part or name.startswith(f"{part}/")
+    return tuple(tensor for tensor in plan.tensors if is_in_part(part, tensor.name))
 
 
 def _layout_of(plan: SavePlan, part: str) -> _Layout:

@@ -95,6 +95,24 @@ class SaveLedger:
         with self._lock:
             return any(ref.step == step for ref, _ in self._entries.values())
 
+    def save_of(self, step: int) -> SaveRecord | None:
+        """Return the save of ``step`` on the current branch once some tier has the step; None if
+        there is no such save, or if it fails. The next try stands for one that has failed, so no
+        later call raises its error.
+
+        The call waits for the verdict of the ranks, which is the same on all of them. So all ranks
+        try the step again if one of them has refused it.
+        """
+        saves = [save for save in self.pending if save.step == step]
+        if saves and self.has(step):
+            saves[-1].wait_kept()
+            if saves[-1].is_kept:
+                return saves[-1]
+        for save in saves:
+            if save.done():
+                save.exception()
+        return None
+
     def next_trial(self, step: int) -> int:
         """Return the number of earlier tries to save ``step``, and count a further try."""
         with self._lock:

@@ -25,6 +25,7 @@ from typing import Final
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.errors import LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
+from ckpt.model.delta import check_part
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.pending import SaveRecord
@@ -33,7 +34,7 @@ from ckpt.plan.save import SavePlan
 from ckpt.root.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
-from ckpt.save.delta_writer import check_part, delta_memory
+from ckpt.save.delta_writer import delta_memory
 from ckpt.save.detach import await_detaches, await_removals, leave_roots
 from ckpt.save.host_memory import slot_pool
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
@@ -180,10 +181,11 @@ class Saver:
 
         Raises:
             ConfigError: The plan ``is_whole``, of the only rank, and has no tensor of the part.
+                Of several ranks, another one may have them, which their first merge decides.
         """
         part = self._config.deltas
         if part is not None and is_whole and self._coordinator.world_size == 1:
-            check_part(plan, part)
+            check_part(part, (tensor.name for tensor in plan.tensors))
         reservation = self.slots.reservation
         if part is not None and self._durable and plan is not reservation.plan:
             reservation.plan = plan

@@ -134,7 +134,7 @@ class TierWriter:
         # So this rank puts a marker before it removes them (see ``claim_marker``).
         is_alone = tier.local or coordinator.world_size == 1
         self._marker_rank = None if is_alone else coordinator.rank
-        self._merge_cache = MergeCache()
+        self._merge_cache = MergeCache(config.deltas)
         self._leases = Leases(tier.backend)
         self._foreign: list[StepRef] | None = None
         self._rollback: Rollback | None = None  # The one that this writer has put on the tier

@@ -532,6 +532,34 @@ def test_a_part_of_deltas_that_fits_nothing_is_an_error_before_anything_is_writt
         assert not [*tmp_path.glob("step-*")]
 
 
+@pytest.mark.parametrize("name", ["modle", "model"])
+def test_a_part_of_deltas_that_fits_nothing_on_any_rank_is_the_same_error_on_each(
+    tmp_path: Path, name: str
+) -> None:
+    """The first rank has no tensor of the model in either case."""
+
+    def train(coordinator: Any) -> list[int]:
+        part = "model" if coordinator.rank else "head"
+        state = {part: {f"x{coordinator.rank}": torch.ones(3)}}
+        with CheckpointManager(tmp_path, deltas=name, coordinator=coordinator) as manager:
+            manager.save({"head": torch.ones(3)}, 1, only="head")
+            manager.save(state, 2)
+            manager.save(state, 3)
+            return manager.steps()
+
+    results = World(2, patience=20).run(train)
+    if name == "model":
+        assert results == {0: [1, 2, 3], 1: [1, 2, 3]}
+        return
+    assert {type(error) for error in results.values()} == {ConfigError}
+    assert {str(error) for error in results.values()} == {
+        "deltas='modle' fits no tensor of the state: it has 'head', 'model'"
+    }
+    assert [path.parent.name[:14] for path in tmp_path.glob("*/manifest.json")] == [
+        "step-000000001"
+    ]
+
+
 def test_a_save_of_another_part_than_that_of_deltas_is_a_warning(
     tmp_path: Path, caplog: Any
 ) -> None:
