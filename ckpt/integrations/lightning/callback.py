@@ -29,10 +29,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics
 from ckpt.catalog.index import committed, creation_time
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
-from ckpt.errors import CkptError, ConfigError
+from ckpt.errors import ConfigError
 from ckpt.integrations.lightning.loops import (
     begin_next_epoch,
     continues_epoch,
@@ -48,13 +47,11 @@ from ckpt.integrations.shared.own_state import saved_as
 from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef, parse_folder
-from ckpt.model.metrics import best_steps
-from ckpt.model.selector import BestStep
 from ckpt.pending import PendingSave
 from ckpt.state.tensors.per_rank import PerRank, RngState
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
-from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of
+from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 TESTED_RANGE: Final = ("2.6", "2.6")
 
@@ -342,23 +339,19 @@ class CkptCheckpoint(ModelCheckpoint):
             no step, the checkpoint is false in a boolean context.
 
         Raises:
-            ConfigError: ``target`` is "best", and no step has the metric. Or ``target`` is an
-                attempt, and the restore has taken another attempt at the step.
-            CkptError: See ``CheckpointManager.restore``.
+            ConfigError: ``target`` is an attempt, and the restore has taken another attempt at the
+                step.
+            CkptError: See ``CheckpointManager.restore``. For example, ``target`` is "best", and no
+                step has the metric.
         """
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
-        if target == BEST:
-            target = self._agreed_best_step(trainer)
-        ref: StepRef | None = None
-        if isinstance(target, StepRef):
-            ref, target = target, target.step
-        step = None if target == NEWEST else int(target)
+        ref = target if isinstance(target, StepRef) else None
         extras, rng = _DictState({}), _DictState({})
         trains = trainer.state.fn == TrainerFn.FITTING
         report = self._manager.restore(
             _state(strategy, extras, rng) if trains else _state_of_model(strategy, extras),
-            step,
+            self._selector(target),
             only=None if trains else _EVALUATION_ENTRIES,
             strict=module.strict_loading,
         )
@@ -377,46 +370,13 @@ class CkptCheckpoint(ModelCheckpoint):
             self._last_global_step_saved = report.step
         return {**extras.content, MODULE: module.state_dict()}
 
-    def _agreed_best_step(self, trainer: Trainer) -> int:
-        """Return the result of ``_best_step`` on rank 0. If it fails there, all ranks raise its
-        error.
-        """
-        failure: CkptError | None = None
-        result: tuple[int, str] = (0, "")
-        if trainer.is_global_zero:
-            try:
-                result = (self._best_step(), "")
-            except CkptError as error:
-                failure, result = error, (0, str(error))
-        step, text = trainer.strategy.broadcast(result)
-        if text:
-            raise failure or ConfigError(text)
-        return step
-
-    def _best_step(self) -> int:
-        """Return the number of the step with the best metric on the tiers, of the current branch.
-
-        If several steps have the best metric, return the newest of them. Of several attempts at a
-        step, the youngest counts, since a restore takes that one. This is called only if this
-        process has saved no step itself.
-
-        Raises:
-            ConfigError: No step has the metric.
-        """
-        metric, tiers = self.monitor or "", open_tiers(self._tiers)
-        try:
-            roots = [MetricsReader(tier.backend).read(BestStep(metric or "-")) for tier in tiers]
-        finally:
-            for tier in tiers:
-                tier.backend.close()
-        steps = branch_metrics(roots)
-        values = [(step, steps[step][metric]) for step in steps if metric in steps[step]]
-        if not (best := best_steps(values, "max" if self.mode == "max" else "min")):
-            raise ConfigError(
-                f"ckpt_path='best': no step in {self.root} has the metric {metric!r}: "
-                "resume with ckpt_path='last'"
-            )
-        return best[0]
+    def _selector(self, target: int | str | StepRef) -> int | str | None:
+        """Return the ``step`` of ``CheckpointManager.restore`` for ``target``."""
+        if target == BEST:
+            return f"best:{self.monitor or '-'}:{'max' if self.mode == 'max' else 'min'}"
+        if target == NEWEST:
+            return None
+        return target.step if isinstance(target, StepRef) else int(target)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the list of best steps from ``state_dict``, unless ``dirpath`` has changed since the

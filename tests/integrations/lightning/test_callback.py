@@ -70,15 +70,6 @@ def test_a_training_that_goes_back_goes_on_with_its_new_branch(nets: Any, tmp_pa
     assert steps(tmp_path) == [1, 2, 3, 5, 6, 7, 8]
 
 
-def test_the_best_step_is_one_of_the_current_branch(tmp_path: Path) -> None:
-    state = {"x": torch.zeros(3)}
-    with CheckpointManager(tmp_path) as manager:
-        for step, loss in enumerate((2.0, 3.0, 1.0), 1):
-            manager.save(state, step, metrics={"val_loss": loss})
-        manager.restore(state, step=2)
-    assert CkptCheckpoint(tmp_path, monitor="val_loss")._best_step() == 1
-
-
 def test_an_epoch_end_resumes_with_a_plain_loader(nets: Any, tmp_path: Path) -> None:
     def fit(root: Path, path: str | None = None) -> dict[int, float]:
         nets.seed_everything(3, verbose=False)
@@ -402,30 +393,8 @@ def test_best_without_a_metric_is_refused_by_lightning(nets: Any, tmp_path: Path
 def test_best_by_a_metric_that_no_step_has_is_refused(nets: Any, tmp_path: Path) -> None:
     nets.fit(nets.Net(), CkptCheckpoint(tmp_path))
     trainer = nets.trainer(CkptCheckpoint(tmp_path, monitor="val_loss"))
-    with pytest.raises(ConfigError, match=r"no step in .* has the metric 'val_loss'"):
+    with pytest.raises(NoCheckpoint, match="best:val_loss:min is not there"):
         trainer.fit(nets.Net(), nets.Loader(), ckpt_path="best")
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_the_error_of_the_best_step_is_raised_on_all_ranks(
-    nets: Any, tmp_path: Path, *, is_first: bool
-) -> None:
-    """Only rank 0 looks for the step, and the others wait for its answer."""
-    nets.fit(nets.Net(), CkptCheckpoint(tmp_path))
-    callback = CkptCheckpoint(tmp_path, monitor="val_loss")
-    sent: list[Any] = []
-    text = "no step in the folder has the metric 'val_loss'"
-
-    def broadcast(value: Any) -> Any:
-        sent.append(value)
-        return value if is_first else (0, text)
-
-    trainer: Any = SimpleNamespace(
-        is_global_zero=is_first, strategy=SimpleNamespace(broadcast=broadcast)
-    )
-    with pytest.raises(ConfigError, match="has the metric 'val_loss'"):
-        callback._agreed_best_step(trainer)
-    assert len(sent) == 1
 
 
 @pytest.mark.parametrize("path", ["{other}", "ckpt://{other}#newest", "{other}/{step}"])

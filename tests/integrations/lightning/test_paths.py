@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import CheckpointManager
-from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning import CkptCheckpoint
 
@@ -61,22 +58,6 @@ def test_a_path_without_a_word_is_the_newest_step(tmp_path: Path) -> None:
         assert callback.find_step(path) == "newest"
     assert callback.find_step(f"ckpt://{tmp_path}#12") == 12
     assert callback.find_step(f"ckpt://{tmp_path}#best") == "best"
-
-
-def test_of_several_attempts_at_a_step_the_youngest_decides_whether_it_is_the_best(
-    tmp_path: Path,
-) -> None:
-    """A restore of the step takes that attempt."""
-    for number, (attempt, loss) in enumerate((("ax" * 6, 1.0), ("bx" * 6, 9.0))):
-        coordinator = SingleCoordinator()
-        coordinator.attempt = attempt
-        with CheckpointManager(tmp_path / str(number), coordinator=coordinator) as manager:
-            manager.save({"number": number}, 4, metrics={"val_loss": loss})
-            manager.save({"number": number}, 8, metrics={"val_loss": 5.0})
-        shutil.copytree(tmp_path / str(number), tmp_path / "both", dirs_exist_ok=True)
-    assert len(list((tmp_path / "both").glob("step-000000004.*"))) == 2
-    assert CkptCheckpoint(tmp_path / "both", monitor="val_loss")._best_step() == 8
-    assert CkptCheckpoint(tmp_path / "both", monitor="val_loss", mode="max")._best_step() == 4
 
 
 def test_the_folder_of_an_older_attempt_is_refused(nets: Any, tmp_path: Path) -> None:
