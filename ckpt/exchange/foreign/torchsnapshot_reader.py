@@ -27,7 +27,7 @@ from ckpt.errors.base import few
 from ckpt.exchange.foreign.joined_tensors import Joiner, load_entry
 from ckpt.exchange.foreign.library_folders import LibraryFolder
 from ckpt.exchange.inert.inert_torch import Span, dense_strides
-from ckpt.exchange.inert.input_limits import open_file
+from ckpt.exchange.inert.input_limits import map_file, open_file
 from ckpt.model.box import Box, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.validate import MAX_DIMENSIONS
@@ -216,20 +216,9 @@ class _Reader:
         return self._joiner.map_tensor(span, self._map(location, path)[start:end])
 
     def _map(self, location: str, path: str) -> memoryview:
-        """Return the bytes of a file, mapped as copies on write.
-
-        A snapshot may have more files than a process may open, and the ``mmap`` of Python would
-        keep each of them open.
-        """
         if location not in self._maps:
-            name = os.path.join(self._source, location)
-            with open_file(name, path) as file:
-                size = os.fstat(file.fileno()).st_size
-                try:
-                    data = torch.from_file(name, shared=False, size=size, dtype=torch.uint8)
-                except RuntimeError as error:  # torch has no others
-                    raise OSError(str(error)) from None
-            self._maps[location] = memoryview(data.numpy())  # type: ignore[arg-type]
+            with open_file(os.path.join(self._source, location), path) as file:
+                self._maps[location] = map_file(file)
         return self._maps[location]
 
     def _place(self, path: str, entry: Entry) -> tuple[str, int, int]:

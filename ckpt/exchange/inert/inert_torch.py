@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import mmap
-import os
 import struct
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
@@ -23,7 +21,7 @@ import torch
 
 from ckpt.errors import IntegrityError, UnsupportedValue
 from ckpt.exchange.inert.inert_pickle import Inert, read_inert
-from ckpt.exchange.inert.input_limits import check_state, check_torch_file, open_file
+from ckpt.exchange.inert.input_limits import check_state, check_torch_file, map_file, open_file
 from ckpt.model.dtype import DTYPES
 from ckpt.model.validate import MAX_DIMENSIONS
 
@@ -63,8 +61,7 @@ def read_file(path: str) -> Any:
         check_torch_file(file, path)
         with _check(path):
             content, entries = _read_archive(file, path)
-            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-            return _Values(whole, entries).of(content)
+            return _Values(map_file(file), entries).of(content)
 
 
 @contextmanager
@@ -156,10 +153,7 @@ class MappedFile:
     def __init__(self, path: str, value_name: str = "") -> None:
         self.path = path
         with open_file(path, value_name) as file:
-            size = os.fstat(file.fileno()).st_size
-            self.memory = memoryview(
-                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-            )
+            self.memory = map_file(file)
 
 
 def read_spans(file: MappedFile, start: int, length: int, name: str) -> Any:

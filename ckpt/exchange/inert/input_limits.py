@@ -15,6 +15,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any, Final
 
+import torch
+
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
 
 _MOST_ITEMS: Final = 1 << 20
@@ -64,6 +66,26 @@ def open_file(path: str, value_name: str = "", *, is_part: bool = True) -> Gener
         raise ConfigError(
             f"{path}{clause}{comma} cannot be read: {error.strerror or error}"
         ) from None
+
+
+def map_file(file: IO[bytes]) -> memoryview:
+    """Return the bytes of an open file, mapped as copies on write.
+
+    A checkpoint may have more files than a process may open, and the ``mmap`` of Python would keep
+    each of them open.
+
+    Raises:
+        OSError: The file cannot be mapped.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if not size:
+        return memoryview(b"")
+    path = f"/proc/self/fd/{file.fileno()}"  # Its name may be of another file now
+    try:
+        data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError as error:  # torch has no others
+        raise OSError(str(error)) from None
+    return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
 def check_torch_file(file: IO[bytes], name: str) -> None:

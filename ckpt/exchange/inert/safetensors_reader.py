@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -17,7 +15,7 @@ import torch
 
 from ckpt.errors import IntegrityError, UnsupportedValue
 from ckpt.exchange.inert.inert_torch import Span, dense_strides
-from ckpt.exchange.inert.input_limits import open_file
+from ckpt.exchange.inert.input_limits import map_file, open_file
 from ckpt.model.dtype import DTYPES, DType
 
 _LENGTH: Final = 8
@@ -59,11 +57,10 @@ def read_file(
         UnsupportedValue: A tensor has a type that torch does not have.
     """
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        whole = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
+        whole = map_file(file)
     try:
         length = int.from_bytes(whole[:_LENGTH], "little")
-        if size < _LENGTH or length > min(size - _LENGTH, _MOST_HEADER):
+        if len(whole) < _LENGTH or length > min(len(whole) - _LENGTH, _MOST_HEADER):
             raise ValueError("it ends within its header")
         header: dict[str, Any] = json.loads(bytes(whole[_LENGTH : _LENGTH + length]))
         metadata = {
@@ -73,7 +70,7 @@ def read_file(
         _check_places([tuple(entry["data_offsets"]) for entry in header.values()], len(data))
         tensors: dict[str, torch.Tensor] = {}
         for name, entry in header.items():
-            span = _span(name, entry, path, size - len(data))
+            span = _span(name, entry, path, len(whole) - len(data))
             begin = span.offset
             tensors[name] = (
                 make(span, whole[begin : begin + span.nbytes])

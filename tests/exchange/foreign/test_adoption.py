@@ -34,6 +34,7 @@ from ckpt.storage.registry import open_backend
 from tests.exchange.folders.compare import compare
 from tests.exchange.foreign.adopted import adopted, check, content, restored, save_dcp
 from tests.exchange.states import same, trained
+from tests.kit.open_files import few_open_files
 from tests.kit.worlds import world
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -59,6 +60,25 @@ def test_a_folder_of_dcp_is_restored_with_its_optimizer_and_stays_as_it_was(
     state = load_state(str(root))
     assert state["epoch"] == 3
     assert torch.equal(state["big"], torch.arange(1 << 20))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_a_folder_may_have_more_files_than_a_process_may_open(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "step-7"
+    folder.mkdir()
+    state = {f"w{number}": torch.full((2,), number) for number in range(80)}
+    if kind == "dcp":
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    else:
+        names = {name: f"model-{name}.safetensors" for name in state}
+        for name, file in names.items():
+            save_file({name: state[name]}, folder / file)
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": names}))
+    with few_open_files():
+        assert adopted(folder, tmp_path / "run").files == 80
+        assert load_state(str(tmp_path / "run"), "model/w79").tolist() == [79, 79]
 
 
 def test_the_progress_ends_with_all_bytes_of_the_files(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import resource
 import shutil
 import warnings
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from ckpt.exchange.foreign.shaper import ImportReport
 from ckpt.exchange.foreign.torchsnapshot_reader import TABLE
 from tests.exchange.foreign.adopted import adopted, check
 from tests.exchange.states import same, trained
+from tests.kit.open_files import few_open_files
 from tests.kit.worlds import world
 
 torchsnapshot = pytest.importorskip("torchsnapshot")
@@ -145,13 +144,8 @@ def test_a_snapshot_may_have_more_files_than_a_process_may_open(
     values = torchsnapshot.StateDict(**{f"w{n}": torch.full((2,), n) for n in range(80)})
     torchsnapshot.Snapshot.take(str(tmp_path / "taken"), {"values": values})
     assert len(list(tmp_path.glob("taken/0/values/*"))) == 80
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = len(os.listdir("/proc/self/fd")) + 50
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, soft), hard))
-    try:
+    with few_open_files():
         move(tmp_path / "taken", tmp_path / "run")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert ckpt.load(str(tmp_path / "run"), "values")["w79"].tolist() == [79, 79]
 
 
