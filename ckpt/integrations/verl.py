@@ -27,7 +27,7 @@ from verl.workers.rollout.utils import (  # pyright: ignore[reportMissingImports
 
 from ckpt.config import Tier
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.exchange.weights.follow import Follower, follow
+from ckpt.exchange.weights.follow import Follower, Version, follow
 from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 
@@ -117,7 +117,8 @@ class CkptCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ignor
                 state[name] = tensor.detach().to("cpu", copy=True)
         if self._manager is not None:
             metrics = {} if global_steps is None else {_METRIC: global_steps}
-            self._manager.save({_PART: state}, self._step, metrics=metrics)
+            # The loop of a worker has other requests to answer meanwhile.
+            await asyncio.to_thread(self._manager.save, {_PART: state}, self._step, metrics=metrics)
 
     async def receive_weights(
         self, global_steps: int | None = None
@@ -129,11 +130,14 @@ class CkptCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ignor
             CkptError: As for ``Follower.version_of``.
         """
         del global_steps  # The number that verl has may come again
-        if self._follower is None:
-            self._follower = follow(self._tier, _PART, timeout_seconds=self._timeout_seconds)
-        version = await asyncio.to_thread(self._follower.version_of, self._step)
+        version = await asyncio.to_thread(self._fetch)
         for name, tensor in version.weights.items():
             yield name, tensor
+
+    def _fetch(self) -> Version:
+        if self._follower is None:
+            self._follower = follow(self._tier, _PART, timeout_seconds=self._timeout_seconds)
+        return self._follower.version_of(self._step)
 
     def finalize(self) -> None:
         """Do nothing: the next update finds the root open."""

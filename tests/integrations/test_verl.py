@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ with warnings.catch_warnings():
     from verl.utils.import_utils import import_external_libs
 
 import ckpt
+from ckpt import CheckpointManager
 from ckpt.errors import NoCheckpoint
 from tests import processes
 
@@ -48,6 +51,7 @@ class Job:
             CheckpointEngineRegistry.new("ckpt", is_master=rank == 0, **options) for rank in (0, 1)
         ]
         self.rollouts = [CheckpointEngineRegistry.new("ckpt", **options) for _ in range(2)]
+        self.others: list[Callable[[], Awaitable[None]]] = []  # What a worker does besides
 
     def update(self, weights: Weights, global_steps: int | None) -> list[Weights]:
         """Make an update in the order of verl's manager. Return what the rollouts get."""
@@ -74,7 +78,7 @@ class Job:
             await engine.send_weights((item for item in weights.items()), global_steps=global_steps)
 
         rollouts = [asyncio.ensure_future(receive(engine)) for engine in self.rollouts]
-        await asyncio.gather(*map(send, self.actor))
+        await asyncio.gather(*map(send, self.actor), *(other() for other in self.others))
         return [await rollout for rollout in rollouts]
 
 
@@ -99,6 +103,28 @@ def test_each_rollout_gets_each_update(tmp_path: Path) -> None:
         assert [row["global_steps"] for row in opened.history()] == [11, 12, 13]
         assert opened.steps() == [2, 1]
         assert opened.names() == sorted(f"model/{name}" for name in weights)
+
+
+def test_the_event_loop_goes_on_while_an_update_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, save = threading.Event(), CheckpointManager.save
+
+    def save_late(*arguments: Any, **words: Any) -> Any:
+        asked.set()
+        assert answered.wait(20)
+        return save(*arguments, **words)
+
+    async def answer() -> None:
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        answered.set()
+
+    asked = threading.Event()
+    monkeypatch.setattr(CheckpointManager, "save", save_late)
+    job, weights = Job(tmp_path), weights_of(1)
+    job.others.append(answer)
+    assert all(same(got, weights) for got in job.update(weights, 1))
 
 
 def test_a_trainer_that_goes_back_publishes_a_newer_step(tmp_path: Path) -> None:
