@@ -27,7 +27,10 @@ from ckpt.cli.options import (
     workers_for,
 )
 from ckpt.cli.records import Field
-from ckpt.errors import ConfigError
+from ckpt.cli.store_timeout import WatchedStore
+from ckpt.errors import ConfigError, NoCheckpoint
+from ckpt.errors.base import few
+from ckpt.model.keys import StepRef
 from ckpt.model.selector import selector_of
 from ckpt.root.leases import lease_if_allowed
 
@@ -66,6 +69,14 @@ def export(
     step: Annotated[
         str | None,
         typer.Option("--step", metavar="STEP", help=f"{STEP_FORMS}. Default: the newest."),
+    ] = None,
+    attempt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="One attempt at the step of this number, as ckpt show names it. Default: the "
+            "newest.",
+        ),
     ] = None,
     name: Annotated[
         list[str] | None,
@@ -146,7 +157,7 @@ def export(
     place, out = source_and_destination(arguments, root, "OUT")
     backend = open_root(place, timeout=timeout)
     file_format = kind or _format_of(out)
-    ref = find_steps(backend, selector_of(step))[0]
+    ref = _chosen(backend, step, attempt)
     with (
         workers_for(backend) as workers,
         output.progress(f"step {ref.step}") as bar,
@@ -181,6 +192,19 @@ def export(
         )
     else:
         _show(report, ref.step, file_format)
+
+
+def _chosen(backend: WatchedStore, step: str | None, attempt: str | None) -> StepRef:
+    """Return the attempt that the options name. Raises the errors of ``find_steps``."""
+    selector = selector_of(step)
+    if attempt is not None and not isinstance(selector, int):
+        raise ConfigError("--attempt is of a number: give --step N too")
+    refs = find_steps(backend, selector)
+    ref = next((ref for ref in refs if attempt in (None, ref.attempt)), None)
+    if ref is None:
+        attempts = few([ref.attempt for ref in refs])
+        raise NoCheckpoint(backend.url, f"step {selector} has the attempts {attempts} only")
+    return ref
 
 
 def _hf_options(

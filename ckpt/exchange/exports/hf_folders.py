@@ -193,7 +193,8 @@ class HfFolders:
     def _command(self, step: _PinnedStep, place: str, mapping: str) -> list[str]:
         options = self._options
         command = [sys.executable, "-m", "ckpt.cli.main", "export", step.tier, place]
-        command += ["--format", "hf", "--step", str(step.ref.step), "--config", options.files]
+        command += ["--format", "hf", "--step", str(step.ref.step), "--attempt", step.ref.attempt]
+        command += ["--config", options.files]
         command += ["--name", f"{self._part}/*", "--strip", f"{self._part}/"]
         if options.dtype is not None:
             command += ["--dtype", options.dtype]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ckpt import CheckpointManager, HfFolders, Tier
+from ckpt.catalog.index import find
 from ckpt.cli.main import main
 from ckpt.errors import ConfigError
 from ckpt.root.pins import all_pins
@@ -106,6 +107,29 @@ def test_files_are_bounded_and_the_index_names_each_tensor_once(
     assert set(index["weight_map"].values()) == {
         path.name for path in Path("out").glob("*.safetensors")
     }
+
+
+def test_an_attempt_is_exported_although_a_newer_one_has_its_number(
+    cli: Cli, tmp_path: Path, root: Path, config: Path, model: Tiny
+) -> None:
+    bias, refs = model.norm.bias.detach(), {}
+    with CheckpointManager(root) as manager:
+        manager.save({"model": model}, step=6)
+        for value in (1.0, 2.0):
+            manager.restore({"model": model}, step=5, strict=False)
+            bias.fill_(value)
+            manager.save({"model": model}, step=6)
+            refs[value] = find(open_backend(str(root)), 6)[0]
+    words = ["--format", "hf", "--config", config, "--step", "6", "--attempt", refs[1.0].attempt]
+    ran = cli("export", root, "out", *words, "--json")
+    assert ran.json["attempt"] == refs[1.0].attempt != refs[2.0].attempt
+    assert read(Path("out"))["norm.bias"][0] == 1.0
+    ran = cli("export", root, "again", *words[:-2], "--attempt", "abcdefghij")
+    assert ran.code == 7
+    assert "step 6 has the attempts" in ran.err
+    ran = cli("export", root, "again", *words[:-4], "--attempt", refs[1.0].attempt)
+    assert ran.code == 2
+    assert "--attempt is of a number: give --step N too" in ran.err
 
 
 def test_names_are_mapped(cli: Cli, root: Path, config: Path) -> None:
@@ -293,6 +317,34 @@ def test_a_step_stays_until_it_is_exported(
         begin.set()
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-000000002"]
     assert all_pins(backend) == []
+
+
+def test_the_attempt_that_is_pinned_is_exported_although_its_number_was_saved_again(
+    tmp_path: Path, config: Path, model: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_here(monkeypatch)
+    begin, values = threading.Event(), list[float]()
+    export = HfFolders._export
+
+    def late(self: HfFolders, step: Any) -> None:
+        assert begin.wait(60)
+        export(self, step)
+        values.append(read(tmp_path / "hf" / "step-000000002")["norm.bias"][0].item())
+
+    monkeypatch.setattr(HfFolders, "_export", late)
+    folders = HfFolders(tmp_path / "hf", config, every=2)
+    bias, backend = model.norm.bias.detach(), open_backend(str(tmp_path / "run"))
+    with CheckpointManager(tmp_path / "run", observers=[folders]) as manager, folders:
+        manager.save({"model": model}, 1)
+        bias.fill_(2.0)
+        manager.save({"model": model}, 2)
+        assert until(lambda: len(all_pins(backend)) == 1)
+        manager.restore({"model": model}, step=1)
+        bias.fill_(9.0)
+        manager.save({"model": model}, 2)
+        assert until(lambda: len(all_pins(backend)) == 2)
+        begin.set()
+    assert values == [2.0, 9.0]
 
 
 def test_an_export_that_fails_is_a_warning(
