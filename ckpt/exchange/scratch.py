@@ -1,11 +1,19 @@
-"""Tensors in a temporary file that is mapped into memory, for more of them than memory holds."""
+"""Temporary room on a disk: tensors that are mapped into memory from a file, and folders.
+
+Memory may not hold all tensors. A file has no name, so nothing of it is left after a kill. What is
+left of a folder is removed later.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import shutil
+import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Final
 
@@ -14,6 +22,8 @@ import torch
 from ckpt.model.dtype import DTYPES
 
 _ALIGNMENT: Final = 64
+_LOCK: Final = ".lock"
+"""The file in a folder that its process keeps locked."""
 
 
 class Scratch:
@@ -60,3 +70,45 @@ class Scratch:
                 self.tensors[name] = raw.view(kind).view(shape)
             else:
                 self.tensors[name] = torch.empty(shape, dtype=kind, device="cpu")
+
+
+@contextmanager
+def scratch_folder(folder: str, prefix: str) -> Generator[str]:
+    """Return a context manager that yields the path of a new folder in ``folder``, which only this
+    user can enter, and removes it at the end.
+
+    Those that processes that were killed have left, with the same prefix, are removed first.
+    """
+    remove_leftovers(folder, prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as room:
+        new = os.path.join(room, f"{_LOCK}.new")
+        with open(new, "wb") as lock:
+            with suppress(OSError):  # Without locks, what a kill leaves stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                os.rename(new, os.path.join(room, _LOCK))
+            yield room
+
+
+def remove_leftovers(folder: str, prefix: str) -> None:
+    """Remove the scratch folders of this user in ``folder`` whose names begin with ``prefix``, and
+    whose processes have ended. One that cannot be removed stays.
+    """
+    with os.scandir(folder) as entries:
+        rooms = [entry.path for entry in entries if entry.name.startswith(prefix)]
+    for room in rooms:
+        with suppress(OSError):
+            status = os.lstat(room)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                _remove_unless_locked(room)
+
+
+def _remove_unless_locked(room: str) -> None:
+    with open(os.path.join(room, _LOCK), "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with os.scandir(room) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif entry.name != _LOCK:  # It goes last: this process may be killed too
+                    os.remove(entry.path)
+        shutil.rmtree(room)

@@ -23,6 +23,7 @@ from ckpt.errors.sanitize import clean
 from ckpt.exchange.exports import dcp_writer, hf_folder, hf_store, safetensors_writer, torch_writer
 from ckpt.exchange.exports.hf_folder import HfOptions
 from ckpt.exchange.exports.safetensors_writer import FileForm
+from ckpt.exchange.scratch import scratch_folder
 from ckpt.exchange.weights.opened import TensorView
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import check_structure, exact
@@ -291,9 +292,7 @@ def _appears(out: str) -> Generator[str]:
     folder, name = os.path.split(out)
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{name[:100]}.ckpt-partial-", dir=folder, ignore_cleanup_errors=True
-        ) as room:
+        with scratch_folder(folder, f".{name[:100]}.ckpt-partial-") as room:
             place = os.path.join(room, "out")
             yield place
             _move(place, out)

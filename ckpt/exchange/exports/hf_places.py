@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,11 +13,13 @@ from typing import Final, Protocol
 
 from ckpt.errors import errors_of
 from ckpt.exchange.exports.hf_store import CONFIG, open_store, remove
+from ckpt.exchange.scratch import remove_leftovers, scratch_folder
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import ask
 from ckpt.storage.api import KeepsUnfinishedWrites, ObjectInfo, StorageBackend
 from ckpt.storage.places import is_folder, is_object_store, local_path
 
+_LEFTOVERS: Final = ".step-"
 _LOCAL: Final = re.compile(r"step-[0-9]{9,18}")
 _STORE_FILE: Final = re.compile(r"(step-[0-9]{9,18}-[a-z]{6,32})/([^/]+)")
 _ABANDONED_SECONDS: Final = 24 * 3600.0
@@ -56,6 +57,7 @@ class _LocalPlaces:
         if os.path.exists(place):
             _remove(place)
         os.makedirs(self._out, exist_ok=True)
+        remove_leftovers(self._out, _LEFTOVERS)
         return place
 
     def prune(self, keep_last: int) -> None:
@@ -68,7 +70,7 @@ class _LocalPlaces:
 
 def _remove(place: str) -> None:
     folder, name = os.path.split(place)
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as room:
+    with scratch_folder(folder, f".{name}.") as room:
         os.rename(place, os.path.join(room, name))
         with suppress(OSError):
             shutil.rmtree(os.path.join(room, name))

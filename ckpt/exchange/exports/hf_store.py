@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,6 +18,7 @@ from typing import Final
 
 from ckpt.errors import CkptError, ConfigError, StorageError, errors_of
 from ckpt.exchange.exports.safetensors_writer import INDEX
+from ckpt.exchange.scratch import scratch_folder
 from ckpt.pipeline.image_writer import ImageWrite, write_image
 from ckpt.pipeline.retry import RetryPolicy, ask
 from ckpt.pipeline.workers import Workers
@@ -26,6 +28,7 @@ from ckpt.storage.registry import open_backend, scheme_of
 CONFIG: Final = "config.json"
 _LAST: Final = (INDEX, CONFIG)
 _OF_THE_HUB: Final = ".git"
+_MARKER: Final = ".ckpt-export-"
 
 
 def open_store(url: str) -> StorageBackend:
@@ -41,26 +44,31 @@ def appears(url: str) -> Generator[tuple[str, Callable[[str], None]]]:
     """Return a context manager that yields a temporary folder, and a function that puts a file of
     it into the store. The files that the block leaves in the folder are put at its end.
 
-    After an error, what is in the store already is removed again.
+    After an error, what is in the store already is removed again. Two exports at once see each
+    other's markers, so one of them, or both, are refused.
 
     Raises:
         ConfigError: The store has objects there.
-        StorageError: The store has failed, or another program has changed the folder meanwhile.
+        StorageError: The store has failed, or another program writes to the folder too.
     """
     with (
         closing(open_store(url)) as store,
         Workers("hf-store", max(1, store.capabilities.max_concurrency)) as workers,
         errors_of(store.url),
-        tempfile.TemporaryDirectory(prefix="ckpt-hf-") as place,
+        scratch_folder(tempfile.gettempdir(), "ckpt-hf-") as room,
     ):
         if _sizes(store):
             raise ConfigError(f"{store.url} is there already: remove it, or name another place")
-        files = _Files(store, workers)
+        place, files = os.path.join(room, "out"), _Files(store, workers)
+        os.mkdir(place)
         try:
+            files.put_marker()
             yield place, files.put
             for name in sorted(os.listdir(place), key=_order):
                 if name in _LAST:
                     files.check()
+                if name == CONFIG:
+                    files.remove_marker()
                 files.put(os.path.join(place, name))
         except BaseException:
             with suppress(CkptError):
@@ -96,7 +104,20 @@ class _Files:
 
     def __init__(self, store: StorageBackend, workers: Workers) -> None:
         self._store, self._workers = store, workers
+        self._marker = f"{_MARKER}{secrets.token_hex(8)}"
         self.sizes: dict[str, int] = {}
+
+    def put_marker(self) -> None:
+        """Put a file with a name of its own, and check that no other export does so too."""
+        content = b"An export writes to this folder, or was killed.\n"
+        self.sizes[self._marker] = len(content)
+        ask(self._store, lambda: self._store.put(self._marker, [content]))
+        self.check()
+
+    def remove_marker(self) -> None:
+        """Remove the marker. Who begins now sees the other files."""
+        ask(self._store, lambda: self._store.delete(self._marker))
+        del self.sizes[self._marker]
 
     def put(self, path: str) -> None:
         """Put a file into the store, and remove it here."""
@@ -118,7 +139,8 @@ class _Files:
         if differences := sorted(self.sizes.items() ^ _sizes(self._store).items()):
             raise StorageError(
                 differences[0][0],
-                "another program has changed the folder meanwhile: export it again",
+                f"another program writes to {self._store.url} too: wait for its end, and export "
+                "again, or name another place",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from ckpt import CheckpointManager, HfFolders, Tier
 from ckpt.catalog.index import find
 from ckpt.cli.main import main
 from ckpt.errors import ConfigError
+from ckpt.exchange.scratch import scratch_folder
 from ckpt.root.pins import all_pins
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli, cli
@@ -249,8 +251,41 @@ def test_a_kill_at_any_file_leaves_no_half_that_loads(
         assert all(len(read(folder)) == 4 and loads(folder) for folder in folders)
         if place.exists():
             break  # It died after the move
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
     assert loads(place)
     assert deaths > 8
+
+
+@pytest.mark.parametrize("event", [4, pytest.param(10, marks=pytest.mark.torture)])
+def test_what_a_killed_export_has_left_is_removed_by_the_next_one(
+    tmp_path: Path, root: Path, config: Path, model: Tiny, event: int, monkeypatch: Any
+) -> None:
+    """Also what is left of another step. What a living process uses stays."""
+    hf = tmp_path / "hf"
+
+    def export(place: Path, *, dies: bool) -> None:
+        if dies:
+            die_at(event, hf)
+        sys.argv = ["ckpt", "export", str(root), str(place), "--format", "hf"]
+        sys.argv += ["--config", str(config)]
+        assert main() == 0
+
+    def leave(place: Path) -> None:
+        status = os.waitpid(fork(lambda: export(place, dies=True)), 0)[1]
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+    leave(hf / "out")
+    leave(hf / "step-000000001")
+    assert len(list(hf.iterdir())) == 2
+    with scratch_folder(str(hf), ".out.ckpt-partial-") as room:
+        assert os.waitpid(fork(lambda: export(hf / "out", dies=False)), 0)[1] == 0
+        assert os.path.exists(room)
+    assert sorted(os.listdir(hf))[1:] == ["out"]
+    export_here(monkeypatch)
+    folders = HfFolders(hf, config)
+    with CheckpointManager(tmp_path / "other", observers=[folders]) as manager, folders:
+        manager.save({"model": model}, 2)
+    assert sorted(os.listdir(hf)) == ["out", "step-000000002"]
 
 
 @pytest.mark.parametrize("process", ["here", pytest.param("new", marks=pytest.mark.torture)])

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from safetensors.torch import load
 
 from ckpt import CheckpointManager
 from ckpt.cli.main import main
-from ckpt.errors import UnknownScheme
+from ckpt.errors import StorageError, UnknownScheme
+from ckpt.exchange.exports import hf_store
 from ckpt.exchange.exports.hf_folders import HfFolders
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
@@ -181,14 +183,15 @@ def test_no_half_of_a_folder_can_be_loaded_before_any_request(
 
     with through(moto_server, monkeypatch, look):
         assert cli("export", root, url, *WORDS).code == 0
-    assert requests.count("PUT") == 7
+    assert requests.count("PUT") == 8  # A marker too
     values = loaded(objects(store))
     assert values is not None
     assert len(values) == 3
 
 
 @pytest.mark.parametrize(
-    "number", [1, 8, *(pytest.param(n, marks=pytest.mark.torture) for n in (0, 2, 3, 4, 5, 6, 7))]
+    "number",
+    [1, 10, *(pytest.param(n, marks=pytest.mark.torture) for n in (0, *range(2, 10), 11, 12))],
 )
 def test_a_store_that_refuses_in_the_middle_is_one_error_and_leaves_nothing(
     cli: Cli,
@@ -232,8 +235,76 @@ def test_a_folder_that_another_program_changes_is_not_completed(
     with through(moto_server, monkeypatch, replace):
         ran = cli("export", root, url, *WORDS)
     assert ran.code == 3
-    assert "another program has changed the folder meanwhile" in ran.err
+    assert f"another program writes to {url} too" in ran.err
     assert objects(store) == {}
+
+
+def test_two_exports_at_once_are_not_mixed(
+    url: str, moto_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has listed the place before the first put a file. Names and sizes are equal."""
+    first, second, last = "model-00001.safetensors", "model-00002.safetensors", "config.json"
+    list_place = hf_store._sizes
+
+    def list_before(store: StorageBackend) -> dict[str, int]:
+        monkeypatch.setattr(hf_store, "_sizes", list_place)
+        return {}
+
+    def write(place: str, name: str, text: str) -> str:
+        Path(place).mkdir(exist_ok=True)
+        Path(place, name).write_text(text)
+        return os.path.join(place, name)
+
+    def export_other() -> None:
+        with hf_store.appears(url) as (place, put):
+            put(write(place, first, "b"))
+            put(write(place, second, "b"))
+            write(place, last, "b")
+
+    with hf_store.appears(url) as (place, put):
+        put(write(place, first, "a"))
+        monkeypatch.setattr(hf_store, "_sizes", list_before)
+        with pytest.raises(StorageError, match="another program writes to"):
+            export_other()
+        put(write(place, second, "a"))
+        write(place, last, "a")
+    place_now = objects(opened(url, moto_server))
+    assert place_now == dict.fromkeys([first, second, last], b"a")
+
+
+def export_to(url: str, root: Path) -> None:
+    sys.argv = ["ckpt", "export", str(root), url, *WORDS]
+    assert main() == 0
+
+
+def test_the_folder_for_temporary_files_is_free_after_the_export_that_follows_a_kill(
+    root: Path,
+    url: str,
+    config: Path,
+    moto_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(config.parent)
+    (room := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(room))
+    (room / "ckpt-hf-mine").mkdir()
+    children = list[int]()
+
+    def kill(method: str, target: str) -> None:
+        if "model-00002" in target:
+            os.kill(children[0], signal.SIGKILL)
+
+    with through(moto_server, monkeypatch, kill):
+        children.append(fork(partial(export_to, url, root)))
+        assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == -signal.SIGKILL
+    assert len(list(room.iterdir())) == 2
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server.url)
+    with hf_store.appears(f"{url}/living"):
+        children.append(fork(partial(export_to, f"{url}/next", root)))
+        assert os.waitpid(children[1], 0)[1] == 0
+        assert len(list(room.iterdir())) == 2
+    assert [path.name for path in room.iterdir()] == ["ckpt-hf-mine"]
 
 
 @pytest.mark.timeout(600)
@@ -261,12 +332,8 @@ def test_a_kill_at_any_request_leaves_no_half_that_loads(
             if next(count) == number:
                 os.kill(children[0], signal.SIGKILL)
 
-        def export() -> None:
-            sys.argv = ["ckpt", "export", str(root), url, *WORDS]
-            assert main() == 0
-
         with through(moto_server, monkeypatch, kill):
-            children.append(fork(export))
+            children.append(fork(partial(export_to, url, root)))
             status = os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1])
         place = objects(store)
         if status == 0:
