@@ -23,6 +23,7 @@ from ckpt.exchange.exports.safetensors_writer import FileForm
 from ckpt.exchange.weights.load import load_part
 from ckpt.exchange.weights.part import Names, new_names
 from ckpt.model.manifest import Tensor
+from ckpt.storage.local_files import write_durably
 
 TRANSFORMERS: Final = "transformers"
 """The value of ``HfOptions.names`` that leaves names and shapes to transformers."""
@@ -190,10 +191,8 @@ def read_config(folder: str) -> dict[str, Any]:
 def _write_config(place: str, config: Mapping[str, Any]) -> None:
     if "torch_dtype" in config and "dtype" in config:  # The name that transformers had before 5
         config = {**config, "torch_dtype": config["dtype"]}
-    with open(os.path.join(place, CONFIG), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    write_durably(os.path.join(place, CONFIG), text.encode())
 
 
 def _dtype_of(tensors: Sequence[Tensor]) -> str | None:

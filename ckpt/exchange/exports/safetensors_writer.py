@@ -23,6 +23,7 @@ from ckpt.exchange.weights.load import bytes_of
 from ckpt.model.dtype import DTYPES, safetensors_entry
 from ckpt.model.manifest import Tensor
 from ckpt.state.match.tree import Notes
+from ckpt.storage.local_files import durable_file, write_durably
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -79,13 +80,11 @@ def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: Ste
         entries[names[tensor.name]] = entry
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with open(path, "wb") as file:
+    with durable_file(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for piece in reader.stream(order):
             file.write(_convert(piece, form.dtype_of(piece.tensor)))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_folder(
@@ -114,10 +113,8 @@ def write_folder(
                 names[tensor.name]: name for name, group in files.items() for tensor in group
             },
         }
-        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as out:
-            json.dump(index, out, indent=2, ensure_ascii=False)
-            out.flush()
-            os.fsync(out.fileno())
+        text = json.dumps(index, indent=2, ensure_ascii=False)
+        write_durably(os.path.join(folder, INDEX), text.encode())
 
 
 def _shards(tensors: Sequence[Tensor], form: FileForm, most_bytes: int) -> dict[str, list[Tensor]]:

@@ -6,7 +6,6 @@ is mapped into memory. The tensors may be larger than the memory of the machine.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from ckpt.exchange.scratch import Scratch
 from ckpt.model.box import Box
 from ckpt.model.manifest import Tensor
 from ckpt.state.tensors.saved_order import in_saved_order
+from ckpt.storage.local_files import durable_file
 
 
 def read_into_scratch(
@@ -46,7 +46,7 @@ def write_file(path: str, state: dict[str, Any]) -> None:
     Raises:
         OSError: The file cannot be written, such as for lack of room.
     """
-    with open(path, "wb") as file:
+    with durable_file(path) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
@@ -54,5 +54,3 @@ def write_file(path: str, state: dict[str, Any]) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        file.flush()
-        os.fsync(file.fileno())

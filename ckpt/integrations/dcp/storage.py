@@ -51,6 +51,7 @@ from ckpt.integrations.shared.framework_manager import FrameworkManager
 from ckpt.integrations.shared.stored import FailedEntry, fill_targets, open_readers, opened_step
 from ckpt.model.keys import StepRef
 from ckpt.state.tensors.local_shards import LocalShards
+from ckpt.storage.places import canonical
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 State = dict[str, Any]
@@ -560,11 +561,8 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
 
 
 def _places(tiers: Sequence[Tier]) -> frozenset[str]:
-    """Return the canonical URLs or paths of the tiers, which do not depend on their spelling."""
-    return frozenset(
-        url.rstrip("/") if "://" in url else os.path.realpath(os.path.expanduser(url))
-        for url in urls_of(tiers)
-    )
+    """Return the canonical URLs of the tiers, which do not depend on their spelling."""
+    return frozenset(map(canonical, urls_of(tiers)))
 
 
 def _newest(tiers: Sequence[Tier]) -> int | None:

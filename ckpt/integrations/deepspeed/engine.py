@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -52,6 +53,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.values import check_structure, parse
 from ckpt.pending import PendingSave
 from ckpt.state.match.tree import MakeTensor, StateTree
+from ckpt.storage.local_files import write_durably
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 TESTED_RANGE: Final = ("0.19", "0.19")
@@ -571,11 +573,10 @@ def _write(path: str, text: str, *, sync: bool = True) -> None:
     ``sync`` says whether to fsync the new file first.
     """
     fresh = f"{path}.{uuid.uuid4().hex}"
-    with open(fresh, "w", encoding="utf-8") as file:
-        file.write(text)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
+    if sync:
+        write_durably(fresh, text.encode())
+    else:
+        Path(fresh).write_bytes(text.encode())
     os.replace(fresh, path)
 
 

@@ -19,6 +19,7 @@ from typing import Final, Self, cast
 
 from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.errors.base import few
+from ckpt.storage.local_files import write_durably
 
 POINTER: Final = "ckpt.json"
 STATE: Final = "trainer_state.json"
@@ -141,10 +142,7 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
     fresh = os.path.join(output_dir, f".checkpoint-{step}.{uuid.uuid4().hex}")
     os.makedirs(fresh)
     for name, content in ((STATE, text), (POINTER, json.dumps({"step": step}) + "\n")):
-        with open(os.path.join(fresh, name), "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(os.path.join(fresh, name), content.encode())
     try:
         os.rename(fresh, folder)
     except OSError:
