@@ -27,7 +27,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.errors.sanitize import redact
-from ckpt_backends.oserrors import BY_ERRNO
+from ckpt.errors.storage import BY_ERRNO
 
 _BY_CODE: Final[Mapping[str, type[StorageError]]] = {
     "NoSuchKey": ObjectNotFound,

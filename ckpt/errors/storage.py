@@ -1,11 +1,14 @@
-"""Errors of stores: a store has failed, or the stored bytes are not those that were written."""
+"""Errors of stores: a store has failed, or the stored bytes are not those that were written. An
+``OSError`` of a file becomes one of them by its ``errno``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import errno
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, Final, ParamSpec, TypeVar
 
 from ckpt.errors.base import CkptError
 from ckpt.errors.sanitize import clean
@@ -240,3 +243,62 @@ def frameless(function: Callable[P, T]) -> Callable[P, T]:
             raise without_frames(error) from error.__cause__
 
     return call
+
+
+BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
+    errno.ENOENT: ObjectNotFound,
+    errno.ENOTDIR: ObjectNotFound,
+    errno.EISDIR: ObjectNotFound,
+    errno.EEXIST: ObjectExists,
+    errno.EACCES: AccessDenied,
+    errno.EPERM: AccessDenied,
+    errno.EROFS: AccessDenied,
+    errno.ENOSPC: OutOfSpace,
+    errno.EDQUOT: OutOfSpace,
+    errno.EFBIG: OutOfSpace,
+    # An NFS server no longer knows the handle of the file. Opening the file again gets a new one.
+    errno.ESTALE: TransientStorageError,
+    errno.ETIMEDOUT: TransientStorageError,
+    errno.EAGAIN: TransientStorageError,
+    errno.EBUSY: TransientStorageError,
+    errno.EINTR: TransientStorageError,
+    errno.ECONNRESET: TransientStorageError,
+    errno.ECONNREFUSED: TransientStorageError,
+    errno.ECONNABORTED: TransientStorageError,
+    errno.EHOSTUNREACH: TransientStorageError,
+    errno.ENETUNREACH: TransientStorageError,
+    errno.EPIPE: TransientStorageError,
+    errno.EREMOTEIO: TransientStorageError,
+    # EIO is not a transient error. After a failed fsync the kernel may have dropped the pages. A
+    # second fsync would then succeed although the bytes are lost.
+}
+
+
+def storage_error(
+    key: str, error: OSError, *, missing: type[StorageError] = ObjectNotFound
+) -> StorageError:
+    """Return the storage error about ``key`` that ``error`` means.
+
+    ``missing`` is the class that replaces ``ObjectNotFound``. It is for calls such as the creation
+    of a file, where a missing file or folder does not mean a missing object.
+    """
+    kind, detail = BY_ERRNO.get(error.errno or 0, StorageError), error.strerror
+    if error.errno == errno.ENOENT and missing is StorageError:
+        detail = f"{detail}: its folder cannot be made there, so give a folder on a disk"
+    return (missing if kind is ObjectNotFound else kind)(key, detail or type(error).__name__)
+
+
+def is_full_disk(error: OSError) -> bool:
+    """Return True if ``error`` says that a disk or a quota has no room."""
+    return BY_ERRNO.get(error.errno or 0) is OutOfSpace
+
+
+@contextmanager
+def storage_errors(key: str, *, missing: type[StorageError] = ObjectNotFound) -> Generator[None]:
+    """Return a context manager that turns an ``OSError`` into the storage error about ``key`` that
+    ``storage_error`` returns.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(key, error, missing=missing) from error

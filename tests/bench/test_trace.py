@@ -7,9 +7,9 @@ import re
 from tests.kit.worlds import ROOT, run_script
 
 MOST = {
-    "a save to one tier": (421, 72),
-    "a save to near and far": (484, 78),
-    "a restore": (626, 95),
+    "a save to one tier": (421, 71),
+    "a save to near and far": (484, 77),
+    "a restore": (626, 94),
 }
 """The most functions and files."""
 

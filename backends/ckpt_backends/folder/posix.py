@@ -26,6 +26,7 @@ from ckpt.errors import (
     RootLost,
     StorageError,
 )
+from ckpt.errors.storage import storage_errors
 from ckpt.storage.api import (
     Buffer,
     Capabilities,
@@ -55,7 +56,6 @@ from ckpt_backends.folder.group import (
 from ckpt_backends.folder.lustre import Striping, stripe_count
 from ckpt_backends.folder.mounts import is_fuse, is_network, keeps_inode_numbers, kind_of
 from ckpt_backends.folder.places import are_apart, mark_of, place_of
-from ckpt_backends.oserrors import storage_errors
 from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporary_beside
 
 _PART_BYTES: Final = 8 << 20

@@ -25,9 +25,9 @@ from dataclasses import replace
 from typing import BinaryIO, Final
 
 from ckpt.errors import AccessDenied, ConfigError, LinkRefused, ObjectNotFound, StorageError
+from ckpt.errors.storage import storage_errors
 from ckpt.storage.api import ObjectInfo, check_key
 from ckpt_backends.folder.posix import PosixBackend
-from ckpt_backends.oserrors import storage_errors
 from ckpt_backends.temporary import temporary_beside
 
 # Other users may write to /dev/shm, so the folder of each store has the mode 0700.

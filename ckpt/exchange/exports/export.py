@@ -17,9 +17,10 @@ from typing import Final, Literal
 import torch
 
 from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
-from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
+from ckpt.errors import ConfigError, EntryMissing, StorageError
 from ckpt.errors.base import few
 from ckpt.errors.sanitize import clean
+from ckpt.errors.storage import storage_error
 from ckpt.exchange.exports import dcp_writer, hf_folder, hf_store, safetensors_writer, torch_writer
 from ckpt.exchange.exports.hf_folder import HfOptions
 from ckpt.exchange.exports.safetensors_writer import FileForm
@@ -271,7 +272,7 @@ def _room(out: str) -> Generator[tuple[str, Callable[[str], None]]]:
         with hf_store.appears(out) as (place, put):
             yield place, put
     except OSError as error:
-        raise _as_storage_error(tempfile.gettempdir(), error) from error
+        raise storage_error(tempfile.gettempdir(), error, missing=StorageError) from error
 
 
 @contextmanager
@@ -297,7 +298,7 @@ def _appears(out: str) -> Generator[str]:
             yield place
             _move(place, out)
     except OSError as error:
-        raise _as_storage_error(out, error) from error
+        raise storage_error(out, error, missing=StorageError) from error
 
 
 def _move(place: str, out: str) -> None:
@@ -336,14 +337,3 @@ def _move(place: str, out: str) -> None:
 
 def _is_there(out: str) -> ConfigError:
     return ConfigError(f"{out} is there already: remove it, or name another place")
-
-
-def _as_storage_error(out: str, error: OSError) -> StorageError:
-    text = error.strerror or str(error)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return AccessDenied(out, text)
-    return (
-        OutOfSpace(out, text)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT)
-        else StorageError(out, text)
-    )

@@ -6,7 +6,6 @@ An import copies the parts (`Copier`). An adoption notes where they are, and cop
 
 from __future__ import annotations
 
-import errno
 import io
 import mmap
 import os
@@ -19,6 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from ckpt.errors import IntegrityError, OutOfSpace, StorageError, UnsupportedValue
+from ckpt.errors.storage import is_full_disk
 from ckpt.exchange.inert.inert_torch import MappedFile, Span, read_spans
 from ckpt.exchange.inert.input_limits import open_file
 from ckpt.exchange.inert.memory_maps import MemoryMaps
@@ -110,11 +110,7 @@ class Copier:
             return Scratch(self._scratch, ((name, *kind) for name, kind in kinds.items())).tensors
         except (OSError, OverflowError) as error:
             folder = self._scratch or tempfile.gettempdir()
-            if isinstance(error, OSError) and error.errno not in (
-                errno.ENOSPC,
-                errno.EDQUOT,
-                errno.EFBIG,
-            ):
+            if isinstance(error, OSError) and not is_full_disk(error):
                 raise StorageError(folder, error.strerror or str(error)) from None
             nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
             raise OutOfSpace(folder, f"for {nbytes} bytes of tensors") from None
