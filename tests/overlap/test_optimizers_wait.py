@@ -191,6 +191,21 @@ def test_a_gradient_scaler_steps_after_the_copy_and_is_saved_as_it_was(
     assert_restores(root, window.reference, target)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_save_before_the_first_step_changes_no_optimizer(name: str, root: str) -> None:
+    """The state that torch.distributed.checkpoint reads is that of an optimizer that has stepped.
+
+    See findings/dcp-fresh-optimizer.sh.
+    """
+    state, twin = (trained(OPTIMIZERS[name], steps=0) for _ in range(2))
+    with CheckpointManager(root) as manager:
+        manager.save(state, 0)
+    for number in range(3):
+        train(state, number)
+        train(twin, number)
+    assert_same(content(state), content(twin))
+
+
 def test_every_optimizer_of_a_state_waits_wherever_it_lies(root: str, window: Window) -> None:
     def build(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
