@@ -503,6 +503,7 @@ class CheckpointManager:
         point = BranchPoint(
             ref=ref,
             heads=restorer.heads,
+            rivals=restorer.rivals,
             rollback=restorer.rollback,
             trial=self._ledger.next_branch_trial,
             is_certain=self._origin.is_certain,

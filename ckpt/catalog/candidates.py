@@ -61,6 +61,8 @@ class Candidate:
             all other stores.
         rollback: The rollback that counts; None if there is none.
         heads: The newest step of each attempt on any store, committed or not.
+        rivals: If one step was wanted: the other committed attempts at it that are on the branch
+            if ``ref`` is.
         rollbacks: For each store that was listed, by its position, the rollback that counts there.
     """
 
@@ -69,6 +71,7 @@ class Candidate:
     reachable: tuple[int, ...]
     rollback: Rollback | None = None
     heads: tuple[StepRef, ...] = ()
+    rivals: tuple[StepRef, ...] = ()
     rollbacks: Mapping[int, Rollback | None] = field(default_factory=dict[int, Rollback | None])
 
 
@@ -161,14 +164,18 @@ class _Listing:
         for number in sorted({ref.step for ref in refs}, reverse=True):
             if step is not None and number != (step.step if isinstance(step, StepRef) else step):
                 continue
-            rivals = [ref for ref in self._holders if ref in refs and ref.step == number]
-            if isinstance(step, StepRef):
-                rivals = [ref for ref in rivals if ref == step]
+            attempts = [ref for ref in self._holders if ref in refs and ref.step == number]
+            wanted = [ref for ref in attempts if not isinstance(step, StepRef) or ref == step]
             nearest = {
-                ref: place for ref in rivals if (place := self._nearest(ref)) is not None
+                ref: place for ref in wanted if (place := self._nearest(ref)) is not None
             } or {
-                ref: place for ref in rivals if (place := self._finish_on(ref, finish)) is not None
+                ref: place for ref in wanted if (place := self._finish_on(ref, finish)) is not None
             }
+            rivals = [
+                ref
+                for ref in (attempts if step is not None and nearest else ())
+                if ref in nearest or (ref not in wanted and self._nearest(ref) is not None)
+            ]
             for ref in sorted(
                 nearest, key=lambda ref: self._creation_time(ref, len(nearest)), reverse=True
             ):
@@ -181,6 +188,7 @@ class _Listing:
                         reachable=tuple(self._reachable),
                         rollback=self._rollback,
                         heads=self._heads,
+                        rivals=tuple(rival for rival in rivals if rival != ref),
                         rollbacks=self._rollbacks,
                     )
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 
 from ckpt.catalog.rollbacks import put_rollback
 from ckpt.cli import output
@@ -79,8 +80,16 @@ def rollback(
         check_idle(tiers, consequence="may save later steps again")
     target = step_id([tier.store for tier in tiers], selector, config)
     ref = target if isinstance(target, StepRef) else attempt_at(tiers, target or 0)
-    refs = {step.ref for tier in tiers for step in tier.steps}
-    new = roll_back(rollbacks_of(tiers), ref, heads_of(refs), reason=reason, author=user_at_host())
+    steps = [step for tier in tiers for step in tier.steps]
+    rivals = {step.ref for step in steps if step.ref.step == ref.step and step.state == "committed"}
+    new = roll_back(
+        rollbacks_of(tiers),
+        ref,
+        heads_of({step.ref for step in steps}),
+        rivals=rivals - {ref},
+    )
+    if new is not None:
+        new = replace(new, reason=reason, author=user_at_host())
     record = new or rollback_of(tiers)
     if record is not None and not dry_run:
         durable = [tier for tier in tiers if scheme_of(tier.store.url) != "shm"] or tiers

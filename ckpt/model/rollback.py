@@ -127,12 +127,24 @@ def heads_of(refs: Iterable[StepRef]) -> list[StepRef]:
     return sorted(newest.values())
 
 
-def is_newest(rollback: Rollback | None, ref: StepRef, heads: Collection[StepRef]) -> bool:
-    """Return True if ``ref`` is on the branch of ``rollback``, the last one, and no step there is
-    later. ``heads`` are the newest steps of all attempts.
+def is_newest(
+    rollback: Rollback | None,
+    ref: StepRef,
+    heads: Collection[StepRef],
+    rivals: Collection[StepRef] = (),
+) -> bool:
+    """Return True if ``ref`` is on the branch of ``rollback``, the last one, and a restore of the
+    newest step takes no other one.
+
+    Args:
+        rollback: The last rollback; None if there is none.
+        ref: The step.
+        heads: The newest steps of all attempts.
+        rivals: The other checkpoints of the number of ``ref``, of which one may be younger.
     """
     is_present = bool(on_branch(rollback, [ref]))
-    return is_present and all(_newest(rollback, head) <= ref.step for head in heads)
+    is_last = all(_newest(rollback, head) <= ref.step for head in heads)
+    return is_present and is_last and not on_branch(rollback, rivals)
 
 
 def abandons(rollback: Rollback, last: Rollback | None, heads: Collection[StepRef]) -> bool:
@@ -145,19 +157,20 @@ def roll_back(
     ref: StepRef,
     heads: Collection[StepRef],
     *,
+    rivals: Collection[StepRef] = (),
     trials: Mapping[str, int] | None = None,
-    reason: str = "",
-    author: str = "",
 ) -> Rollback | None:
     """Return the rollback to ``ref``; None if ``ref`` is the newest step of the branch already.
 
-    If ``ref`` is on the branch, the later steps leave it. If ``ref`` is on an abandoned branch,
-    the branch of ``ref`` up to ``ref`` takes the place of the present one.
+    If ``ref`` is on the branch, the later steps leave it, and so do other attempts at this one. If
+    ``ref`` is on an abandoned branch, the branch of ``ref`` up to ``ref`` takes the place of the
+    present one.
 
     Args:
         rollbacks: The rollbacks of the run, on all tiers and in any order.
         ref: The step to go back to.
         heads: The newest step of each attempt of the run, committed or not.
+        rivals: The other checkpoints of the number of ``ref``.
         trials: For each job that goes on after the rollback, the number of its first try then.
 
     Raises:
@@ -165,7 +178,7 @@ def roll_back(
     """
     history = history_of(rollbacks)
     last = history[-1] if history else None
-    if is_newest(last, ref, heads):
+    if is_newest(last, ref, heads, rivals):
         return None
     if last is not None and last.number >= MOST_NUMBER:
         raise CommitError(
@@ -188,8 +201,6 @@ def roll_back(
         attempt=ref.attempt,
         created_at=time.time(),
         jobs=jobs,
-        reason=reason,
-        author=author,
     )
 
 

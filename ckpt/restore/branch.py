@@ -24,7 +24,7 @@ from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.errors import AccessDenied, CkptError, LinkRefused, StorageError
 from ckpt.events import RolledBack
 from ckpt.model.keys import StepRef
-from ckpt.model.rollback import Rollback, abandons, is_newest, roll_back
+from ckpt.model.rollback import Rollback, abandons, is_newest, on_branch, roll_back
 from ckpt.pipeline.workers import Workers
 from ckpt.restore.discard import Discard
 from ckpt.restore.restorer import RestoreContext
@@ -60,6 +60,7 @@ class BranchPoint:
     Attributes:
         ref: The step that all ranks have restored.
         heads: On the leader, the newest step of each attempt on any tier or under way.
+        rivals: On the leader, the other checkpoints of the number of ``ref``.
         rollback: The rollback that counts; None if there is none.
         trial: The first try of this job at a step on the new branch; 0 if it has saved nothing.
         is_certain: On the leader, whether ``ref`` was restored into the state of the job. If not,
@@ -68,6 +69,7 @@ class BranchPoint:
 
     ref: StepRef
     heads: Collection[StepRef]
+    rivals: Collection[StepRef]
     rollback: Rollback | None
     trial: int
     is_certain: bool
@@ -125,9 +127,7 @@ def begin_branch(
             "ckpt: the run goes on from step %d%s: %s (rollback %d)",
             step,
             f" with the first save of this job, since {rival} may be alive" if rival else "",
-            "later steps are abandoned, and retention removes them first"
-            if abandons(rollback, point.rollback, point.heads)
-            else "it is on the current branch again, and no step is abandoned",
+            _losses(rollback, point),
             rollback.number,
         )
     elif not decision.rival:
@@ -172,14 +172,24 @@ def _text(step: int, error: object) -> str:
     )
 
 
+def _losses(rollback: Rollback, point: BranchPoint) -> str:
+    """Return which steps ``rollback`` abandons, as a part of a sentence."""
+    later_heads = [head for head in point.heads if head.step > rollback.step]
+    losses = ["later steps"] * abandons(rollback, point.rollback, later_heads)
+    losses += ["other attempts at it"] * bool(on_branch(point.rollback, point.rivals))
+    if not losses:
+        return "it is on the current branch again, and no step is abandoned"
+    return f"{' and '.join(losses)} are abandoned, and retention removes them first"
+
+
 def _roll_back(
     tiers: Sequence[OpenTier], context: RestoreContext, point: BranchPoint
 ) -> Rollback | None:
-    if is_newest(point.rollback, point.ref, point.heads):
+    if is_newest(point.rollback, point.ref, point.heads, point.rivals):
         return None  # No tier is asked
     rollbacks = _rollbacks(tiers, context.listers, point.rollback) if point.rollback else []
     trials = {context.coordinator.attempt: point.trial} if point.trial else {}
-    return roll_back(rollbacks, point.ref, point.heads, trials=trials)
+    return roll_back(rollbacks, point.ref, point.heads, rivals=point.rivals, trials=trials)
 
 
 def _rivals(tiers: Sequence[OpenTier], context: RestoreContext) -> list[Owner]:

@@ -161,6 +161,7 @@ class Restorer:
     Attributes:
         rollback: The rollback that counted when the step was chosen; None if there was none.
         heads: On the leader, the newest step of each attempt on any tier or under way.
+        rivals: On the leader, the other checkpoints of the number of the step that was wanted.
         outdated_tiers: On the leader, the shared tiers that lack ``rollback``, which another tier
             has.
 
@@ -187,6 +188,7 @@ class Restorer:
         self._is_overwritten = False
         self.rollback: Rollback | None = None
         self.heads: list[StepRef] = []
+        self.rivals: tuple[StepRef, ...] = ()
         self.outdated_tiers: list[OpenTier] = []
 
     def restore(
@@ -331,6 +333,7 @@ class Restorer:
             stores, number, workers=self._listers, finish=finish, rollback=rollback
         ):
             self.heads = heads_of([*candidate.heads, *neighbours.heads(), *refs_in_use])
+            self.rivals = candidate.rivals
             if candidate.rollback is not None:
                 self._judge_rollbacks(candidate, neighbours, is_newest=step is None)
             if fault := neighbours.fault(candidate, stores):

@@ -184,10 +184,12 @@ inline share(on)
 inline roll_back(to)
 {
   number = 0; p = 0; e = 0; i = 1;
-  do /* which jobs are named, and whether a step of the branch is later */
+  do /* which jobs are named, and whether a step of the branch is later, or another checkpoint of the same number */
   :: i < REFS ->
     if
-    :: HAS(heads, i) -> e = e | BIT(JOB(i)); p = p | (IS_KEPT(rollback, i) && STEP(i) > STEP(to))
+    :: HAS(heads, i) ->
+      e = e | BIT(JOB(i));
+      p = p | (IS_KEPT(rollback, i) && (STEP(i) > STEP(to) || (STEP(i) == STEP(to) && i != to && HAS(candidates, i))))
     :: else
     fi;
     i++

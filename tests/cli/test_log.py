@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,11 @@ from ckpt.catalog.rollbacks import all_rollbacks
 from ckpt.model.keys import rollback_key
 from ckpt.root.owner import Owner, put_owner
 from ckpt.storage.registry import open_backend
+from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import Cli, run_on_two_tiers
 from tests.kit.states import restored
+
+ARRAYS = {"x": np.zeros(3, dtype=np.float32)}
 
 
 @pytest.fixture
@@ -66,6 +70,19 @@ def test_a_rollback_is_taken_back(cli: Cli, tiers: tuple[Path, Path]) -> None:
     assert "on the branch again: 3-4" in ran.out
     assert newest(cli, tiers[0]) == 4
     assert graph(cli("log").out) == ["* 4", "* 3", "* 2", "* 1"]
+
+
+def test_a_rollback_to_the_newest_step_abandons_another_attempt_at_it(
+    cli: Cli, tmp_path: Path
+) -> None:
+    store = open_backend(str(tmp_path / "run"))
+    for attempt, created_at in (("aaaaaa", 100.0), ("bbbbbb", 200.0)):
+        write_checkpoint(store, 5, ARRAYS, attempt=attempt, created_at=created_at)
+    assert cli("branch", store.url, "first", 5).code == 0  # The younger one has the name
+    shown = cli("rollback", store.url, 5, "--json").json
+    assert (shown["attempt"], shown["abandoned"], shown["rollback"]) == ("bbbbbb", [5], 1)
+    assert graph(cli("log", store.url).out)[0] == "* 5"
+    assert "nothing to do" in cli("rollback", store.url, 5).out
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, tiers: tuple[Path, Path]) -> None:

@@ -62,6 +62,20 @@ def test_going_back_to_the_newest_step_is_no_rollback():
     assert roll_back([], run[1], heads_of(run)) is None
 
 
+def test_another_checkpoint_of_the_newest_step_leaves_the_branch():
+    """It may be the younger one, which a restart would take."""
+    run, rivals = refs(A, 1, 2), refs(B, 2)
+    heads = heads_of([*run, *rivals])
+    assert roll_back([], run[1], heads) is None
+    rollback = roll_back([], run[1], heads, rivals=rivals)
+    assert rollback is not None
+    assert on_branch(rollback, [*run, *rivals]) == run
+    assert roll_back([rollback], run[1], heads, rivals=rivals) is None
+    back = roll_back([rollback], rivals[0], heads, rivals=run[1:])
+    assert back is not None
+    assert on_branch(back, [*run, *rivals]) == [run[0], *rivals]
+
+
 def test_a_job_that_goes_on_tells_its_branches_apart_by_the_try():
     run = refs(A, 1, 2, 3)
     rollback = roll_back([], run[0], heads_of(run), trials={A: 1})
@@ -92,8 +106,9 @@ def test_another_attempt_at_the_target_is_not_on_the_branch():
 
 
 def test_a_record_survives_its_encoding():
-    rollback = roll_back([], refs(A, 1)[0], heads_of(refs(A, 1, 2)), trials={A: 3}, reason="spike")
+    rollback = roll_back([], refs(A, 1)[0], heads_of(refs(A, 1, 2)), trials={A: 3})
     assert rollback is not None
+    rollback = replace(rollback, reason="spike")
     assert unpack(pack(rollback), Rollback, key="k") == rollback
 
 

@@ -574,6 +574,48 @@ def test_a_named_branch_is_restored_by_its_name_after_the_run_has_gone_back(near
 # -- what is removed, and when --------------------------------------------------------------------
 
 
+@pytest.fixture
+def rivals(near: Path, far: Path) -> tuple[StepRef, StepRef]:
+    """A run of two attempts at its newest step, the older one first. The farther tier alone had the
+    older one, and was away when the younger one was saved.
+    """
+    run([near, far], 1)
+    run(near, 2)
+    (older,) = [ref for ref in committed(open_backend(str(near))) if ref.step == 2]
+    (near / older.folder).rename(far / older.folder)
+    run_on(near, 2, 20)
+    (younger,) = [ref for ref in committed(open_backend(str(near))) if ref.step == 2]
+    assert newest([near, far]) == (2, 20)
+    return older, younger
+
+
+def test_going_back_to_an_attempt_holds_against_a_younger_one_of_the_same_number(
+    near, far, rivals, caplog
+):
+    put_branch(open_backend(str(far)), BranchStep("mine"), rivals[0])
+    go_back([near, far], "branch:mine")
+    assert "step 2: other attempts at it are abandoned" in caplog.text
+    assert newest([near, far]) == (2, 2)
+    go_back([near, far], 2)
+    go_back([near, far], "branch:mine")
+    assert [record.number for record in all_rollbacks(open_backend(str(near)))] == [1]
+
+
+def test_going_back_to_the_younger_of_two_attempts_leaves_it_alone_on_the_branch(near, far, rivals):
+    go_back([near, far], 2)
+    assert newest([near, far]) == (2, 20)
+    (record,) = all_rollbacks(open_backend(str(near)))
+    assert [record.keeps(ref) for ref in rivals] == [False, True]
+
+
+def test_an_attempt_that_is_no_checkpoint_is_no_rival(near):
+    run(near, 1, 2)
+    (near / StepRef(2, "b" * 12).folder).mkdir()
+    (near / StepRef(2, "b" * 12).folder / "rank-00000.json").write_bytes(b"{}")
+    go_back(near, 2)
+    assert not all_rollbacks(open_backend(str(near)))
+
+
 def test_abandoned_steps_go_first_but_not_before_the_branch_has_a_step(near):
     tier = Tier(str(near), keep_last=2)
     run(near, 5, 6, 7, 8)
