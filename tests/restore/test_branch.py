@@ -53,7 +53,7 @@ def run(tiers: Any, *steps: int, **settings: Any) -> None:
             manager.save(state(step), step)
 
 
-def go_back(tiers: Any, step: int, **how: Any) -> None:
+def go_back(tiers: Any, step: int | str, **how: Any) -> None:
     with CheckpointManager(tiers) as manager:
         restored(manager, state(0), step=step, **how)
 
