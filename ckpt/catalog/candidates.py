@@ -165,16 +165,16 @@ class _Listing:
             if step is not None and number != (step.step if isinstance(step, StepRef) else step):
                 continue
             attempts = [ref for ref in self._holders if ref in refs and ref.step == number]
-            wanted = [ref for ref in attempts if not isinstance(step, StepRef) or ref == step]
+            choices = [ref for ref in attempts if not isinstance(step, StepRef) or ref == step]
             nearest = {
-                ref: place for ref in wanted if (place := self._nearest(ref)) is not None
+                ref: place for ref in choices if (place := self._nearest(ref)) is not None
             } or {
-                ref: place for ref in wanted if (place := self._finish_on(ref, finish)) is not None
+                ref: place for ref in choices if (place := self._finish_on(ref, finish)) is not None
             }
             rivals = [
                 ref
                 for ref in (attempts if step is not None and nearest else ())
-                if ref in nearest or (ref not in wanted and self._nearest(ref) is not None)
+                if ref in nearest or (ref not in choices and self._nearest(ref) is not None)
             ]
             for ref in sorted(
                 nearest, key=lambda ref: self._creation_time(ref, len(nearest)), reverse=True
