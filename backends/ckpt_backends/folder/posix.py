@@ -153,7 +153,8 @@ class PosixBackend:
 
     def place(self) -> str:
         with storage_errors("", missing=StorageError):
-            self._make_folders(self._root)
+            if not os.path.isdir(self._root):  # A job that only reads forces nothing to the medium
+                self._make_folders(self._root)
             return place_of(self._root)
 
     def is_elsewhere(self, place: str) -> bool:

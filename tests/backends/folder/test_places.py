@@ -66,3 +66,12 @@ def shm_name() -> str:
 )
 def test_two_folders_are_apart_only_if_that_is_certain(one: str, two: str, apart: bool) -> None:
     assert are_apart(one, two) == apart
+
+
+def test_a_job_that_only_reads_the_owner_forces_nothing_to_the_medium(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A medium that cannot be written to may refuse that."""
+    at = place(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("the medium cannot be written to"))
+    assert not open_posix(str(tmp_path), {}).is_elsewhere(at)
