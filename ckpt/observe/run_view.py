@@ -19,6 +19,7 @@ from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of, mark_cut
 from ckpt.observe.job_life import JobLife, end_of, life_of
 from ckpt.observe.journal_reader import JournalReader
+from ckpt.observe.step_rows import facts_of
 from ckpt.observe.time_spent import TimeSpent, time_spent
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
@@ -417,13 +418,14 @@ def _row(
             state: State = "damaged" if check.reason else "verified"
             cell = Cell(state, cell.seconds, check.reason)
         cells.append(cell)
+    facts = facts_of(listing, save)
     return StepView(
         step=step,
         attempt=attempt,
-        at=listing.created_at if listing and listing.created_at else save.at if save else 0.0,
-        nbytes=listing.staged_bytes or listing.nbytes if listing else save.nbytes if save else 0,
+        at=facts.moment,
+        nbytes=facts.nbytes,
         ranks=listing.ranks if listing else 0,
-        metrics={**(save.metrics if save else {}), **(listing.metrics if listing else {})},
+        metrics=facts.metrics,
         cells=tuple(cells),
         save=save,
         is_abandoned=listing.is_abandoned if listing else save is not None and save.is_abandoned,

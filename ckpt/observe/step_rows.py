@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ckpt.catalog.inventory import StoredStep
 from ckpt.observe.history import Arrival, History, SavedStep
 
 _COLUMNS: Final = ("step", "saved_at", "state", "nbytes", "stall_seconds", "durable_seconds")
+
+
+class StepFacts(NamedTuple):
+    """What is known of a step, whether a tier lists it or only a journal has its save.
+
+    Attributes:
+        moment: When it was saved, in seconds since 1970; 0 if that is not known.
+        nbytes: Its bytes before any codec.
+        metrics: Its metrics by name.
+    """
+
+    moment: float
+    nbytes: int
+    metrics: Mapping[str, float]
+
+
+def facts_of(listing: StoredStep | None, save: SavedStep | None) -> StepFacts:
+    """Return what ``listing``, a step of a tier, and ``save``, its save in a journal, say. The
+    listing counts first.
+    """
+    moment, nbytes = (save.at, save.nbytes) if save else (0.0, 0)
+    if listing is not None:
+        moment, nbytes = listing.created_at or moment, listing.staged_bytes or listing.nbytes
+    metrics = {**(save.metrics if save else {}), **(listing.metrics if listing else {})}
+    return StepFacts(moment, nbytes, metrics)
 
 
 def step_rows(url: str, steps: Iterable[StoredStep], history: History) -> list[dict[str, Any]]:
@@ -36,11 +61,8 @@ def step_rows(url: str, steps: Iterable[StoredStep], history: History) -> list[d
         if listing is None and save is None:
             rows.append(_row(number, failures[number].at, "failed", 0, None, {}))
             continue
-        moment = listing.created_at if listing and listing.created_at else save.at if save else 0.0
-        nbytes = listing.staged_bytes or listing.nbytes if listing else save.nbytes if save else 0
-        metrics = {**(save.metrics if save else {}), **(listing.metrics if listing else {})}
-        state = _state(url, listing, save)
-        row = _row(number, moment, state, nbytes, save, metrics)
+        facts, state = facts_of(listing, save), _state(url, listing, save)
+        row = _row(number, facts.moment, state, facts.nbytes, save, facts.metrics)
         row["durable_seconds"] = arrival.seconds or None
         rows.append(row)
     return rows

@@ -35,15 +35,10 @@ backslash or a number sign.
 """
 
 
-def on_network(path: str) -> bool:
-    """Return True if ``path`` is, or would be created, on a network file system, which other
-    machines may see too. File systems of FUSE count as network file systems.
-    """
-    return is_network(kind_of(path))
-
-
 def is_network(kind: str) -> bool:
-    """Return True for the type of a network file system. See ``on_network``."""
+    """Return True for the type of a network file system, which other machines may see too. File
+    systems of FUSE count as network file systems.
+    """
     return kind in _NETWORK or _is_program(kind)
 
 
