@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.cli.main import app
 from tests.kit.marks import torture
-from tests.kit.pages import blocks
+from tests.kit.pages import FENCE, blocks
+from tests.kit.worlds import ROOT
 
 PAGE = "how-do-i.md"
 _PYTHON = {block.text: block.name for block in blocks("python") if block.page.name == PAGE}
@@ -26,6 +28,14 @@ _COMMANDS = [
     if block.page.name == PAGE
     for line in block.text.splitlines()
     if line.startswith("ckpt ")
+]
+
+
+_IN_PROSE = [
+    " ".join(text.split())
+    for text in re.findall(
+        r"`(ckpt [^`]+ [^`]+)`", FENCE.sub("", (ROOT / "docs" / PAGE).read_text())
+    )
 ]
 
 
@@ -192,6 +202,23 @@ def test_steps_are_pruned_for_show(run: Path) -> None:
 
 def test_each_step_is_handled_once() -> None:
     assert command("watch", "--once").count("step") >= 3
+
+
+@pytest.mark.parametrize("text", _IN_PROSE)
+def test_a_command_in_the_text_does_it(tmp_path: Path, text: str) -> None:
+    with CheckpointManager("runs/gpt") as manager:
+        manager.restore(job(5))
+        manager.save(job(4), metrics={"loss": 0.5})
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    outcome = CliRunner().invoke(app, shlex.split(text)[1:])
+    assert outcome.exit_code == 0, outcome.output
+    assert outcome.output
+
+
+def test_the_text_has_these_commands() -> None:
+    words = [tuple(text.split()[1:2]) for text in _IN_PROSE]
+    assert {word for (word,) in words} == {"export", "rollback", "log", "branch", "ls", "rm"}
 
 
 def test_each_answer_in_code_is_run_here() -> None:

@@ -34,6 +34,7 @@ from ckpt.model.metrics import METRICS
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import decode, parse
 from ckpt.observe.metric_modes import modes_of_run
+from ckpt.root.pins import ENDLESS
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, urls_of
@@ -550,7 +551,8 @@ def _size_and_state(step: StoredStep) -> tuple[str, str]:
     if step.is_abandoned:
         text += ", abandoned"
     if step.pins:
-        text += f", pinned until {output.moment(_pinned_until(step))}"
+        until = _pinned_until(step)
+        text += ", named" if until == ENDLESS else f", pinned until {output.moment(until)}"
     if step.state == "committed":
         return _size(step), text
     return output.size(step.nbytes) if step.nbytes else "-", text

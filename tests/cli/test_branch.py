@@ -38,6 +38,12 @@ def test_a_named_step_stays_on_all_tiers(cli: Cli, tiers: tuple[Path, Path]) -> 
     assert len(all_pins(open_backend(str(tiers[0])))) == 1, "only --delete ends it"
 
 
+def test_the_list_of_steps_says_that_a_step_has_a_name(cli: Cli, tiers: tuple[Path, Path]) -> None:
+    """It is kept by a pin that ends in the year 9892."""
+    states = [line.split("  ")[-1].strip() for line in cli("ls", tiers[0]).out.splitlines()[1:]]
+    assert states == ["committed", "committed, named", "committed", "committed"]
+
+
 def test_commands_take_the_name_for_the_step(cli: Cli, tiers: tuple[Path, Path]) -> None:
     assert cli("show", tiers[0], "branch:first", "--json").json["step"] == 2
     assert cli("verify", tiers[1], "branch:first").code == 0
