@@ -551,8 +551,8 @@ def _size_and_state(step: StoredStep) -> tuple[str, str]:
     if step.is_abandoned:
         text += ", abandoned"
     if step.pins:
-        until = _pinned_until(step)
-        text += ", named" if until == ENDLESS else f", pinned until {output.moment(until)}"
+        end = _pinned_until(step)
+        text += ", named" if end == ENDLESS else f", pinned until {output.moment(end)}"
     if step.state == "committed":
         return _size(step), text
     return output.size(step.nbytes) if step.nbytes else "-", text
