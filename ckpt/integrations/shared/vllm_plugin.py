@@ -1,25 +1,84 @@
-"""The plugin of vLLM. Each process of vLLM loads it at its start, also if it does not use ckpt."""
+"""The plugin of vLLM. Each process of vLLM loads it at its start, also if it does not use ckpt.
+
+So it imports neither the loaders of vLLM nor what ckpt needs for its own. The loader becomes known
+when vLLM imports its loaders, and the engine is imported when vLLM makes one.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Final
 
+NAME: Final = "ckpt"
+"""The value of ``load_format``, and of ``backend`` of a ``WeightTransferConfig``."""
+_LOADERS: Final = "vllm.model_executor.model_loader"
+_ENGINES: Final = "vllm.distributed.weight_transfer"
+_OWN: Final = "ckpt.integrations.vllm"
 _log = logging.getLogger("ckpt")
 
 
+@cache
 def register() -> None:
     """Make the loader and the engine known to vLLM, if this release has what they need.
 
     vLLM does not start if a plugin raises an error, so this one raises none.
     """
+    _attempt("backend='ckpt'", _register_engine)
+    if _LOADERS in sys.modules:
+        _attempt("load_format='ckpt'", _register_loader)
+    else:
+        sys.meta_path.insert(0, _LoadersFinder())
+
+
+def _attempt(option: str, work: Callable[[], None]) -> None:
     try:
-        import_module("ckpt.integrations.vllm").register()
+        work()
     except ImportError as error:
-        _log.info("ckpt: load_format='ckpt' is not there in this release of vLLM: %s", error)
+        _log.info("ckpt: %s is not there in this release of vLLM: %s", option, error)
     except Exception as error:  # noqa: BLE001 - of a release whose classes are others
         _log.warning(
-            "ckpt: load_format='ckpt' is not there in this release of vLLM: %r. Set VLLM_PLUGINS "
-            "to the other plugins if ckpt is not used",
+            "ckpt: %s is not there in this release of vLLM: %r. Set VLLM_PLUGINS to the other "
+            "plugins if ckpt is not used",
+            option,
             error,
         )
+
+
+def _register_engine() -> None:
+    factory = import_module(_ENGINES).WeightTransferEngineFactory
+    factory.register_engine(NAME, f"{_OWN}.updates", "CkptWeightTransferEngine")
+
+
+def _register_loader() -> None:
+    loader = import_module(f"{_OWN}.loader").CkptModelLoader
+    import_module(_LOADERS).register_model_loader(NAME)(loader)
+
+
+class _LoadersFinder(MetaPathFinder):
+    """Registers the loader as soon as vLLM has imported its own."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname != _LOADERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _attempt("load_format='ckpt'", _register_loader)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec

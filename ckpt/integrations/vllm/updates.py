@@ -22,7 +22,7 @@ from ckpt.config import Tier
 from ckpt.errors import ConfigError
 from ckpt.exchange.weights.follow import Follower, Version, follow
 from ckpt.exchange.weights.part import Names
-from ckpt.integrations.vllm.weights import check_complete, warn_if_untested
+from ckpt.integrations.vllm.weights import check_complete, names_of_load, warn_if_untested
 
 _log = logging.getLogger("ckpt")
 
@@ -64,8 +64,9 @@ class CkptWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unus
     """Follows a root for a worker of vLLM.
 
     vLLM makes it for ``WeightTransferConfig(backend="ckpt")``. ``update_weights`` waits for the
-    step, and reads and verifies its weights into host memory. ``finish_weight_update`` puts them
-    into the model. So an update that cannot be read leaves the weights of all workers as they are.
+    step, reads and verifies its weights into host memory, and checks that they fit the model.
+    ``finish_weight_update`` puts them into the model. So an update that cannot be read, or does not
+    fit, leaves the weights of all workers as they are.
     """
 
     init_info_cls = FollowInfo
@@ -78,6 +79,7 @@ class CkptWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unus
         warn_if_untested()
         self._follower: Follower | None = None
         self._version: Version | None = None
+        self._names = frozenset[str]()
 
     def init_transfer_engine(self, init_info: FollowInfo) -> None:
         """Follow another root from now on.
@@ -109,6 +111,7 @@ class CkptWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unus
 
         Raises:
             ConfigError: ``init_transfer_engine`` was not called, or the names do not fit.
+            RestoreError: The step does not have all weights of the model, or the model refuses one.
             CkptError: As for ``Follower.version_of``.
         """
         if self._follower is None:
@@ -116,7 +119,17 @@ class CkptWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unus
                 "no root is followed: call init_weight_transfer_engine with "
                 "{'init_info': {'root': 'runs/gpt'}} before"
             )
-        self._version = self._follower.version_of(update_info.step, update_info.attempt)
+        version = self._follower.version_of(update_info.step, update_info.attempt)
+        self._check(version)
+        self._version = version
+
+    def _check(self, version: Version) -> None:
+        """Check that the model takes the version, and that no parameter stays as it is."""
+        names = frozenset(version.weights)
+        if self.model_config.quantization is None and names != self._names:
+            loaded_names = names_of_load(self.model, version.weights, version.step)
+            check_complete(self.model, loaded_names, version.step)
+            self._names = names
 
     def drain_pending(self) -> None:
         """Put the weights that were fetched last into the model, if there are any.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
+import torch
 from torch import nn
 from vllm import version  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
 
@@ -13,6 +15,7 @@ from ckpt.errors.base import few
 from ckpt.integrations.shared.tested import warn_of_untested
 
 TESTED_RANGE: Final = ("0.32", "0.32")
+_LOADER: Final = "weight_loader"
 
 
 def warn_if_untested() -> None:
@@ -23,6 +26,51 @@ def warn_if_untested() -> None:
         release=version.__version__,
         advice="compare what a model generates with what its trainer has",
     )
+
+
+def names_of_load(
+    model: nn.Module, weights: Mapping[str, torch.Tensor], step: int
+) -> Collection[str] | None:
+    """Return the names of the parameters that ``model.load_weights`` would set; None if that cannot
+    be told. The model stays as it is: it gets tensors without values, and its parameters take
+    nothing.
+
+    Raises:
+        RestoreError: The model refuses a name.
+    """
+    try:
+        with _taking_nothing([*model.parameters(), *model.buffers()]):
+            names: Collection[str] | None = model.load_weights(  # type: ignore[operator]
+                (name, value.to("meta")) for name, value in weights.items()
+            )
+            return names
+    except (LookupError, ValueError) as error:
+        raise RestoreError(
+            f"step {step} does not fit {type(model).__name__} of vLLM ({error}): give names= the "
+            "names that vLLM expects"
+        ) from None
+    except RuntimeError:  # It looks at values, or copies them past the loaders of its parameters
+        return None
+
+
+@contextmanager
+def _taking_nothing(tensors: Sequence[torch.Tensor]) -> Generator[None]:
+    """Let the weight loaders of vLLM's parameters do nothing in the block."""
+
+    def take_nothing(*_: object, **__: object) -> bool:
+        return True  # The loaders of experts say so if the weight is of this worker
+
+    loaders = [(tensor, getattr(tensor, _LOADER, None)) for tensor in tensors]
+    try:
+        for tensor in tensors:
+            setattr(tensor, _LOADER, take_nothing)
+        yield
+    finally:
+        for tensor, loader in loaders:
+            if loader is None:
+                delattr(tensor, _LOADER)
+            else:
+                setattr(tensor, _LOADER, loader)
 
 
 def check_complete(model: nn.Module, loaded_names: Collection[str] | None, step: int) -> None:

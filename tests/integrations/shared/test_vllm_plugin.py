@@ -1,47 +1,100 @@
-"""A release of vLLM that lacks what ckpt needs starts as it does without ckpt."""
+"""The plugin costs a process of vLLM that does not use ckpt nothing, and breaks no release."""
 
 from __future__ import annotations
 
 import logging
 import pkgutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.kit.worlds import ROOT
+from tests.kit.worlds import ENVIRONMENT, ROOT
+
+Plugin = Callable[[], None]
 
 
 @pytest.fixture
-def plugin() -> Callable[[], None]:
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Plugin:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name = project["entry-points"]["vllm.general_plugins"]["ckpt"]
-    register: Callable[[], None] = pkgutil.resolve_name(name)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    register: Plugin = pkgutil.resolve_name(name).__wrapped__
     return register
 
 
+ENGINES = "vllm.distributed.weight_transfer"
+LOADERS = "vllm.model_executor.model_loader"
+
+
 def test_vllm_starts_although_it_has_no_such_engines(
-    plugin: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", None)
-    monkeypatch.delitem(sys.modules, "ckpt.integrations.vllm", raising=False)
+    monkeypatch.setitem(sys.modules, ENGINES, None)
     with caplog.at_level(logging.INFO, "ckpt"):
         plugin()
-    assert "load_format='ckpt' is not there in this release of vLLM" in caplog.text
+    assert "backend='ckpt' is not there in this release of vLLM" in caplog.text
 
 
 def test_vllm_starts_although_its_classes_are_others(
-    plugin: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM ends if the function of a plugin raises an error."""
 
-    def register() -> None:
+    def register_model_loader(_: str) -> None:
         raise TypeError("cannot inherit from a frozen dataclass")
 
-    door = SimpleNamespace(register=register)
-    monkeypatch.setitem(sys.modules, "ckpt.integrations.vllm", door)
+    door = SimpleNamespace(CkptModelLoader=None)
+    monkeypatch.setitem(sys.modules, "ckpt.integrations.vllm.loader", door)
+    monkeypatch.setitem(sys.modules, "ckpt.integrations.vllm", SimpleNamespace(loader=door))
+    loaders = SimpleNamespace(register_model_loader=register_model_loader)
+    monkeypatch.setitem(sys.modules, LOADERS, loaders)
     plugin()
+    assert "load_format='ckpt' is not there" in caplog.text
     assert "cannot inherit from a frozen dataclass" in caplog.text
     assert "VLLM_PLUGINS" in caplog.text
+
+
+SCRIPT = """
+import logging
+import sys
+from ckpt.integrations.shared.vllm_plugin import register
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+register()
+register()
+imported = {"torch", "vllm.model_executor", "ckpt.integrations.vllm", "ckpt.exchange"}
+print(sorted(imported & sys.modules.keys()))
+import vllm.model_executor.model_loader as loaders
+print(loaders.SIZE)
+"""
+
+
+def test_only_a_process_that_loads_a_model_imports_the_loader(tmp_path: Path) -> None:
+    """These packages stand for vLLM, whose own take seconds to import."""
+    for name, text in {
+        "vllm": "",
+        "vllm/distributed": "",
+        "vllm/distributed/weight_transfer": "class WeightTransferEngineFactory:\n"
+        "    def register_engine(*words): print(*words)\n",
+        "vllm/model_executor": "",
+        "vllm/model_executor/model_loader": "SIZE = 7\n",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    path = f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=ENVIRONMENT | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    engine, before, attempt, size = ran.stdout.splitlines()
+    assert engine == "ckpt ckpt.integrations.vllm.updates CkptWeightTransferEngine"
+    assert before == "[]"
+    assert attempt.startswith("ckpt: load_format='ckpt' is not there in this release of vLLM")
+    assert size == "7"

@@ -1,7 +1,7 @@
 """The tokens that vLLM generates with a model of transformers, from the checkpoint of its module.
 
 The arguments are an empty folder and the kind of the model. Prints JSON: the tokens of vLLM, and
-those of transformers.
+those of transformers, for the step that it starts with and for one that it gets later.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND
 import torch
 import transformers
 from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
 
 from ckpt import CheckpointManager
 
@@ -38,22 +39,27 @@ LENGTH = 8
 
 
 def main(folder: Path, kind: str) -> None:
-    torch.manual_seed(1)
     config = CONFIGS[kind]()
     config.dtype = "float32"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    expected: list[list[int]] = []
+    with CheckpointManager(folder / "run") as manager:
+        for step in (1, 2):
+            torch.manual_seed(step)
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+            manager.save({"model": model}, step)
+            with torch.no_grad():
+                tokens = model.generate(
+                    torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False,
+                    eos_token_id=None,
+                )  # fmt: skip
+            expected.append(tokens[0, len(PROMPT) :].tolist())
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder / "config")
-    with CheckpointManager(folder / "run") as manager:
-        manager.save({"model": model}, step=1)
-    with torch.no_grad():
-        expected = model.generate(
-            torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None
-        )
     llm = LLM(
         str(folder / "config"),
         load_format="ckpt",
-        model_loader_extra_config={"root": str(folder / "run")},
+        model_loader_extra_config={"root": str(folder / "run"), "step": 1},
+        weight_transfer_config=WeightTransferConfig(backend="ckpt"),
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32",
@@ -61,9 +67,17 @@ def main(folder: Path, kind: str) -> None:
         kv_cache_memory_bytes=16 << 20,
     )
     sampling = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
-    (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
-    tokens = list(answer.outputs[0].token_ids)
-    print("FACTS", json.dumps([tokens, expected[0, len(PROMPT) :].tolist()]))
+    generated: list[list[int]] = []
+    for step in (1, 2):
+        if step == 2:
+            llm.init_weight_transfer_engine({"init_info": {"root": str(folder / "run")}})
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {"step": step}})
+            llm.finish_weight_update()
+            llm.reset_prefix_cache()
+        (answer,) = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+        generated.append(list(answer.outputs[0].token_ids))
+    print("FACTS", json.dumps([generated, expected]))
 
 
 if __name__ == "__main__":

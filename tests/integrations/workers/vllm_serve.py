@@ -113,11 +113,13 @@ def main(folder: Path, workers: int, *, fails: bool) -> None:
         weights = {f"net.{name}": value for name, value in model(3).state_dict().items()}
         manager.save({"actor": weights}, step=4)
         names: dict[str, str | None] = {name: name.removeprefix("net.") for name in weights}
+        if fails:
+            for event, name in (("incomplete", None), ("strange", "lm_heads.weight")):
+                others = names | {"net.lm_head.weight": name}
+                engine.follow(root=str(root), name="actor", names=others)
+                facts[event] = engine.fetch(4), engine.tokens()
         engine.follow(root=str(root), name="actor", names=names)
         facts["names"] = engine.fetch(4), engine.finish(), engine.tokens()
-        if fails:
-            engine.follow(root=str(root), name="actor", names=names | {"net.lm_head.weight": None})
-            facts["incomplete"] = engine.fetch(4), engine.finish()
     print("FACTS", json.dumps(facts))
 
 
