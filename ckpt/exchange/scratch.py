@@ -82,11 +82,14 @@ def scratch_folder(folder: str, prefix: str) -> Generator[str]:
     remove_leftovers(folder, prefix)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as room:
         new = os.path.join(room, f"{_LOCK}.new")
-        with open(new, "wb") as lock:
+        lock = os.open(new, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
             with suppress(OSError):  # Without locks, what a kill leaves stays
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 os.rename(new, os.path.join(room, _LOCK))
             yield room
+        finally:
+            os.close(lock)
 
 
 def remove_leftovers(folder: str, prefix: str) -> None:
