@@ -370,12 +370,14 @@ def creation_time(backend: StorageBackend, ref: StepRef) -> float:
         return 0.0
 
 
-def _newest_there(backend: StorageBackend, refs: Sequence[StepRef]) -> str:
-    """Return a clause that names the newest committed steps.
+def _newest_there(backend: StorageBackend, refs: Collection[StepRef]) -> str:
+    """Return a clause that names the newest committed steps of the current branch.
 
-    The clause is empty if none of the newest ``_LOOKED_AT`` attempts in ``refs`` is committed.
+    The clause is empty if none of the newest ``_LOOKED_AT`` attempts of the branch in ``refs`` is
+    committed.
     """
-    newest = dict.fromkeys(ref.step for ref in refs[:_LOOKED_AT] if is_committed(backend, ref))
+    branch = current_branch(newest_rollback(backend), refs)
+    newest = dict.fromkeys(ref.step for ref in branch[:_LOOKED_AT] if is_committed(backend, ref))
     if not newest:
         return ""
     numbers = list(map(str, newest))[:_MOST_NUMBERS]
@@ -391,7 +393,7 @@ def _is_of_dcp(key: str) -> bool:
 def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
     """Return a text that describes what a store has instead of ``step`` (None: of any step).
 
-    ``refs`` are all attempts on the store.
+    ``refs`` are all attempts on the store, and none of them that fits is committed.
     """
     if at_step := [ref for ref in refs if ref.step == step]:
         if any(ask(backend, partial(has_tombstone, backend, ref)) for ref in at_step):
@@ -411,10 +413,13 @@ def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) 
             f"it holds files of torch.distributed.checkpoint, such as {of_dcp!r}: that reads them "
             "with its own FileSystemReader, and ckpt adopt makes a step of such a folder"
         )
-    key = foreign[0]
+    if folder := next(filter(None, map(_root_of, foreign)), ""):
+        return f"it holds no steps, but its folder {folder!r} does: give that one"
+    return f"it holds no steps, but other files, such as {foreign[0]!r}: is this the right place?"
+
+
+def _root_of(key: str) -> str:
+    """Return the folder that holds the step to which an object belongs, or "" if it is of none."""
     *parents, _ = key.split("/")
-    if steps := next((index for index, name in enumerate(parents) if parse_folder(name)), 0):
-        return (
-            f"it holds no steps, but its folder {'/'.join(parents[:steps])!r} does: give that one"
-        )
-    return f"it holds no steps, but other files, such as {key!r}: is this the right place?"
+    steps = next((index for index, name in enumerate(parents) if parse_folder(name)), 0)
+    return "/".join(parents[:steps])

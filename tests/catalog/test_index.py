@@ -9,6 +9,7 @@ import pytest
 
 from ckpt.catalog.index import Listing, committed, find, is_committed, read_manifest
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.rollbacks import put_rollback
 from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
@@ -22,6 +23,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor
+from ckpt.model.rollback import roll_back
 from ckpt.model.runs import Run
 from ckpt.root.attempts import step_refs
 from ckpt.root.claim_marker import claim_committed_for_removal
@@ -155,6 +157,16 @@ def test_where_nothing_is_found_the_error_says_what_is_there_instead(
         backend.put(key, [b"x"])
     with pytest.raises(NoCheckpoint, match=expected):
         find(backend, step)
+
+
+def test_steps_of_an_abandoned_branch_are_not_the_newest(backend: StorageBackend) -> None:
+    for step in (8, 16, 23, 24):
+        backend.put(f"step-{step:09d}.abcxyz/manifest.json", [b"x"])
+    rollback = roll_back([], StepRef(16, "abcxyz"), [StepRef(24, "abcxyz")])
+    assert rollback is not None
+    put_rollback(backend, rollback)
+    with pytest.raises(NoCheckpoint, match=r"step 300 is not there; the newest are 16, 8$"):
+        find(backend, 300)
 
 
 def test_a_step_that_is_being_removed_is_told_as_such(backend: StorageBackend) -> None:
