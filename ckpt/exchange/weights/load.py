@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -11,14 +12,18 @@ import torch
 from ckpt.catalog.tensor_reader import BATCH_BYTES, ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
+from ckpt.errors.base import few
 from ckpt.errors.storage import frameless
 from ckpt.exchange.weights.opened import OpenCheckpoint
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.model.box import Box
 from ckpt.model.manifest import Tensor
+from ckpt.state.match.sink import overflows
 from ckpt.state.tensors.saved_order import in_saved_order
 
 _CPU: Final = torch.device("cpu")
+_LOOK_ELEMENTS: Final = 1 << 22  # How many values at a time are compared with the range of a dtype
+_log = logging.getLogger("ckpt")
 
 
 @frameless
@@ -53,7 +58,7 @@ def load(
             ``CheckpointManager.restore``; None for the newest checkpoint.
         device: The device of the tensors.
         dtype: The dtype of all floating-point tensors, those of an optimizer included; None for
-            the saved dtypes.
+            the saved dtypes. A warning names the tensors with values beyond its range.
         names: Other names for the tensors of the part, for an engine that takes a dict: name in the
             part -> new name, or None to leave the tensor out. Each tensor must have an entry. The
             result is a dict of tensors by their new names, without plain values. Tied names may
@@ -152,7 +157,20 @@ class _Load:
                 if tensor.nbytes
             ]
         )
+        if names := [name for name, value in values.items() if self._overflows(value)]:
+            _log.warning(
+                "ckpt: dtype=%s: values of %s are beyond the range of this dtype, and so infinite, "
+                "NaN or its largest value now: load these names in their own dtype",
+                self._dtype,
+                few(names),
+            )
         return {tensor.name: self._finish(values.pop(tensor.name), tensor) for tensor in tensors}
+
+    def _overflows(self, value: torch.Tensor) -> bool:
+        dtype = self._dtype
+        if dtype is None or not value.is_floating_point():
+            return False
+        return any(overflows(part, dtype) for part in value.view(-1).split(_LOOK_ELEMENTS))
 
     def _finish(self, value: torch.Tensor, tensor: Tensor) -> torch.Tensor:
         value = in_saved_order(value, tensor)

@@ -129,7 +129,7 @@ class TensorSink:
             region = self._region(read, index)
             with use_stream(self._streams.get(region.device)):
                 region.copy_(part)
-            if is_converted and _overflows(part, region.dtype):
+            if is_converted and overflows(part, region.dtype):
                 self._overflows.add(target.leaf)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ class TensorSink:
         return tensor if target.part == box else tensor[target.part.relative_to(box).slices()]
 
 
-def _overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
+def overflows(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return True if a finite one of ``values`` is beyond the range of ``dtype``."""
     is_float = values.dtype.is_floating_point or values.dtype.is_complex
     if not is_float or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:

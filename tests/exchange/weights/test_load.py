@@ -170,6 +170,22 @@ def test_floats_take_a_dtype_and_all_tensors_a_device(root: Path) -> None:
     assert ckpt.load(root, "history", dtype=torch.float64)[1].dtype is torch.float64
 
 
+def test_values_beyond_the_range_of_a_dtype_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {
+        "large": torch.tensor([[1.0, 1e5]]), "endless": torch.tensor([torch.inf, torch.nan]),
+        "small": torch.ones(3), "number": torch.tensor(-1e5), "whole": torch.tensor([100_000]),
+    }  # fmt: skip
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(state, step=1)
+    assert ckpt.load(tmp_path, dtype=torch.bfloat16)["large"].isfinite().all()
+    assert caplog.messages == []
+    assert ckpt.load(tmp_path, dtype=torch.float16)["large"].isinf().any()
+    (warning,) = caplog.messages
+    assert "dtype=torch.float16: values of 'large', 'number' are beyond the range" in warning
+
+
 def test_the_default_device_of_a_script_is_not_that_of_what_is_read(
     root: Path, state: dict[str, Any]
 ) -> None:
