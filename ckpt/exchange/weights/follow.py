@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.delta_chain import DeltaReader
-from ckpt.catalog.index import is_committed, list_root, why_missing
+from ckpt.catalog.index import RootContents, committed_among, is_committed, list_root, why_missing
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.checks import whole
 from ckpt.config import Tier
@@ -33,7 +33,7 @@ from ckpt.errors.storage import frameless
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.exchange.weights.version_memory import VersionMemory, layout_of
 from ckpt.model.keys import StepId, StepRef
-from ckpt.model.rollback import last_rollback
+from ckpt.model.rollback import Rollback, current_branch, last_rollback, on_branch
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, plan_restore
@@ -133,6 +133,7 @@ class Follower(Iterator[Version]):
         self._deltas = DeltaReader()
         self._damages: dict[StepRef, _Damage] = {}
         self._readable_stores: list[StorageBackend] = []  # They take no pins
+        self._is_first_look = True
 
     def __next__(self) -> Version:
         """Wait for a version that is not the last one, and return it.
@@ -185,6 +186,9 @@ class Follower(Iterator[Version]):
         while not self._stop.is_set():
             if (version := self._look(step_id)) is not None:
                 return version
+            if self._is_first_look:
+                self._is_first_look = False
+                self._warn_if_empty()
             rest = inf if deadline is None else deadline - time.monotonic()
             if rest <= 0:
                 raise self._timeout(step_id)
@@ -210,13 +214,36 @@ class Follower(Iterator[Version]):
         seconds = f"no {subject} within {self._timeout_seconds:g} s"
         if self._ref is not None:
             return NoCheckpoint(urls, f"{seconds}; the last one is step {self._ref.step}")
+        return NoCheckpoint(urls, f"{seconds}: {self._why_none(step_id)}")
+
+    def _why_none(self, step_id: StepId | None) -> str:
+        """Return a text that says what the stores have instead of the version ``step_id``."""
+        texts: list[str] = []
+        listings: list[tuple[StorageBackend, RootContents]] = []
+        for store in self._stores:
+            try:
+                listings.append((store, list_root(store)))
+            except StorageError as error:
+                texts.append(str(error))
+        rollback = last_rollback(listing.rollback for _, listing in listings)
+        for store, listing in listings:
+            try:
+                texts.append(_why_not_read(store, listing.refs, rollback, step_id))
+            except StorageError as error:
+                texts.append(str(error))
+        return "; ".join(texts)
+
+    def _warn_if_empty(self) -> None:
+        """Warn if no store has a step, since the root may be mistyped."""
         texts: list[str] = []
         for store in self._stores:
             try:
-                texts.append(why_missing(store, step_refs(store), None))
-            except StorageError as error:
-                texts.append(str(error))
-        return NoCheckpoint(urls, f"{seconds}: {'; '.join(texts)}")
+                if step_refs(store):
+                    return
+                texts.append(str(NoCheckpoint(store.url, why_missing(store, [], None))))
+            except StorageError:
+                return  # A warning has named it
+        _log.warning("ckpt: ckpt.follow waits for the first step: %s", "; ".join(texts))
 
     def _look(self, step_id: StepId | None) -> Version | None:
         """Return the version ``step_id`` (None: the newest, unless it is the last one), or None if
@@ -362,6 +389,29 @@ class Follower(Iterator[Version]):
             yield
 
 
+def _why_not_read(
+    store: StorageBackend,
+    all_refs: Sequence[StepRef],
+    rollback: Rollback | None,
+    step_id: StepId | None,
+) -> str:
+    """Return a text that says why the attempts on a store gave no version ``step_id``."""
+    refs = [ref for ref in all_refs if step_id in (None, ref.step, ref)]
+    present = committed_among(store, refs)
+    if not present:
+        if isinstance(step_id, StepRef):
+            return f"attempt {step_id.attempt} at step {step_id.step} is not there"
+        return why_missing(store, [*all_refs], step_id)
+    choose = current_branch if step_id is None else on_branch
+    branch = choose(rollback, present)
+    if not branch:
+        return f"step {max(present).step} is on an abandoned branch"
+    return (
+        f"step {max(branch).step} was not read: a warning in the log says why, unless it was "
+        "committed just now"
+    )
+
+
 def _warn(ref: StepRef, repair: Repair) -> None:
     _log.warning(
         "ckpt: step %d: %s is read from a farther tier: %s", ref.step, repair.key, repair.reason
@@ -400,7 +450,8 @@ def follow(
 
     A step that is damaged on all stores is passed over with a warning, and the last version stays.
     It is read again after ever longer times, and when a further store answers, since it may be
-    mended. A store that does not answer, or fails in another way, is asked again.
+    mended. A store that does not answer, or fails in another way, is asked again. A root without
+    steps is waited for; a warning says so once.
 
     Args:
         root: The folder or URL of the root, or a `Tier` if its backend needs options; or several

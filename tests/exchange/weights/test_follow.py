@@ -779,6 +779,48 @@ def test_a_step_of_an_abandoned_branch_is_no_version(
     assert is_idle(versions)
 
 
+def test_a_version_that_never_was_read_is_missed_by_what_the_root_has(
+    tmp_path: Path, manager: CheckpointManager, weights: dict[str, torch.Tensor]
+) -> None:
+    for step in (1, 2, 3):
+        saved(manager, weights, step)
+    with follow([tmp_path / "run", tmp_path / "away"]) as versions:
+        for step, attempt, words in (
+            (99, None, "step 99 is not there; the newest are 3, 2, 1; it is empty, or does not"),
+            (3, "abcdefghijkl", "attempt abcdefghijkl at step 3 is not there"),
+        ):
+            with pytest.raises(NoCheckpoint, match=f"within 0.05 s: {words}"):
+                versions.version_of(step, attempt)
+    manager.restore({"model": weights, "other": torch.zeros(1000)}, step=1)
+    with follow(tmp_path / "run") as versions:
+        with pytest.raises(NoCheckpoint, match="step 2 is on an abandoned branch"):
+            versions.version_of(2)
+        flip(files(tmp_path / "run", 1)["data"])
+        with pytest.raises(
+            NoCheckpoint, match="step 1 was not read: a warning in the log says why"
+        ):
+            next(versions)
+
+
+def test_a_root_without_steps_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, weights: dict[str, torch.Tensor]
+) -> None:
+    """The root may be mistyped, or the parent of the root."""
+    with CheckpointManager(tmp_path / "gpt") as manager:
+        saved(manager, weights, 1)
+    with follow(tmp_path / "gtp") as versions:
+        assert is_idle(versions)
+        assert is_idle(versions)
+    with follow(tmp_path) as versions:
+        assert is_idle(versions)
+    with follow([tmp_path / "gtp", tmp_path / "gpt"]) as versions, pytest.raises(NoCheckpoint):
+        versions.version_of(2)
+    mistyped, parent = caplog.messages
+    assert mistyped.endswith("gtp: it is empty, or does not exist")
+    assert parent.startswith("ckpt: ckpt.follow waits for the first step: no checkpoint in ")
+    assert parent.endswith("its folder 'gpt' does: give that one")
+
+
 def test_the_wait_for_a_version_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
