@@ -156,7 +156,8 @@ def watch(
 
     Args:
         root: A folder or URL.
-        name: The name of the watcher. Each name handles every step once.
+        name: The name of the watcher. Each name handles every step once, so give each process that
+            needs all steps a name of its own.
         newest: At each listing of the steps, pass over all steps but the newest one.
         poll_seconds: The time between two listings.
         stop: Ends the iteration when it is set.

@@ -170,7 +170,9 @@ class _Load:
         dtype = self._dtype
         if dtype is None or not value.is_floating_point():
             return False
-        return any(overflows(part, dtype) for part in value.view(-1).split(_LOOK_ELEMENTS))
+        flat = value.view(-1)
+        starts = range(0, flat.numel(), _LOOK_ELEMENTS)
+        return any(overflows(flat[start : start + _LOOK_ELEMENTS], dtype) for start in starts)
 
     def _finish(self, value: torch.Tensor, tensor: Tensor) -> torch.Tensor:
         value = in_saved_order(value, tensor)
