@@ -213,7 +213,12 @@ def _hf_options(
     """Return the options of a folder of Hugging Face; None if no option of that format is given."""
     from ckpt.exchange.exports.hf_folder import HfOptions, names_in
 
-    if kind != "hf" and config is None and dtype is None and names is None:
+    options = {"--config": config, "--dtype": dtype, "--names": names}
+    if kind != "hf" and (extra := [flag for flag, value in options.items() if value is not None]):
+        raise ConfigError(
+            f"{', '.join(extra)}: only --format hf takes this; leave it out, or give --format hf"
+        )
+    if kind != "hf":
         return None
     if config is None:
         raise ConfigError("--format hf needs --config, the folder with the model's config.json")

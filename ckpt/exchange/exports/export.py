@@ -33,6 +33,7 @@ from ckpt.storage.places import is_folder, local_path, without_query
 
 Format = Literal["safetensors", "torch", "dcp", "hf"]
 SHARD_BYTES: Final = 5 * 10**9
+_FILE_SUFFIXES: Final = (safetensors_writer.SUFFIX, ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +97,19 @@ def export(
 
     Raises:
         ConfigError: ``out`` exists or is another URL, an option does not fit the format, two values
-            would have the same name in the format, or the format cannot hold any of the values.
+            would have the same name in the format, ``out`` has the name of a file and would be a
+            folder, or the format cannot hold any of the values.
         EntryMissing: No tensor and no plain value has a name that matches ``options.globs``.
         IntegrityError: The checkpoint is damaged.
         StorageError: The checkpoint cannot be read, or ``out`` cannot be written.
     """
     globs = options.globs
     _check_options(kind, options)
+    if kind in ("hf", "dcp") and out.endswith(_FILE_SUFFIXES):
+        raise ConfigError(
+            f"{out} has the name of a file, and {kind} is a folder: name one without this ending, "
+            "or leave --format out"
+        )
     if not is_folder(out) and kind != "hf":
         raise ConfigError(
             f"{out} is a URL, which only --format hf takes: export to a local file or folder, and "
@@ -184,7 +191,7 @@ def _safetensors(
             )
     tensors = [reader.tensors[name] for name in export_names]
     short = {stored_name: name.removeprefix(strip) for stored_name, name in export_names.items()}
-    safetensors_writer.check_names(short)
+    safetensors_writer.check_names(short, reader.tensors, "choose another --strip")
     safetensors_writer.note_dtypes(tensors, notes)
     _leave_out_values(reader, notes, options.globs)
     form = FileForm(names=short, metadata=ties)

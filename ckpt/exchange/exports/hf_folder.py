@@ -21,7 +21,7 @@ from ckpt.exchange.exports import safetensors_writer
 from ckpt.exchange.exports.hf_store import CONFIG
 from ckpt.exchange.exports.safetensors_writer import FileForm
 from ckpt.exchange.weights.load import load_part
-from ckpt.exchange.weights.part import Names, new_names
+from ckpt.exchange.weights.part import Names, check_mapping, new_names
 from ckpt.model.manifest import Tensor
 from ckpt.storage.local_files import write_durably
 
@@ -43,7 +43,8 @@ class HfOptions:
         dtype: The dtype of all floating-point tensors; None for the saved dtypes.
         names: How the tensors are called in the files. None: as in the checkpoint, without the
             prefix. A mapping: name in the checkpoint -> name in the files, or None to leave the
-            tensor out; each tensor must have an entry. "transformers": transformers makes its own
+            tensor out; each tensor must have an entry, and only tied ones may have the same name.
+            "transformers": transformers makes its own
             model of the weights and saves it, which also changes shapes where its files differ from
             its models. That needs memory for the whole model.
     """
@@ -57,6 +58,8 @@ class HfOptions:
             one_of("dtype", self.dtype, _DTYPES)
         if isinstance(self.names, str) and self.names != TRANSFORMERS:
             raise ConfigError(f"names={self.names!r}: give a mapping of names, or {TRANSFORMERS!r}")
+        if isinstance(self.names, Mapping):
+            check_mapping(self.names)
 
 
 def names_in(file: str) -> Names | str:
@@ -72,10 +75,11 @@ def names_in(file: str) -> Names | str:
             mapping = json.load(stream)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
-    if not isinstance(mapping, dict) or not all(
-        item is None or isinstance(item, str) for item in mapping.values()
-    ):
-        raise ConfigError(f"{file}: give an object of names, such as {{'head.weight': 'lm_head'}}")
+    if not isinstance(mapping, dict):
+        raise ConfigError(
+            f'{file}: give an object of names, such as {{"head.weight": "lm_head.weight"}}'
+        )
+    check_mapping(mapping, file)
     return mapping
 
 
@@ -110,7 +114,6 @@ class HfWriter:
             self._write_by_transformers(place)
         else:
             targets, notes = self._targets(names, options.names)
-            safetensors_writer.check_names(targets)
             tensors = [self._reader.tensors[name] for name in targets]
             form = FileForm(names=targets, dtype=options.dtype)
             safetensors_writer.write_folder(
@@ -133,6 +136,8 @@ class HfWriter:
         if mapping is not None:
             labels = new_names(short.values(), mapping, self._reader.ref.step)
             short = {name: labels[item] for name, item in short.items() if item in labels}
+        way = "choose another --strip" if mapping is None else "map it to another name"
+        safetensors_writer.check_names(short, self._reader.tensors, way)
         notes = [(name, "the mapping leaves it out") for name in names if name not in short]
         targets: dict[str, str] = {}
         for name in sorted(short, key=lambda name: (short[name].endswith(_HEADS), name)):

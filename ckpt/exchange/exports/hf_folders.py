@@ -89,7 +89,7 @@ class HfFolders:
         self._options = HfOptions(files=os.fspath(files), dtype=dtype, names=names)
         read_config(self._options.files)
         self._places, self._every, self._keep_last = places_of(os.fspath(out)), every, keep_last
-        self._part = part
+        self._part, self._out = part, os.fspath(out)
         self._lock = threading.Lock()
         self._next: _PinnedStep | None = None
         self._last_place: tuple[int, str] | None = None
@@ -110,6 +110,9 @@ class HfFolders:
                 return  # A farther tier has it too. The same tier has it again after a rollback.
             self._last_place = event.step, event.tier
         self._pinner.submit(self._pin, event)
+
+    def __repr__(self) -> str:
+        return f"HfFolders({clean(self._out)!r}, every={self._every})"
 
     def close(self) -> None:
         """Wait until the steps so far are exported, and end the threads."""

@@ -28,7 +28,9 @@ def save(weights: Mapping[str, torch.Tensor], files: str, place: str, most_bytes
             f"{files}/config.json names the architecture {names[0]!r}, which transformers "
             f"{transformers.__version__} does not have"
             if names
-            else f"{files}/config.json names no architecture: save it with the model, or add it"
+            else f"{files}/config.json names no architecture, the class of the model: add it, such "
+            'as "architectures": ["GPT2LMHeadModel"]; model.save_pretrained(FOLDER) writes it too, '
+            "and model.config.save_pretrained does not"
         )
     with torch.device("meta"):
         model = kind(config)

@@ -28,6 +28,7 @@ from ckpt.storage.local_files import durable_file, write_durably
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
+_WIDE: Final = ("bfloat16", "float32")  # What may hold a number that is too large for others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +143,15 @@ def cast(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
         ConfigError: A finite number has no finite one in ``dtype``.
     """
     result = values.to(getattr(torch, dtype))
-    if bool((result.isinf() & ~values.isinf()).any()):
-        raise ConfigError(
-            f"{name!r} has a number that is too large for {dtype}: take bfloat16 or float32"
-        )
+    if _overflows(result, values):
+        wider = [wide for wide in _WIDE if not _overflows(values.to(getattr(torch, wide)), values)]
+        way = f"take {' or '.join(wider)}" if wider else "export it in the saved dtype"
+        raise ConfigError(f"{name!r} has a number that is too large for {dtype}: {way}")
     return result
+
+
+def _overflows(result: torch.Tensor, values: torch.Tensor) -> bool:
+    return bool((result.isinf() & ~values.isinf()).any())
 
 
 def _convert(piece: Piece, dtype: str) -> memoryview:
@@ -156,21 +161,22 @@ def _convert(piece: Piece, dtype: str) -> memoryview:
     return bytes_of(cast(values, dtype, piece.tensor.name))
 
 
-def check_names(names: Mapping[str, str]) -> None:
+def check_names(names: Mapping[str, str], tensors: Mapping[str, Tensor], way: str) -> None:
     """Raise ``ConfigError`` if two tensors would have the same name in the file, or if a name is
-    empty or reserved by the format. ``names`` maps stored names to names in the file.
+    empty or reserved by the format.
+
+    Args:
+        names: The name in the file of each name in the checkpoint.
+        tensors: The tensors by their names in the checkpoint. Tied names may become one name.
+        way: What the user can do about it.
     """
     owners: dict[str, str] = {}
     for name, short in names.items():
-        if short in owners:
-            raise ConfigError(
-                f"{owners[short]!r} and {name!r} would both be {short!r}: choose another --strip"
-            )
+        owner = owners.setdefault(short, name)
+        if tensors[owner].name != tensors[name].name:
+            raise ConfigError(f"{owner!r} and {name!r} would both be {short!r}: {way}")
         if not short or short == "__metadata__":
-            raise ConfigError(
-                f"{name!r} would be {short!r}, which is not a name there: choose another --strip"
-            )
-        owners[short] = name
+            raise ConfigError(f"{name!r} would be {short!r}, which is not a name there: {way}")
 
 
 def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:

@@ -41,12 +41,14 @@ class Part:
             raise ConfigError(
                 f"name={name!r}: give the name of a part, or None for the whole state"
             )
-        if names is not None and not _is_mapping_of_names(names):
+        if names is not None and not isinstance(names, Mapping):
             raise ConfigError(
                 f"names={names!r}: give a mapping of names, such as "
                 "{'head.weight': 'lm_head.weight'}; `ckpt export --format hf` takes the names that "
                 "transformers writes"
             )
+        if names is not None:
+            check_mapping(names)
 
     def stored_names(self, manifest: Manifest) -> set[str]:
         """Return the names under which the tensors of the part are stored.
@@ -127,21 +129,36 @@ def new_names(names: Collection[str], mapping: Names, step: int) -> dict[str, st
         ConfigError: ``mapping`` lacks one of ``names``.
         EntryMissing: ``mapping`` has a name that is not one of ``names``.
     """
+    foreign = sorted(mapping.keys() - set(names))
     if gaps := [name for name in names if name not in mapping]:
+        if longer := next((key for key in foreign if key.endswith(f"/{gaps[0]}")), None):
+            prefix = longer.removesuffix(gaps[0])
+            raise ConfigError(
+                f"the mapping of names has {longer!r}, and the part has {gaps[0]!r}: take "
+                f"{prefix!r} off the names that are mapped"
+            )
         raise ConfigError(
             f"the mapping of names lacks {few(gaps)}: give each its new name, or None (null in "
             "JSON) to leave it out"
         )
-    if foreign := sorted(mapping.keys() - set(names)):
+    if foreign:
         raise EntryMissing(foreign, step, present=[*names], way=LIST_NAMES)
     return {name: target for name in names if (target := mapping[name])}
 
 
-def _is_mapping_of_names(names: object) -> bool:
-    return isinstance(names, Mapping) and all(
-        isinstance(name, str) and (target is None or (isinstance(target, str) and target))
-        for name, target in names.items()
-    )
+def check_mapping(names: Mapping[Any, Any], origin: str = "names") -> None:
+    """Raise ``ConfigError`` if an entry of a mapping does not give a name to a name, or None.
+
+    ``origin`` is the argument or the file that has the mapping.
+    """
+    for name, target in names.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"{origin} has the key {name!r}, which is not the name of a tensor")
+        if target is not None and not (isinstance(target, str) and target):
+            raise ConfigError(
+                f"{origin} gives {name!r} the name {target!r}: give a new name, or None (null in "
+                "JSON) to leave the tensor out"
+            )
 
 
 def _build(manifest: Manifest, name: str | None, make: MakeTensor) -> Any:

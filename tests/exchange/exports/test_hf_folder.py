@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ from ckpt import CheckpointManager, HfFolders, Tier
 from ckpt.catalog.index import find
 from ckpt.cli.main import main
 from ckpt.errors import ConfigError
+from ckpt.exchange.exports.hf_folder import HfOptions
 from ckpt.exchange.scratch import scratch_folder
 from ckpt.root.pins import all_pins
 from ckpt.storage.registry import open_backend
@@ -148,10 +150,16 @@ def test_names_are_mapped(cli: Cli, root: Path, config: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"norm.bias": "embed.weight"}, "would both be 'embed.weight'"),
+        ({"norm.bias": "embed.weight"}, "would both be 'embed.weight': map it to another name"),
+        ({"norm.bias": "lm_head.weight"}, "would both be 'lm_head.weight': map it to another name"),
         ({"norm.bias": ...}, "the mapping of names lacks 'norm.bias'"),
         ({"nrom.bias": "x"}, "nrom.bias"),
-        ({"norm.bias": 3}, "give an object of names"),
+        ({"norm.bias": 3}, "names.json gives 'norm.bias' the name 3"),
+        ({"norm.bias": ""}, "names.json gives 'norm.bias' the name ''"),
+        (
+            {"norm.bias": ..., "model/norm.bias": "x"},
+            "has 'model/norm.bias', and the part has 'norm.bias': take 'model/' off",
+        ),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused(
@@ -168,6 +176,22 @@ def test_a_mapping_that_does_not_fit_is_refused(
     assert not os.path.exists("out")
 
 
+def test_a_file_without_a_mapping_is_refused_with_an_example_of_one(
+    cli: Cli, root: Path, config: Path
+) -> None:
+    Path("names.json").write_text('["norm.bias"]')
+    ran = cli("export", root, "out", "--format", "hf", "--config", config, "--names", "names.json")
+    assert ran.code == 2
+    example = ran.err.partition("such as ")[2].strip()
+    assert json.loads(example) == {"head.weight": "lm_head.weight"}
+
+
+@pytest.mark.parametrize("names", [{"norm.bias": ""}, {"norm.bias": 3}])
+def test_the_options_of_a_folder_refuse_what_is_no_name(names: Any, config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^names gives 'norm.bias' the name"):
+        HfOptions(files=str(config), names=names)
+
+
 def test_a_number_that_the_dtype_cannot_hold_is_refused(
     cli: Cli, tmp_path: Path, config: Path, model: Tiny
 ) -> None:
@@ -179,9 +203,26 @@ def test_a_number_that_the_dtype_cannot_hold_is_refused(
     words = ["--format", "hf", "--config", config, "--dtype"]
     ran = cli("export", tmp_path / "large", "out", *words, "float16")
     assert ran.code == 2
-    assert "'model/norm.bias' has a number that is too large for float16" in ran.err
+    assert (
+        "'model/norm.bias' has a number that is too large for float16: take bfloat16 or float32"
+        in ran.err
+    )
     assert not os.path.exists("out")
     assert cli("export", tmp_path / "large", "out", *words, "bfloat16").code == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "way"),
+    [(3.4e38, "bfloat16", "take float32"), (1e300, "float32", "export it in the saved dtype")],
+)
+def test_a_dtype_that_is_advised_can_hold_the_number(
+    cli: Cli, tmp_path: Path, config: Path, number: float, dtype: str, way: str
+) -> None:
+    with CheckpointManager(tmp_path / "large") as manager:
+        manager.save({"model": {"w": torch.tensor([number], dtype=torch.float64)}}, step=1)
+    words = ["--format", "hf", "--config", config, "--dtype", dtype]
+    ran = cli("export", tmp_path / "large", "out", *words)
+    assert ran.err.strip().endswith(f"too large for {dtype}: {way}")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +230,8 @@ def test_a_number_that_the_dtype_cannot_hold_is_refused(
     [
         (["--format", "hf"], "needs --config"),
         (["--format", "hf", "--config", "nowhere"], "config.json cannot be read"),
-        (["--format", "torch", "--config", "CONFIG"], "are of hf, not of torch"),
+        (["--format", "torch", "--config", "CONFIG"], "--config: only --format hf takes this"),
+        (["--dtype", "float16"], "--dtype: only --format hf takes this"),
         (["--format", "hf", "--config", "CONFIG", "--dtype", "int8"], "dtype='int8'"),
     ],
 )
@@ -200,6 +242,23 @@ def test_options_that_do_not_fit_are_refused(
     assert ran.code == 2
     assert message in ran.err
     assert not os.path.exists("out")
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_a_folder_does_not_get_the_name_of_a_file(
+    cli: Cli, root: Path, config: Path, kind: str
+) -> None:
+    words = ["--config", config] if kind == "hf" else []
+    ran = cli("export", root, "x.safetensors", "--format", kind, *words)
+    assert ran.code == 2
+    assert f"x.safetensors has the name of a file, and {kind} is a folder" in ran.err
+    assert not os.path.exists("x.safetensors")
+
+
+def test_the_folders_show_their_place_without_its_password(config: Path) -> None:
+    with HfFolders("s3://user:secret@bucket/hf", config, every=3) as folders:
+        assert re.fullmatch(r"HfFolders\('s3://.*bucket/hf', every=3\)", repr(folders))
+    assert "secret" not in repr(folders)
 
 
 def test_a_damaged_step_leaves_no_folder(cli: Cli, root: Path, config: Path) -> None:

@@ -74,11 +74,15 @@ def test_the_names_of_a_whole_state_begin_with_those_of_its_parts(root: Path) ->
         ({"norm.weight": "a.weight"}, "'embed.weight' and 'norm.weight' would both be 'a.weight'"),
         ({"norm.weight": ...}, "the mapping of names lacks 'norm.weight'"),
         ({"norm.bias": "bias"}, r"step 1 has no 'norm.bias'; it has 'norm.weight'"),
-        ({"norm.weight": ""}, "names=.*give a mapping of names"),
-        ({"norm.weight": 3}, "names=.*give a mapping of names"),
-        ({3: "norm"}, "names=.*give a mapping of names"),
+        ({"norm.weight": ""}, "^names gives 'norm.weight' the name '': give a new name, or None"),
+        ({"norm.weight": 3}, "^names gives 'norm.weight' the name 3: give a new name, or None"),
+        ({3: "norm"}, "^names has the key 3, which is not the name of a tensor"),
+        (
+            {"norm.weight": ..., "model/norm.weight": "a"},
+            "has 'model/norm.weight', and the part has 'norm.weight': take 'model/' off",
+        ),
     ],
-    ids=["twice", "forgotten", "foreign", "empty", "no name", "no key"],
+    ids=["twice", "forgotten", "foreign", "empty", "no name", "no key", "prefix"],
 )
 @pytest.mark.parametrize("read", [ckpt.load, follow], ids=["load", "follow"])
 def test_a_mapping_that_does_not_fit_is_refused(
