@@ -31,6 +31,7 @@ from ckpt.coordination.tombstone import is_of_manifest
 from ckpt.errors import (
     AccessDenied,
     FileDamaged,
+    ForeignFileMismatch,
     FormatUnsupported,
     IntegrityError,
     LinkRefused,
@@ -391,11 +392,13 @@ class Inventory:
             location = locations[file.rank]
             try:
                 size = self._retry.call(partial(store.head, location)).size
+                if size >= file.size:
+                    continue
+                change = as_change(FileDamaged(location, size, file.size), location)
             except (ObjectNotFound, LinkRefused) as error:
-                raise ManifestCorrupt(ref.manifest, str(as_change(error, location))) from None
-            if size < file.size:
-                damage = FileDamaged(location, size, file.size)
-                raise ManifestCorrupt(ref.manifest, str(as_change(damage, location)))
+                change = as_change(error, location)
+            text = change.detail if isinstance(change, ForeignFileMismatch) else str(change)
+            raise ManifestCorrupt(ref.manifest, f"{location!r} {text}")
 
     def _refresh(self, step: StoredStep) -> StoredStep | None:
         """Return a remembered step, with the metrics and the copies of files of other nodes that

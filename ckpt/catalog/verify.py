@@ -67,12 +67,14 @@ class Fault:
         offset: The byte of the object at which the fault begins; None if the fault concerns the
             whole object.
         nbytes: The length of the damaged chunk in bytes; None if the fault concerns no chunk.
+        way: What to do about it, if that is not to mend the tier from another one.
     """
 
     key: str
     what: str
     offset: int | None = None
     nbytes: int | None = None
+    way: str = ""
 
     def error(self) -> IntegrityError:
         """Return the fault as an exception: a `ChecksumMismatch` if the fault concerns a chunk,
@@ -354,8 +356,9 @@ def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, 
     if size == file.size:
         return file, size, None
     damage = FileDamaged(file.key, size, file.size)
-    detail = str(as_change(damage, file.key)) if file.location else damage.detail
-    return file, size, Fault(key=file.key, what=detail, offset=min(size, file.size))
+    if file.location:
+        return file, size, fault_of(as_change(damage, file.location))
+    return file, size, Fault(key=file.key, what=damage.detail, offset=min(size, file.size))
 
 
 def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
@@ -383,9 +386,10 @@ def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
         case ForeignFileMismatch():
             return Fault(
                 key=error.key,
-                what=str(error),
+                what=error.detail,
                 offset=error.offset,
                 nbytes=chunk.stored_nbytes if chunk else None,
+                way=error.way,
             )
         case ManifestCorrupt() | FileDamaged():
             return Fault(key=error.key, what=error.detail)

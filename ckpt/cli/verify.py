@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Final
@@ -142,6 +142,13 @@ def _show(report: VerifyReport) -> None:
         return
     output.show_line(f"{name}: damaged, {output.count(len(report.faults), 'fault')}", style="red")
     records.show(_FAULT_FIELDS, report.faults)
+    _show_ways([report])
+
+
+def _show_ways(reports: Iterable[VerifyReport]) -> None:
+    ways = (fault.way for report in reports for fault in report.faults)
+    for way in dict.fromkeys(filter(None, ways)):
+        output.show_line(way)
 
 
 def _span(fault: Fault) -> str:
@@ -272,6 +279,7 @@ def _show_tiers(tiers: list[_Tier]) -> None:
             intact_names = ", ".join(names.get(place, place) for place in row[-1].split(", "))
             damage[index] = (names[row[0]], *row[1:-1], intact_names)
         output.show_table(faults, damage)
+    _show_ways(report for tier in tiers for report in tier.reports.values())
 
 
 def _width(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> int:

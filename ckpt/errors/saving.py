@@ -16,17 +16,18 @@ class CommitError(CkptError):
 class StepExists(CommitError):
     """The step is already saved. Steps are immutable, so each step is saved once."""
 
-    def __init__(self, step: int, root: str, *, earlier: bool = False) -> None:
+    def __init__(
+        self, step: int, root: str, *, earlier: bool = False, way: str = "save under another step"
+    ) -> None:
         """``earlier`` says whether an earlier job saved the step. The message then advises to
-        restore first.
+        restore first. Otherwise it advises ``way``.
         """
         self.step, self.root, self.earlier = step, root, earlier
         super().__init__(
             f"step {step} is already saved in {root} by an earlier job: restore first and save the "
             "steps after the restored one, or give this run a root of its own"
             if earlier
-            else f"step {step} is already saved in {root}: steps are immutable, save under another "
-            "step"
+            else f"step {step} is already saved in {root}: steps are immutable, {way}"
         )
 
 

@@ -136,17 +136,18 @@ class FileDamaged(IntegrityError):
 class ForeignFileMismatch(IntegrityError):
     """A file of another program is not the file any more that a step was adopted from.
 
-    ``key`` is the location of the file. ``offset`` is the byte from which on it differs, if that
-    is known.
+    ``key`` is the location of the file, and ``detail`` says in which way it differs. ``offset`` is
+    the byte from which on it differs, if that is known. ``way`` says what to do.
     """
+
+    way = (
+        "put the file back as it was and where it was; or, if the folder is right as it is now, "
+        "adopt it again under the number of the step: ckpt adopt FOLDER ROOT --step N"
+    )
 
     def __init__(self, key: str, detail: str, offset: int | None = None) -> None:
         self.key, self.detail, self.offset = key, detail, offset
-        super().__init__(
-            f"{key!r} was changed after the step was adopted from it: {detail}. Put the file back "
-            "as it was and where it was; or remove the step with ckpt rm, which leaves the file "
-            "alone, and adopt the folder again, where it is now"
-        )
+        super().__init__(f"{key!r}, from which the step was adopted, {detail}: {self.way}")
 
 
 class ManifestCorrupt(IntegrityError):

@@ -108,11 +108,14 @@ def as_change(error: Exception, location: str) -> Exception:
         case ChecksumMismatch():
             end = error.offset + error.nbytes
             return ForeignFileMismatch(
-                location, f"its bytes {error.offset} to {end} are other ones", error.offset
+                location, f"has other bytes from {error.offset} to {end}", error.offset
             )
         case FileDamaged():
-            return ForeignFileMismatch(location, error.detail, error.size)
+            if error.size is None:
+                return ForeignFileMismatch(location, error.detail)
+            detail = f"has {error.size} bytes now, and had {error.wanted}"
+            return ForeignFileMismatch(location, detail, min(error.size, error.wanted))
         case ObjectNotFound():
-            return ForeignFileMismatch(location, "it is gone, or is no ordinary file any more")
+            return ForeignFileMismatch(location, "is gone, or is no ordinary file any more")
         case _:
             return error

@@ -61,7 +61,7 @@ def test_a_changed_file_is_a_fault_of_verify(cli: Cli) -> None:
     data.write_bytes(whole[:-1] + b"x")  # A byte of no tensor
     ran = cli("verify", 1)
     assert ran.code == 4
-    assert "was changed after the step was adopted" in ran.out + ran.err
+    assert "has other bytes from" in ran.out
     data.write_bytes(whole + b"x")
     assert cli("verify", 1).code == 4
     data.unlink()
@@ -69,6 +69,105 @@ def test_a_changed_file_is_a_fault_of_verify(cli: Cli) -> None:
     assert cli("verify", 1).code == 4
     data.write_bytes(whole)
     assert cli("verify", 1).code == 0
+
+
+def test_verify_names_the_way_out_once_for_all_chunks(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    assert cli("adopt", "dcp", "--step", 1).code == 0
+    data = Path("dcp/__0_0.distcp")
+    data.write_bytes(bytes(len(data.read_bytes())))
+    ran = cli("verify", 1)
+    assert ran.out.count("has other bytes from") > 3
+    assert ran.out.count("ckpt adopt FOLDER ROOT --step N") == 1
+    data.write_bytes(bytes(9))
+    assert re.search(r"has 9 bytes now, and had \d+", cli("ls").out)
+    assert "ckpt adopt" not in cli("ls").out
+
+
+# -- another adoption ------------------------------------------------------------------------------
+
+
+def changed(folder: Path, **others: object) -> None:
+    shutil.rmtree(folder)
+    save_dcp(folder, **others)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_changed_folder_is_adopted_again_under_its_number(cli: Cli, later: bool) -> None:
+    folder = Path("dcp/step-12")
+    save_dcp(folder, big=torch.zeros(9))
+    assert cli("adopt", folder, "runs").code == 0
+    if later:
+        with CheckpointManager("runs") as manager:
+            manager.save({"big": torch.ones(3)}, step=13)
+    changed(folder, big=torch.ones(99))
+    assert cli("verify", "runs", 12).code == 4
+    ran = cli("adopt", folder, "runs", "--step", 12)
+    assert ran.code == 0, ran.err
+    assert "step 12 was adopted before" in ran.err
+    assert cli("verify", "runs", "--all").code == 0
+    assert torch.equal(load_state("runs", "big", step=12), torch.ones(99))
+    assert load_state("runs", "big").numel() == (3 if later else 99)
+    assert len(list(Path("runs").glob("step-000000012.*"))) == 1
+
+
+def test_a_folder_that_was_moved_is_adopted_again_where_it_is(cli: Cli) -> None:
+    save_dcp(Path("dcp/step-12"))
+    assert cli("adopt", "dcp/step-12", "runs").code == 0
+    Path("dcp").rename("moved")
+    assert cli("adopt", "moved/step-12", "runs").code == 0
+    assert cli("verify", "runs", 12).code == 0
+
+
+def test_a_step_that_is_pinned_stays_beside_the_one_that_replaces_it(cli: Cli) -> None:
+    save_dcp(Path("dcp"), big=torch.zeros(9))
+    assert cli("adopt", "dcp", "runs", "--step", 12).code == 0
+    assert cli("pin", "runs", 12).code == 0
+    changed(Path("dcp"), big=torch.ones(99))
+    ran = cli("adopt", "dcp", "runs", "--step", 12)
+    assert ran.code == 0, ran.err
+    assert re.search(r"attempt [a-s]{12} stays beside it", ran.err)
+    assert torch.equal(load_state("runs", "big"), torch.ones(99))
+
+
+def test_no_other_step_is_replaced(cli: Cli) -> None:
+    save_dcp(Path("a/step-12"))
+    save_dcp(Path("b/step-12"), big=torch.ones(9))
+    assert cli("adopt", "a/step-12", "runs").code == 0
+    ran = cli("adopt", "a/step-12", "runs")
+    assert ran.code == 5
+    assert "its files are as they were adopted" in ran.err
+    changed(Path("a/step-12"), big=torch.ones(99))
+    ran = cli("adopt", "b/step-12", "runs")
+    assert ran.code == 5, "the step is of another folder, which is there"
+    assert "give another number by --step" in ran.err
+    assert cli("import", "a/step-12", "runs", "--step", 12).code == 5
+    with CheckpointManager("own") as manager:
+        manager.save({"x": torch.ones(3)}, step=12)
+    assert cli("adopt", "a/step-12", "own").code == 5, "the step is no adopted one"
+
+
+def test_a_step_that_was_abandoned_is_not_adopted_again(cli: Cli) -> None:
+    save_dcp(Path("dcp"))
+    for step in (1, 2):
+        assert cli("adopt", "dcp", "runs", "--step", step).code == 0
+    assert cli("rollback", "runs", 1).code == 0
+    changed(Path("dcp"), big=torch.ones(99))
+    assert cli("adopt", "dcp", "runs", "--step", 2).code == 5
+
+
+def test_the_folder_is_looked_at_before_the_number_in_its_name(cli: Cli) -> None:
+    ran = cli("adopt", "nowhere", "runs")
+    assert ran.code == 2
+    assert "nowhere is not there: name a local file or folder" in ran.err
+    save_dcp(Path("many/a"))
+    ran = cli("adopt", "many", "runs")
+    assert "name the one that you need, such as many/a" in ran.err
+    assert "ckpt import" not in ran.err
+    Path("empty").mkdir()
+    assert ".snapshot_metadata of torchsnapshot" in cli("adopt", "empty", "runs").err
+    save_dcp(Path("dcp"))
+    assert "dcp has no number in its name: give --step N" in cli("adopt", "dcp", "runs").err
 
 
 # -- removal ---------------------------------------------------------------------------------------
@@ -151,7 +250,7 @@ def test_a_copy_of_a_changed_file_is_refused(cli: Cli) -> None:
     data.write_bytes(data.read_bytes()[:-4000])
     ran = cli("copy", "runs", "copy", "--step", 1)
     assert ran.code == 4
-    assert "was changed after the step was adopted" in ran.out + ran.err
+    assert re.search(r"from which the step was adopted, has \d+ bytes now", ran.err)
     assert not list(Path("copy").glob("step-*/manifest.json"))
 
 
@@ -210,12 +309,12 @@ def test_the_agent_does_not_write_to_a_foreign_file(cli: Cli) -> None:
 # -- the page -------------------------------------------------------------------------------------
 
 
-def test_the_page_begins_a_job_copies_the_step_and_removes_it(cli: Cli) -> None:
+def test_the_page_begins_a_job_and_copies_renews_and_removes_the_step(cli: Cli) -> None:
     folder = Path("dcp/step-1200")
     save_dcp(folder)
     net, optimizer = trained(seed=1, steps=1)
     commands = [text for page, _, text in blocks("") if page == ROOT / PAGE]
-    adopt, copy, remove = commands
+    adopt, copy, remove, again = commands
     for line in adopt.splitlines():
         ran = cli(*shlex.split(line)[1:])
         assert ran.code == 0, ran.err
@@ -226,7 +325,10 @@ def test_the_page_begins_a_job_copies_the_step_and_removes_it(cli: Cli) -> None:
     assert same(optimizer.state_dict()["state"], true_optimizer.state_dict()["state"])
     names["manager"].save({"model": net}, step=1201)  # type: ignore[attr-defined]
     names["manager"].close()  # type: ignore[attr-defined]
-    for text in (copy, remove):
+    ran = cli(*shlex.split(copy)[1:])
+    assert ran.code == 0, ran.err
+    changed(folder, big=torch.ones(99))
+    for text in (again, remove):
         ran = cli(*shlex.split(text)[1:])
         assert ran.code == 0, ran.err
     assert cli("verify", "--root", "backup", 1200).code == 0

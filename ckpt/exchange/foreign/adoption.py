@@ -43,6 +43,7 @@ from ckpt.exchange.foreign.imports import (
 from ckpt.exchange.foreign.joined_tensors import Locator
 from ckpt.exchange.foreign.own_part import OwnPart, Source
 from ckpt.exchange.foreign.rank_files import without_warnings
+from ckpt.exchange.foreign.renewal import changed_attempt, remove_attempt
 from ckpt.exchange.foreign.shaper import ImportReport, Shaper, digest_of
 from ckpt.exchange.foreign.sources import kind_of
 from ckpt.exchange.inert.inert_torch import Span
@@ -139,6 +140,7 @@ def adopt_checkpoint(
     """Make a step of ``tier`` of the files of ``foreign``, which stay where they are.
 
     Every byte of the files is read once, for the checksums. An error leaves the root as it was.
+    A step that was adopted before, and whose files were changed or moved since, is replaced.
 
     Args:
         foreign: The checkpoint to adopt.
@@ -153,13 +155,19 @@ def adopt_checkpoint(
             written to at the same time, is an ``IntegrityError``.
     """
     source = foreign.path
-    number = step_in(source) if step is None else step
     with closing(open_backend(tier.url, tier.options)) as backend:
         check_apart(source, backend.url)
         if foreign.kind:
             check_kind(source, foreign.kind)
-        report = AdoptionReport(kind=foreign.kind or kind_of(source), step=number)
-        check_free(backend.url, number, (look or partial(committed, backend))())
+        kind = foreign.kind or kind_of(source)
+        number = step_in(source) if step is None else step
+        report = AdoptionReport(kind=kind, step=number)
+        refs = (look or partial(committed, backend))()
+        old: StepRef | None = None
+        if any(ref.step == number for ref in refs):
+            old = changed_attempt(backend, number, source)
+        else:
+            check_free(backend.url, number, refs)
         locator = Locator()
         with without_warnings():
             state = read_foreign(foreign, report, locator)
@@ -168,6 +176,14 @@ def adopt_checkpoint(
         _Adoption(backend, StepRef(number, new_attempt()), locator, report).write(
             walk, shaper, os.path.abspath(source), on_progress
         )
+        if old is not None:
+            stays = (
+                "" if remove_attempt(backend, old) else f"; attempt {old.attempt} stays beside it"
+            )
+            report.notes.append(
+                f"step {number} was adopted before, and was damaged since: it has the "
+                f"files as they are now{stays}"
+            )
     return report
 
 

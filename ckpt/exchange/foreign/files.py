@@ -62,8 +62,8 @@ def detect(source: str) -> Kind:
     if folders := state_folders(paths_in(source)):
         raise ConfigError(_folders_text(source, folders))
     raise ConfigError(
-        f"{source} holds neither {TABLE} of torch.distributed.checkpoint, nor *.safetensors, nor "
-        "*.pt, *.pth or *.bin of torch.save"
+        f"{source} holds neither {TABLE} of torch.distributed.checkpoint, nor .snapshot_metadata "
+        "of torchsnapshot, nor *.safetensors, nor *.pt, *.pth, *.bin or *.ckpt of torch.save"
     )
 
 
@@ -131,9 +131,8 @@ def check_nothing_lost(source: str, leftovers: Collection[str]) -> None:
 def _folders_text(source: str, names: Sequence[str]) -> str:
     folders = [os.path.join(source, name) for name in names]
     return (
-        f"{source} has folders of torch.distributed.checkpoint in it, and an import of it would "
-        f"leave them aside ({few(folders, quote=False)}): import the one that you need, ckpt "
-        f"import {folders[-1]} ROOT --step N"
+        f"{source} has folders of torch.distributed.checkpoint in it, which would be left aside "
+        f"({few(folders, quote=False)}): name the one that you need, such as {folders[-1]}"
     )
 
 

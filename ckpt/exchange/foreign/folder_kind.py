@@ -89,7 +89,7 @@ def unreadable_file(path: str) -> str | None:
     if not _ZERO_PART.fullmatch(name):
         return None
     if "zero" in os.listdir(folder or "."):
-        return f"{path} is one file of a universal checkpoint of DeepSpeed: import {folder or '.'}"
+        return f"{path} is one file of a universal checkpoint of DeepSpeed: name {folder or '.'}"
     return f"{path} has the part of one rank: {step_of_zero(path)}"
 
 
@@ -133,7 +133,7 @@ _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
         lambda paths: any(path.endswith("/.snapshot_metadata") for path in paths),
         FolderKind(
             "a folder with snapshots of torchsnapshot in it",
-            "name one of them, such as ckpt import {folder}/NAME ROOT --step N",
+            "name one of them, such as {folder}/NAME",
         ),
     ),
     (

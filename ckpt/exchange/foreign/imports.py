@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from ckpt.catalog.index import committed
 from ckpt.config import SaveConfig, Tier
@@ -31,6 +31,7 @@ from ckpt.state.match.selection import REMOVED_PREFIX
 from ckpt.storage.places import is_folder, relation
 from ckpt.storage.registry import open_backend
 
+NEW_NUMBER: Final = "give another number by --step, or another ROOT"
 _log = logging.getLogger("ckpt")
 
 
@@ -116,7 +117,7 @@ def read_foreign(foreign: ForeignCheckpoint, report: ImportReport, joiner: Joine
     if not contents.state:
         raise ConfigError(
             f"{foreign.path} is empty, it has neither tensors nor values: save the state again, or "
-            "import another file"
+            "name another file"
         )
     report.kind = contents.library or report.kind
     report.notes += contents.notes
@@ -136,7 +137,7 @@ def metadata_of(shaper: Shaper) -> dict[str, Any]:
 
 def check_free(root: str, step: int, refs: Sequence[StepRef]) -> None:
     if any(ref.step == step for ref in refs):
-        raise StepExists(step, root)
+        raise StepExists(step, root, way=NEW_NUMBER)
     if refs and (newest := max(refs).step) > step:
         raise CommitError(
             f"step {step} is out of order: {root} holds step {newest}, which a restore would go "

@@ -44,8 +44,8 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
             folder = os.path.dirname(source) or "."
             raise ConfigError(
                 f"{source} has the part of one rank, which HuggingFaceStorageWriter("
-                "save_distributed=True) wrote: import the folder with the parts of all ranks, "
-                f"ckpt import {folder} ROOT --step N"
+                "save_distributed=True) wrote: name the folder with the parts of all ranks, "
+                f"{folder}"
             )
         return Contents(tensors | _ties(tensors, metadata))
     files = choose_files(source, "safetensors")

@@ -30,7 +30,7 @@ ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)
         (["3", "3/_CHECKPOINT_METADATA", "3/default"], "StandardCheckpointer().restore()"),
         (["_CHECKPOINT_METADATA", "_METADATA", "d", "manifest.ocdbt"], "arrays.state_of(tree)"),
         (["manifest.ocdbt", "ocdbt.process_0", "ocdbt.process_0/d"], "Orbax"),
-        (["step_5", "step_5/.snapshot_metadata"], "ckpt import /run/x/NAME ROOT"),
+        (["step_5", "step_5/.snapshot_metadata"], "name one of them, such as /run/x/NAME"),
     ],
 )
 def test_the_refusal_of_a_folder_says_how_to_get_its_state(paths: list[str], expected: str) -> None:

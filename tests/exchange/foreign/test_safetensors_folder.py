@@ -47,7 +47,9 @@ def test_a_lack_of_the_last_part_cannot_be_known_so_a_note_counts_them(tmp_path:
 
 def test_one_part_is_no_model(tmp_path: Path) -> None:
     _, part = write_rows(tmp_path, [(0, 4), (4, 8)])
-    with pytest.raises(ConfigError, match=f"ckpt import {tmp_path} ROOT"):
+    with pytest.raises(
+        ConfigError, match=f"name the folder with the parts of all ranks, {tmp_path}$"
+    ):
         read_safetensors(str(part), Copier(None))
 
 
