@@ -69,6 +69,23 @@ def test_logits_are_equal(kind: str, names: tuple[str, ...], tmp_path: Path) -> 
 
 
 @pytest.mark.integration
+def test_a_configuration_without_an_architecture_is_refused_with_what_to_add(
+    tmp_path: Path,
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save({"model": model}, 1)
+    model.config.save_pretrained(tmp_path / "config")
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "hf"]
+    words += ["--config", str(tmp_path / "config"), "--names", "transformers"]
+    outcome = CliRunner().invoke(app, words)
+    assert outcome.exit_code != 0
+    assert '"architectures": ["GPT2LMHeadModel"]' in str(outcome.exception)
+    model.save_pretrained(tmp_path / "config")
+    assert CliRunner().invoke(app, words).exit_code == 0
+
+
+@pytest.mark.integration
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["fsdp2", "tp"])
 @pytest.mark.parametrize("names", [(), ("--names", "transformers")], ids=["plain", "transformers"])
