@@ -33,7 +33,7 @@ _MOST_PARTS: Final = 10_000
 """The most parts of an upload to S3. The parts of a very large image are therefore larger."""
 _RING_SHARE: Final = 0.75
 """The part of the memory that rings and their spill may use. The remaining memory is for copies of
-eager sources (see ``Snapshot._copy_later``).
+eager sources (see ``Snapshot._copy_later``), and for what the training takes later.
 """
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
 
@@ -164,6 +164,7 @@ class Budget:
             through the slot in waves.
         frame_bytes: The bytes of each frame of such a slot and of the spill.
         spill_bytes: The most bytes of the spill, which images in waves may use beside the slots.
+        reserve_bytes: The bytes that must stay free when the spill grows.
         is_shared: Whether the slots are files in /dev/shm.
         sentence: The decision and its reason, for the log.
     """
@@ -173,6 +174,7 @@ class Budget:
     slot_bytes: int
     frame_bytes: int = PIECE_BYTES
     spill_bytes: int = 0
+    reserve_bytes: int = 0
     is_shared: bool
     sentence: str
 
@@ -258,6 +260,7 @@ def _in_waves(nbytes: int, most_slots: int, room: Room, sizes: tuple[int, int, i
         slot_bytes=ring,
         frame_bytes=frame,
         spill_bytes=spill,
+        reserve_bytes=room.memory - limit,
         is_shared=False,
         sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "
         f"waves, and through up to {_mib(spill)} more if an optimizer's step comes before they are "

@@ -23,7 +23,7 @@ import torch
 from ckpt.errors import HostMemoryExhausted
 from ckpt.locks import Condition
 from ckpt.staging import slot_files
-from ckpt.staging.budget import measure
+from ckpt.staging.budget import free_memory, measure
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import NoNeed, Slot, ask
 
@@ -100,7 +100,7 @@ class Spill:
         self.frame_bytes = frame_bytes
         self._is_wanted = is_wanted
         self._free: list[Frame] = []
-        self._count = self._limit = 0
+        self._count = self._limit = self._most = self._reserve_bytes = 0
         self._is_refused = False
         self._needs: deque[int] = deque(maxlen=SAVES)
 
@@ -109,20 +109,27 @@ class Spill:
         """The bytes of all frames."""
         return self._count * self.frame_bytes
 
-    def allow(self, nbytes: int) -> None:
-        """Set the most bytes of all frames together."""
+    def allow(self, nbytes: int, reserve_bytes: int = 0) -> None:
+        """Set the most bytes of all frames together, and the bytes of the machine that must stay
+        free when a frame is added.
+        """
         with self.change:
-            self._limit = nbytes // self.frame_bytes
+            self._limit = self._most = nbytes // self.frame_bytes
+            self._reserve_bytes = reserve_bytes
             self._trim()
 
     def need(self, frames: int) -> None:
         """Note how many frames the rings need at once, so that no optimizer waits for a store.
 
-        Every save calls this once. The spill keeps the largest number of the last saves.
+        Every save calls this once. The spill keeps the largest number of the last saves, or less if
+        the training has taken what was to stay free.
         """
+        lack = max(0, self._reserve_bytes - free_memory()) if self._count else 0
         with self.change:
             old_count, self._is_refused = self._kept_count, False
             self._needs.append(frames)
+            surplus = -(-lack // self.frame_bytes)
+            self._most = max(0, self._count - surplus) if surplus else self._limit
             new_count = self._kept_count
             self._trim()
         if new_count != old_count:
@@ -130,6 +137,8 @@ class Spill:
                 "the optimizer's step comes before the image is written"
                 if new_count > old_count
                 else f"the last {SAVES} saves needed no more"
+                if not lack
+                else "little memory is free"
             )
             size = new_count * self.frame_bytes >> 20
             _log.info("ckpt: %d MiB of spill memory are kept for images: %s", size, reason)
@@ -166,10 +175,11 @@ class Spill:
 
         If there is no memory for it, the spill does not grow again before the next save. The free
         memory is measured for each frame, since other programs and the training itself may have
-        taken what was free when the budget was made.
+        taken what was free when the budget was made. What the budget leaves them stays free.
         """
         try:
-            if self.frame_bytes > (free := measure(slot_files.SHM, ranks=1).memory):
+            free = measure(slot_files.SHM, ranks=1).memory
+            if self.frame_bytes + self._reserve_bytes > free:
                 raise HostMemoryExhausted(self.frame_bytes, f"{free >> 20} MiB are free")
             slot = Slot(self.frame_bytes, None, self._is_wanted)
             slot.prefault()
@@ -201,14 +211,14 @@ class Spill:
     def close(self) -> None:
         """Free all frames, those that a ring still has as soon as it gives them back."""
         with self.change:
-            self._limit = 0
+            self._limit = self._most = 0
             self._needs.clear()
             self._trim()
 
     @property
     def _kept_count(self) -> int:
         """The most frames that one of the last saves needed, within the limit."""
-        return min(self._limit, max(self._needs, default=0))
+        return min(self._most, max(self._needs, default=0))
 
     def _trim(self) -> None:
         while self._free and self._count > self._kept_count:

@@ -15,11 +15,12 @@ MOUNTS: Final = (
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         "memory.oom_control",
+        "memory.max_usage_in_bytes",
     ),
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "memory.events"),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "memory.events", "memory.peak"),
 )
 """For version 1 and 2 of cgroups: the mount point, and the files with the limit, with the memory in
-use, and with the number of processes that were killed.
+use, with the number of processes that were killed, and with the most memory that was in use.
 """
 
 
@@ -31,6 +32,7 @@ class MemoryCgroup:
     limit_file: str
     usage_file: str
     event_file: str
+    peak_file: str
 
     def enter(self) -> None:
         """Put this process into the cgroup. Only memory that it takes from now on is counted."""
@@ -42,6 +44,10 @@ class MemoryCgroup:
     @property
     def usage(self) -> int:
         return int((self.folder / self.usage_file).read_text())
+
+    @property
+    def peak(self) -> int:
+        return int((self.folder / self.peak_file).read_text())
 
     @property
     def kill_count(self) -> int:

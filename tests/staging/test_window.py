@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -169,6 +172,39 @@ def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, c
     window.hurry()
     window.wait_room(2 * STEP)
     assert ring.spill.nbytes == STEP
+
+
+def test_the_spill_leaves_the_reserve_to_the_training(monkeypatch, caplog):
+    """It grows only above the reserve, and gives frames back if the training takes more."""
+    caplog.set_level(logging.INFO, "ckpt")
+    machine = SimpleNamespace(free=9 * STEP)
+
+    def room(*_: object, **__: object) -> Room:
+        return Room(memory=machine.free, shared_bytes=0, ranks=1)
+
+    grow = Spill.grow
+
+    def take(spill: Spill, *arguments: Any) -> None:
+        grow(spill, *arguments)
+        machine.free -= STEP * spill.has_free
+
+    monkeypatch.setattr("ckpt.staging.frames.measure", room)
+    monkeypatch.setattr("ckpt.staging.frames.free_memory", lambda: machine.free)
+    monkeypatch.setattr(Spill, "grow", take)
+    ring = ring_of(1, spill=8, step=STEP)
+    ring.spill.allow(8 * STEP, reserve_bytes=5 * STEP)
+    window = RingWindow(ring, 9 * STEP)
+    window.hurry()
+    window.wait_room(5 * STEP)
+    assert not window.has_room(6 * STEP)
+    assert ring.spill.nbytes == 4 * STEP
+    window.abandon()
+    ring.reclaim()
+    machine.free -= 3 * STEP
+    window = RingWindow(ring, 9 * STEP)
+    window.hurry()
+    assert ring.spill.nbytes == STEP
+    assert "little memory is free" in caplog.text
 
 
 def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
