@@ -100,7 +100,7 @@ class Spill:
         self.frame_bytes = frame_bytes
         self._is_wanted = is_wanted
         self._free: list[Frame] = []
-        self._count = self._limit = self._most = self._reserve_bytes = 0
+        self._count = self._limit = self._allowance = self._reserve_bytes = 0
         self._is_refused = False
         self._needs: deque[int] = deque(maxlen=SAVES)
 
@@ -114,7 +114,7 @@ class Spill:
         free when a frame is added.
         """
         with self.change:
-            self._limit = self._most = nbytes // self.frame_bytes
+            self._limit = self._allowance = nbytes // self.frame_bytes
             self._reserve_bytes = reserve_bytes
             self._trim()
 
@@ -129,7 +129,7 @@ class Spill:
             old_count, self._is_refused = self._kept_count, False
             self._needs.append(frames)
             surplus = -(-lack // self.frame_bytes)
-            self._most = max(0, self._count - surplus) if surplus else self._limit
+            self._allowance = max(0, self._count - surplus) if surplus else self._limit
             new_count = self._kept_count
             self._trim()
         if new_count != old_count:
@@ -211,14 +211,14 @@ class Spill:
     def close(self) -> None:
         """Free all frames, those that a ring still has as soon as it gives them back."""
         with self.change:
-            self._limit = self._most = 0
+            self._limit = self._allowance = 0
             self._needs.clear()
             self._trim()
 
     @property
     def _kept_count(self) -> int:
         """The most frames that one of the last saves needed, within the limit."""
-        return min(self._most, max(self._needs, default=0))
+        return min(self._allowance, max(self._needs, default=0))
 
     def _trim(self) -> None:
         while self._free and self._count > self._kept_count:
