@@ -297,8 +297,7 @@ class CheckpointManager:
                 # The error of a farther tier must not cost this step.
                 self._ledger.raise_unreported(includes_kept=False)
             reason = ""
-            # A person may have removed the step meanwhile.
-            if self._ledger.has(step) and (self._ledger.awaits(step) or step in self.steps()):
+            if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
             patterns = patterns_for(only, exclude)
             checked_metrics = as_metrics(metrics) if metrics else {}

@@ -21,12 +21,10 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank, RngState, SaveConfig, Tier
 from ckpt.catalog.index import committed, find, read_manifest
-from ckpt.cli.main import app
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -428,22 +426,6 @@ def test_a_step_is_saved_once(memory: str) -> None:
         target = {"x": 0}
         manager.restore(target, 3)
         assert target == {"x": 1}
-
-
-def test_a_step_that_a_person_has_removed_from_a_living_job_may_be_saved_again(
-    tmp_path: Path,
-) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            manager.save({"x": step}, step)
-        assert CliRunner().invoke(app, ["rm", str(tmp_path), "2", "--force"]).exit_code == 0
-        target = {"x": 0}
-        manager.restore(target, 1)
-        manager.save({"x": 3}, 2)
-        manager.restore(target)
-        assert target == {"x": 3}
-        with pytest.raises(StepExists):
-            manager.save({"x": 4}, 2)
 
 
 def test_a_run_that_forgets_to_restore_is_led_to_restore_first(tmp_path: Path) -> None:

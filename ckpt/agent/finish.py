@@ -348,7 +348,10 @@ class Finish:
             copier = self._copier(near, [root, *self._durable[1:]], awaited_refs)
             chosen_steps = {
                 stored_step.ref: stored_step
-                for stored_step in (*line[:1], *copier.missing_steps(line, len(line)))
+                for stored_step in (
+                    *copier.without_removals(line[:1]),
+                    *copier.missing_steps(line, len(line)),
+                )
             }
             for stored_step in chosen_steps.values():
                 self._copy(copier, stored_step)

@@ -327,6 +327,7 @@ class NodeParts:
         newest_number = self._newest_number()
         line = [part.step for part in parts.values() if part.is_committed]
         newest = [step for step in line[:1] if step.ref.step > newest_number]
+        newest = self._copier.without_removals(newest)
         missing_steps = self._copier.missing_steps(line, self._job.backlog + 1)
         begun_refs = [ref for ref in self._attempts() if ref in parts and ref.step > newest_number]
         refs = {*(step.ref for step in (*newest, *missing_steps)), *begun_refs}

@@ -90,11 +90,6 @@ class SaveLedger:
             refs = self._refs.get(step, ())
             return bool(refs and on_branch(self._rollback, refs))
 
-    def awaits(self, step: int) -> bool:
-        """Return True if a save of ``step`` is under way."""
-        with self._lock:
-            return any(ref.step == step for ref, _ in self._entries.values())
-
     def save_of(self, step: int) -> SaveRecord | None:
         """Return the save of ``step`` on the current branch once some tier has the step; None if
         there is no such save, or if it fails. The next try stands for one that has failed, so no

@@ -101,6 +101,7 @@ class Spill:
         self._is_wanted = is_wanted
         self._free: list[Frame] = []
         self._count = self._limit = self._allowance = self._reserve_bytes = 0
+        self._ranks = 1
         self._is_refused = False
         self._needs: deque[int] = deque(maxlen=SAVES)
 
@@ -109,13 +110,17 @@ class Spill:
         """The bytes of all frames."""
         return self._count * self.frame_bytes
 
-    def allow(self, nbytes: int, reserve_bytes: int = 0) -> None:
-        """Set the most bytes of all frames together, and the bytes of the machine that must stay
-        free when a frame is added.
+    def allow(self, nbytes: int, reserve_bytes: int = 0, ranks: int = 1) -> None:
+        """Set the limits of the spill.
+
+        Args:
+            nbytes: The most bytes of all frames together.
+            reserve_bytes: The bytes that each rank of the node leaves free.
+            ranks: The ranks of the node, which share its memory.
         """
         with self.change:
             self._limit = self._allowance = nbytes // self.frame_bytes
-            self._reserve_bytes = reserve_bytes
+            self._reserve_bytes, self._ranks = reserve_bytes * ranks, ranks
             self._trim()
 
     def need(self, frames: int) -> None:
@@ -124,12 +129,13 @@ class Spill:
         Every save calls this once. The spill keeps the largest number of the last saves, or less if
         the training has taken what was to stay free.
         """
-        lack = max(0, self._reserve_bytes - free_memory()) if self._count else 0
+        lack = max(0, self._reserve_bytes - free_memory()) // self._ranks if self._count else 0
         with self.change:
             old_count, self._is_refused = self._kept_count, False
             self._needs.append(frames)
             surplus = -(-lack // self.frame_bytes)
-            self._allowance = max(0, self._count - surplus) if surplus else self._limit
+            allowance = max(0, self._count - surplus) if surplus else self._limit
+            self._allowance = min(self._limit, allowance)
             new_count = self._kept_count
             self._trim()
         if new_count != old_count:
@@ -180,7 +186,11 @@ class Spill:
         try:
             free = measure(slot_files.SHM, ranks=1).memory
             if self.frame_bytes + self._reserve_bytes > free:
-                raise HostMemoryExhausted(self.frame_bytes, f"{free >> 20} MiB are free")
+                reserve = self._reserve_bytes >> 20
+                raise HostMemoryExhausted(
+                    self.frame_bytes,
+                    f"{free >> 20} MiB are free, of which {reserve} MiB are left to the training",
+                )
             slot = Slot(self.frame_bytes, None, self._is_wanted)
             slot.prefault()
             slot.pin(devices)

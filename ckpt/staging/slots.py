@@ -486,7 +486,7 @@ class SlotPool:
             if self._budget.frame_bytes != self._spill.frame_bytes:
                 self._spill.close()
                 self._spill = Spill(self._is_open, self._budget.frame_bytes)
-            self._spill.allow(self._budget.spill_bytes, self._budget.reserve_bytes)
+            self._spill.allow(self._budget.spill_bytes, self._budget.reserve_bytes, self._ranks)
             _log.log(self._level(self._budget, room), "ckpt: %s", self._budget.sentence)
         if (
             self._is_full()

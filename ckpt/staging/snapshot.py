@@ -430,7 +430,7 @@ class Snapshot:
         Small sources may be everywhere in the image, and would take the memory of all of it.
         """
         nbytes = sum(copy.target.nbytes for copy in self._eager)
-        return nbytes > self.window.capacity // SPARE and self.window.reserve(
+        return nbytes > self.window.ring_bytes // SPARE and self.window.reserve(
             (copy.start, copy.end) for copy in self._eager
         )
 
@@ -441,7 +441,7 @@ class Snapshot:
         ``foreground``.
         """
         nbytes = sum(copy.target.nbytes for copy in self._eager)
-        self.foreground = nbytes > self.window.capacity // SPARE
+        self.foreground = nbytes > self.window.ring_bytes // SPARE
         if not self.foreground:
             self._eager = [
                 copy._replace(

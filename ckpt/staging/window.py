@@ -38,6 +38,8 @@ class Window:
     """Whether the copy goes on without regard to the memory that it takes."""
     piece_bytes = PIECE_BYTES
     """The most bytes that land together."""
+    ring_bytes = 0
+    """The bytes of the ring that the image passes through; 0 if it is in memory as a whole."""
 
     def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
         self.size, self.capacity, self.path = size, len(memory), path
@@ -133,7 +135,7 @@ class Window:
 
     def abandon(self) -> None:
         """Declare that no more bytes will be written. Calls of ``wait_room`` and ``view`` then
-        raise ``StagingError``, or the earlier error if the image has failed before.
+        raise ``StagingError``, or the error of ``fail`` if the image has failed.
         """
         with self._change:
             self._is_abandoned = True
@@ -177,7 +179,8 @@ class RingWindow(Window):
         super().__init__(memoryview(b""), size)
         self._ring, self._step = ring, ring.spill.frame_bytes
         self.piece_bytes = self._step
-        self.capacity = (ring.frames - 2) * self._step
+        self.ring_bytes = ring.frames * self._step
+        self.capacity = self.ring_bytes - 2 * self._step
         self._change = ring.spill.change
         self._frames: dict[int, Frame] = {}
         self._first_piece, rest = divmod(len(header), self._step)

@@ -86,20 +86,31 @@ class StepCopier:
         Raises:
             StorageError: The tier does not answer.
         """
-        backend = self.tier.backend
-        present = checkpoints(backend, self.tier.tier, line, self.rollback)
-        steps = missing_steps(self.tier.tier, present, line, limit)
-        removals = [step for step in steps if is_being_removed(backend, step.ref)]
-        if not removals:
-            return steps
-        for step in removals:
+        present = checkpoints(self.tier.backend, self.tier.tier, line, self.rollback)
+        while True:
+            steps = missing_steps(self.tier.tier, present, line, limit)
+            if (remaining := self.without_removals(steps)) == steps:
+                return steps
+            line = [step for step in line if step in remaining or step not in steps]
+
+    def without_removals(self, steps: Sequence[StoredStep]) -> list[StoredStep]:
+        """Return the steps whose removal from the tier has not begun, and log the others.
+
+        Raises:
+            StorageError: The tier does not answer.
+        """
+        remaining: list[StoredStep] = []
+        for step in steps:
+            if not is_being_removed(self.tier.backend, step.ref):
+                remaining.append(step)
+                continue
             _log.info(
                 "ckpt: step %d is not copied to %s: its removal there has begun (if it was cut "
                 "short, 'ckpt rm' or 'ckpt prune' ends it)",
                 step.ref.step,
-                backend.url,
+                self.tier.backend.url,
             )
-        return self.missing_steps([step for step in line if step not in removals], limit)
+        return remaining
 
     def copy(
         self, step: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors import safe_open
@@ -521,7 +521,6 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS)
-@example(actions=[("save", 0), ("save", 0), ("remove", 0), ("back", 0), ("save", 0)])
 @settings(max_examples=examples(60), deadline=None)
 def test_whatever_a_person_and_the_job_do_each_listed_step_is_what_was_saved(
     tmp_path_factory, actions
@@ -550,7 +549,10 @@ def test_whatever_a_person_and_the_job_do_each_listed_step_is_what_was_saved(
                 step = report.step
             elif action == "remove" and len(refs) > 1:
                 place = Inventory(store).look()
-                victim = next(one for one in place if one.ref == refs[number % len(refs)])
+                older = sorted(refs)[
+                    :-1
+                ]  # The newest step of a job that is alive goes by force only
+                victim = next(one for one in place if one.ref == older[number % len(older)])
                 if victim.ref not in heirs_of(place):
                     remove(store, victim)
             elif action == "prune":
