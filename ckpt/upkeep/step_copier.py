@@ -89,9 +89,9 @@ class StepCopier:
         present = checkpoints(self.tier.backend, self.tier.tier, line, self.rollback)
         while True:
             steps = missing_steps(self.tier.tier, present, line, limit)
-            if (remaining := self.without_removals(steps)) == steps:
+            if (candidates := self.without_removals(steps)) == steps:
                 return steps
-            line = [step for step in line if step in remaining or step not in steps]
+            line = [step for step in line if step in candidates or step not in steps]
 
     def without_removals(self, steps: Sequence[StoredStep]) -> list[StoredStep]:
         """Return the steps whose removal from the tier has not begun, and log the others.
@@ -99,10 +99,10 @@ class StepCopier:
         Raises:
             StorageError: The tier does not answer.
         """
-        remaining: list[StoredStep] = []
+        candidates: list[StoredStep] = []
         for step in steps:
             if not is_being_removed(self.tier.backend, step.ref):
-                remaining.append(step)
+                candidates.append(step)
                 continue
             _log.info(
                 "ckpt: step %d is not copied to %s: its removal there has begun (if it was cut "
@@ -110,7 +110,7 @@ class StepCopier:
                 step.ref.step,
                 self.tier.backend.url,
             )
-        return remaining
+        return candidates
 
     def copy(
         self, step: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None

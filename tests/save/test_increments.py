@@ -549,9 +549,7 @@ def test_whatever_a_person_and_the_job_do_each_listed_step_is_what_was_saved(
                 step = report.step
             elif action == "remove" and len(refs) > 1:
                 place = Inventory(store).look()
-                older = sorted(refs)[
-                    :-1
-                ]  # The newest step of a job that is alive goes by force only
+                older = sorted(refs)[:-1]  # The newest step of a living job goes only by force
                 victim = next(one for one in place if one.ref == older[number % len(older)])
                 if victim.ref not in heirs_of(place):
                     remove(store, victim)

@@ -205,6 +205,12 @@ def test_the_spill_leaves_the_reserve_to_the_training(monkeypatch, caplog):
     window.hurry()
     assert ring.spill.nbytes == STEP
     assert "little memory is free" in caplog.text
+    window.abandon()
+    ring.reclaim()
+    ring.spill.allow(8 * STEP, reserve_bytes=2 * STEP, ranks=2)
+    machine.free = 3 * STEP  # of the 4 that two ranks leave free: each makes room for its half
+    RingWindow(ring, 9 * STEP).hurry()
+    assert ring.spill.nbytes == 0
 
 
 def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
