@@ -82,7 +82,8 @@ def scratch_folder(folder: str, prefix: str) -> Generator[str]:
     remove_leftovers(folder, prefix)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as room:
         new = os.path.join(room, f"{_LOCK}.new")
-        lock = os.open(new, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        # NFS locks only a file that is open for writing.
+        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with suppress(OSError):  # Without locks, what a kill leaves stays
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -106,7 +107,7 @@ def remove_leftovers(folder: str, prefix: str) -> None:
 
 
 def _remove_unless_locked(room: str) -> None:
-    with open(os.path.join(room, _LOCK), "rb") as lock:
+    with open(os.path.join(room, _LOCK), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with os.scandir(room) as entries:
             for entry in entries:

@@ -58,8 +58,11 @@ def open_file(path: str) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", path)
         is_own = status.st_uid == os.geteuid() and status.st_nlink == 1
-        if is_own and _is_shared(os.stat(os.path.dirname(path))):
-            os.fchmod(file, _GROUP_FILE_MODE)
+        folder_status = os.stat(os.path.dirname(path))
+        if is_own and _is_shared(folder_status):
+            with contextlib.suppress(OSError):  # Its user is not in the group: it stays private
+                os.fchown(file, -1, folder_status.st_gid)  # It may be older than the sharing
+                os.fchmod(file, _GROUP_FILE_MODE)
     except OSError:
         os.close(file)
         raise

@@ -86,7 +86,10 @@ def requests_of_removal(ranks: int) -> Requests:
 
 
 def save_requests(run: RunView, index: int) -> SaveRequests | None:
-    """Return the requests of the saves to the tier ``run.tiers[index]``; None if it has no step."""
+    """Return the requests of the saves to the tier ``run.tiers[index]``; None if it has no step.
+
+    They are those of a whole step without a codec. A save that writes less may need fewer puts.
+    """
     rows = [row for row in run.steps if row.cells[index].state in _ARRIVALS]
     newest = next((row for row in rows if row.ranks and row.cells[index].state in _PRESENT), None)
     if newest is None:

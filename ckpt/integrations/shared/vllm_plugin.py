@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -63,22 +64,33 @@ def _register_loader() -> None:
 
 
 class _LoadersFinder(MetaPathFinder):
-    """Registers the loader as soon as vLLM has imported its own."""
+    """Registers the loader as soon as vLLM has imported its own, and then removes itself.
+
+    A search for the module, or an import of it that fails, changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
-        if fullname != _LOADERS:
+        if fullname != _LOADERS or getattr(self._thread, "is_searching", False):
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self._thread.is_searching = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._thread.is_searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                _attempt("load_format='ckpt'", _register_loader)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _attempt("load_format='ckpt'", _register_loader)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -17,8 +17,9 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.cli.main import main
 from ckpt.observe.journal import journal_of
+from ckpt.observe.journal_files import open_file
 from ckpt.observe.journal_reader import JournalReader
-from tests.users import act_as, fresh_user, only_root
+from tests.users import ATTACKER, act_as, fresh_user, only_root
 
 MEMBER = fresh_user()
 """A user, whose group has the same number."""
@@ -140,8 +141,18 @@ def test_a_journal_of_before_is_shared_as_soon_as_its_user_saves(root: Path) -> 
     assert stat.S_IMODE(journal.stat().st_mode) == 0o700
     root.chmod(0o2770)
     save(root, 2)
-    assert {mode for _, _, mode in rights(journal)} == {0o660}
+    assert rights(journal) == {("file", MEMBER, 0o660)}
     assert (journal.stat().st_gid, stat.S_IMODE(journal.stat().st_mode)) == (MEMBER, 0o2770)
+
+
+@only_root
+def test_a_file_of_a_user_outside_of_the_group_stays_private(root: Path) -> None:
+    file = root / "rank-00000.jsonl"
+    file.touch(0o600)
+    os.chown(file, ATTACKER, ATTACKER)
+    root.chmod(0o2777)
+    act_as(ATTACKER, lambda: os.close(open_file(str(file))))
+    assert rights(root) == {("file", ATTACKER, 0o600)}
 
 
 @only_root

@@ -73,28 +73,65 @@ print(loaders.SIZE)
 """
 
 
-def test_only_a_process_that_loads_a_model_imports_the_loader(tmp_path: Path) -> None:
-    """These packages stand for vLLM, whose own take seconds to import."""
+SEARCH = """
+import importlib.util
+import logging
+import os
+import sys
+from ckpt.integrations.shared.vllm_plugin import register
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+before = [*sys.meta_path]
+register()
+size = os.environ.pop("SIZE")
+print(importlib.util.find_spec("vllm.model_executor.model_loader").name)
+try:
+    import vllm.model_executor.model_loader
+except KeyError as error:
+    print(error)
+os.environ["SIZE"] = size
+import vllm.model_executor.model_loader as loaders
+print(loaders.SIZE, sys.meta_path == before)
+"""
+
+
+def run_beside_vllm(folder: Path, script: str) -> list[str]:
+    """Return the lines that ``script`` prints. The packages that are made in ``folder`` stand for
+    vLLM, whose own take seconds to import.
+    """
     for name, text in {
         "vllm": "",
         "vllm/distributed": "",
         "vllm/distributed/weight_transfer": "class WeightTransferEngineFactory:\n"
         "    def register_engine(*words): print(*words)\n",
         "vllm/model_executor": "",
-        "vllm/model_executor/model_loader": "SIZE = 7\n",
+        "vllm/model_executor/model_loader": "import os\nSIZE = os.environ['SIZE']\n",
     }.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(text)
-    path = f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(text)
+    path = f"{folder}:{ENVIRONMENT['PYTHONPATH']}"
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=ENVIRONMENT | {"PYTHONPATH": path},
+        [sys.executable, "-c", script],
+        env=ENVIRONMENT | {"PYTHONPATH": path, "SIZE": "7"},
         capture_output=True,
         text=True,
         check=True,
     )
-    engine, before, attempt, size = ran.stdout.splitlines()
+    return ran.stdout.splitlines()
+
+
+def test_only_a_process_that_loads_a_model_imports_the_loader(tmp_path: Path) -> None:
+    engine, before, attempt, size = run_beside_vllm(tmp_path, SCRIPT)
     assert engine == "ckpt ckpt.integrations.vllm.updates CkptWeightTransferEngine"
     assert before == "[]"
     assert attempt.startswith("ckpt: load_format='ckpt' is not there in this release of vLLM")
     assert size == "7"
+
+
+def test_a_search_and_an_import_that_fails_leave_the_loader_to_the_next_import(
+    tmp_path: Path,
+) -> None:
+    _, name, failure, attempt, end = run_beside_vllm(tmp_path, SEARCH)
+    assert name == LOADERS
+    assert failure == "'SIZE'"
+    assert attempt.startswith("ckpt: load_format='ckpt' is not there in this release of vLLM")
+    assert end == "7 True"
