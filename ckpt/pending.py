@@ -255,9 +255,11 @@ class SaveRecord(PendingSave):
         """Whether some tier has the step."""
         return None in self._ends.values()
 
-    def wait_kept(self) -> None:
-        """Wait until some tier has the step, or until the save is over."""
-        self._await(lambda: self.is_kept or self._is_finished, None)
+    def wait_kept(self, timeout: float) -> bool:
+        """Wait until some tier has the step, or until the save is over. Return False if ``timeout``
+        seconds pass before.
+        """
+        return self._await(lambda: self.is_kept or self._is_finished, timeout)
 
     def missing_tiers(self) -> dict[str, CkptError | None]:
         """Return the tiers that lack the step: URL -> the error, or None if the save has not ended

@@ -56,7 +56,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import resolve_tier
 
 PROOF_METRIC: Final = "proven"
-"""The metric of a proven step: over how many steps it was replayed."""
+"""The metric of a proven step: how many steps later the replay had the state of the run."""
 _DIFFERENT: Final = 1
 _MOST_NAMES: Final = 10
 
@@ -156,8 +156,8 @@ def prove(
     The step is copied to a root of its own, and the training runs there until it has saved the next
     step that was kept. Then both are compared: every tensor bit for bit, every plain value, and the
     metrics of each step on the way that the journal has. If all is equal, the step gets the metric
-    "proven", the number of steps that were replayed. If not, a second replay tells whether the
-    training itself is deterministic.
+    "proven", the number of steps to the one whose state was compared. If not, a second replay tells
+    whether the training itself is deterministic.
 
     Exit code 0: proven. 1: something differs. 7: there is no such checkpoint.
 
@@ -201,8 +201,8 @@ def prove(
         if contrast.exists:
             contrast_of_replays = contrast_of(outcome, replay.run(folder / "second"))
             is_deterministic = not contrast_of_replays.exists
-    if not contrast.exists and contrast.tensors is not None:
-        steps = {PROOF_METRIC: float(course.end - course.origin.step)}
+    if not contrast.exists and course.target is not None and contrast.tensors is not None:
+        steps = {PROOF_METRIC: float(course.target.step - course.origin.step)}
         backend.ask(partial(add_metrics, [backend], course.origin.step, steps, own=""))
     _show(course, contrast, seconds, is_deterministic=is_deterministic, json=json)
     if contrast.exists:

@@ -174,9 +174,13 @@ def _text(step: int, error: object) -> str:
 
 def _losses(rollback: Rollback, point: BranchPoint) -> str:
     """Return which steps ``rollback`` abandons, as a part of a sentence."""
-    later_heads = [head for head in point.heads if head.step > rollback.step]
-    losses = ["later steps"] * abandons(rollback, point.rollback, later_heads)
-    losses += ["other attempts at it"] * bool(on_branch(point.rollback, point.rivals))
+    if on_branch(point.rollback, [point.ref]):
+        later_heads = [head for head in point.heads if head.step > rollback.step]
+        losses = ["later steps"] * abandons(rollback, point.rollback, later_heads)
+        losses += ["other attempts at it"] * bool(on_branch(point.rollback, point.rivals))
+    else:  # Another branch is taken up again: also lower steps of the present one are lost
+        losses = ["steps of the branch until now"]
+        losses *= abandons(rollback, point.rollback, point.heads)
     if not losses:
         return "it is on the current branch again, and no step is abandoned"
     return f"{' and '.join(losses)} are abandoned, and retention removes them first"

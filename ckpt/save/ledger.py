@@ -48,6 +48,7 @@ class SaveLedger:
     def __init__(self, observers: Observers, config: SaveConfig) -> None:
         self._observers, self._warns = observers, config.on_error == "warn"
         self._raises_suspicions = config.on_suspicious == "raise"
+        self._patience_seconds = config.commit_timeout_seconds
         self._lock = threading.Lock()
         self._pending: list[SaveRecord] = []
         self._refs: dict[int, list[StepRef]] = {}
@@ -96,12 +97,13 @@ class SaveLedger:
         later call raises its error.
 
         The call waits for the verdict of the ranks, which is the same on all of them. So all ranks
-        try the step again if one of them has refused it.
+        try the step again if one of them has refused it. If there is no verdict within the commit
+        timeout, the save counts, and its handle has its error later.
         """
         saves = [save for save in self.pending if save.step == step]
         if saves and self.has(step):
-            saves[-1].wait_kept()
-            if saves[-1].is_kept:
+            has_verdict = saves[-1].wait_kept(self._patience_seconds)
+            if saves[-1].is_kept or not has_verdict:
                 return saves[-1]
         for save in saves:
             if save.done():

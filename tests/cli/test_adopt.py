@@ -111,11 +111,16 @@ def test_a_changed_folder_is_adopted_again_under_its_number(cli: Cli, later: boo
     assert len(list(Path("runs").glob("step-000000012.*"))) == 1
 
 
-def test_a_folder_that_was_moved_is_adopted_again_where_it_is(cli: Cli) -> None:
+def test_a_step_whose_folder_is_away_is_not_replaced_by_another_folder(cli: Cli) -> None:
     save_dcp(Path("dcp/step-12"))
+    save_dcp(Path("other/step-12"), big=torch.ones(9))
     assert cli("adopt", "dcp/step-12", "runs").code == 0
-    Path("dcp").rename("moved")
-    assert cli("adopt", "moved/step-12", "runs").code == 0
+    Path("dcp").rename("unmounted")
+    ran = cli("adopt", "other/step-12", "runs")
+    assert ran.code == 5, ran.err
+    assert f"was adopted from '{Path('dcp/step-12').absolute()}': mount or move that" in ran.err
+    assert "give another number by --step" in ran.err
+    Path("unmounted").rename("dcp")
     assert cli("verify", "runs", 12).code == 0
 
 
@@ -139,7 +144,7 @@ def test_no_other_step_is_replaced(cli: Cli) -> None:
     assert "its files are as they were adopted" in ran.err
     changed(Path("a/step-12"), big=torch.ones(99))
     ran = cli("adopt", "b/step-12", "runs")
-    assert ran.code == 5, "the step is of another folder, which is there"
+    assert ran.code == 5, "the step is of another folder"
     assert "give another number by --step" in ran.err
     assert cli("import", "a/step-12", "runs", "--step", 12).code == 5
     with CheckpointManager("own") as manager:

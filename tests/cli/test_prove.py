@@ -175,6 +175,17 @@ def test_the_last_kept_step_among_some_is_compared_too(
     assert {row["step"]: row["metrics"].get("proven") for row in rows}[1] == 3.0
 
 
+def test_steps_after_the_state_that_is_compared_are_not_proven(
+    cli: Cli, sparse_root: Path, tmp_path: Path
+) -> None:
+    save(open_backend(str(sparse_root)), 2, 1.0)
+    train = command(tmp_path)
+    ran = cli("prove", sparse_root, "--step", 1, "--steps", 2, "--run", train, "--json")
+    assert (ran.json["until"], ran.json["state_compared_at"]) == (3, 2), ran.err
+    rows = cli("ls", "--json", sparse_root).json["steps"]
+    assert {row["step"]: row["metrics"].get("proven") for row in rows}[1] == 1.0
+
+
 def test_the_first_step_that_differs_is_named(cli: Cli, sparse_root: Path, tmp_path: Path) -> None:
     train = command(tmp_path, "2.0, None, 3")
     ran = cli("prove", sparse_root, "--step", 1, "--steps", 3, "--run", train)

@@ -141,6 +141,17 @@ def test_a_branch_that_is_taken_up_again_without_a_loss_abandons_nothing(near, c
     assert "step 2: later steps are abandoned" in caplog.text
 
 
+def test_a_branch_that_is_taken_up_again_abandons_the_lower_steps_of_the_present_one(near, caplog):
+    run(near, 10, 20, 30, 40, 50)
+    go_back(near, 20)
+    run_on(near, 30, 300)
+    run_on(near, 40, 400)
+    caplog.clear()
+    go_back(near, 50)
+    assert "step 50: steps of the branch until now are abandoned" in caplog.text
+    assert newest(near) == (50, 50)
+
+
 def run_on(tiers: Any, step: int, value: int) -> None:
     with CheckpointManager(tiers) as manager:
         restored(manager, state(0))

@@ -32,3 +32,11 @@ def test_a_tier_that_is_behind_hides_no_error_of_another_tier(failing: str) -> N
     assert error is refused
     ledger.end(record, refused)
     assert record.unreported_error is refused
+
+
+def test_the_last_save_that_hangs_holds_the_next_call_no_longer_than_a_commit_may_take() -> None:
+    ledger = SaveLedger(Observers([]), SaveConfig(commit_timeout_seconds=0.05))
+    record = SaveRecord(1, 0, None, began=0, tiers={"a": "a"})
+    ledger.begin(record, StepRef(1, "a" * 12), owner=None)
+    assert ledger.save_of(1) is record
+    assert not record.done()

@@ -140,7 +140,8 @@ def adopt_checkpoint(
     """Make a step of ``tier`` of the files of ``foreign``, which stay where they are.
 
     Every byte of the files is read once, for the checksums. An error leaves the root as it was.
-    A step that was adopted before, and whose files were changed or moved since, is replaced.
+    A step that was adopted before from the same path, and whose files were changed since, is
+    replaced.
 
     Args:
         foreign: The checkpoint to adopt.

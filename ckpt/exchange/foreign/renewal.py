@@ -1,4 +1,4 @@
-"""Adopt a folder again that was changed or moved since its step was adopted.
+"""Adopt a folder again that was changed since its step was adopted.
 
 The new attempt at the step takes the place of the old one, which no reader can read any more.
 """
@@ -23,16 +23,25 @@ from ckpt.storage.api import StorageBackend
 def changed_attempt(backend: StorageBackend, number: int, source: str) -> StepRef:
     """Return the attempt at the step ``number`` that an adoption of ``source`` may replace.
 
-    It is on the current branch, it was adopted from ``source`` or from what is gone now, and a file
-    of it is not the one any more that was adopted. All of its bytes are read.
+    It is on the current branch, it was adopted from the path of ``source``, and a file of it is not
+    the one any more that was adopted. All of its bytes are read. A step of another path stays: its
+    folder may be on a disk that is not mounted now.
 
     Raises:
         StepExists: There is no such attempt.
         StorageError: The root cannot be read.
     """
     ref = find(backend, number)[0]
-    if ref not in list_root(backend).on_branch or not _is_from(backend, ref, source):
+    origin = _origin(backend, ref) if ref in list_root(backend).on_branch else None
+    if origin is None:
         raise StepExists(number, backend.url, way=NEW_NUMBER)
+    if origin != os.path.abspath(source):
+        raise StepExists(
+            number,
+            backend.url,
+            way=f"and this one was adopted from {origin!r}: mount or move that back if it is away, "
+            f"or {NEW_NUMBER}",
+        )
     with Workers("adopt", max(1, backend.capabilities.max_concurrency)) as workers:
         report = verify_step(backend, ref, workers=workers)
     if report.intact:
@@ -42,15 +51,14 @@ def changed_attempt(backend: StorageBackend, number: int, source: str) -> StepRe
     return ref
 
 
-def _is_from(backend: StorageBackend, ref: StepRef, source: str) -> bool:
+def _origin(backend: StorageBackend, ref: StepRef) -> str | None:
+    """Return the absolute path that a step was adopted from; None if it is no adopted step."""
     try:
         manifest = read_manifest(backend, ref)
     except IntegrityError:
-        return False
+        return None
     origin = json.loads(bytes(manifest.metadata)).get("imported_from")
-    if not manifest.locations or not isinstance(origin, str):
-        return False
-    return origin == os.path.abspath(source) or not os.path.lexists(origin)
+    return origin if manifest.locations and isinstance(origin, str) else None
 
 
 def remove_attempt(backend: StorageBackend, ref: StepRef) -> bool:
