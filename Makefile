@@ -50,7 +50,7 @@ coverage: $(STAMP) ## all tests, and which lines and branches of the product the
 	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report && exit $$status
 
 integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the real packages (installs them: 2 GB)
-	$(BIN)/python -m pytest $(PARALLEL) -rs tests/integrations tests/data tests/launch/test_kubernetes.py tests/launch/test_mpirun.py \
+	$(BIN)/python -m pytest $(PARALLEL) --most-seconds 120 -rs tests/integrations tests/data tests/launch/test_kubernetes.py tests/launch/test_mpirun.py \
 		tests/examples/test_without_torch_distributed.py $(ARGS)
 
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments

@@ -21,7 +21,7 @@ from tests.faults.ledger import Tally  # noqa: E402
 from tests.kit import small_pieces  # noqa: E402
 from tests.kit.marks import is_torture  # noqa: E402
 from tests.kit.parts import PART_BYTES  # noqa: E402
-from tests.kit.processor_time import ProcessorTime  # noqa: E402
+from tests.kit.processor_time import MOST_SECONDS, ProcessorTime  # noqa: E402
 from tests.kit.stores import gated  # noqa: E402
 from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 
@@ -84,6 +84,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write how often each fault was tried into this file, if all tests pass",
     )
     parser.addoption(
+        "--most-seconds",
+        type=float,
+        default=MOST_SECONDS,
+        help="fail a test that takes more processor time, unless it is marked torture",
+    )
+    parser.addoption(
         "--small-pieces",
         action="store_true",
         help="let images of a few kilobytes pass through memory in waves",
@@ -92,7 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.tally = Tally()  # type: ignore[attr-defined]
-    config.pluginmanager.register(ProcessorTime())
+    config.pluginmanager.register(ProcessorTime(config.option.most_seconds))
     if importlib.util.find_spec("hypothesis"):  # `make device` has no hypothesis
         from tests.kit.examples import choose
 
