@@ -60,7 +60,7 @@ def test_another_process_has_the_weights(
 
 def test_a_job_writes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (text,) = [text for text in BLOCKS if "deltas=" in text]
+    text = next(text for text in BLOCKS if "deltas=" in text)
     exec(text, {"CheckpointManager": CheckpointManager, "state": job(201)})
     assert ckpt.load("runs/gpt", "step") == 201
 

@@ -21,7 +21,7 @@ def main() -> None:
         for turn in range(ranks):
             if rank == turn:
                 manager.prepare(state)
-                assert until(lambda: slots.nbytes == 192 << 20)
+                assert until(lambda: slots.nbytes == 48 << 20)
             dist.barrier()
         budget = slots._budget
         assert budget is not None

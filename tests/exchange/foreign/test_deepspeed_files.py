@@ -169,7 +169,7 @@ def test_a_file_of_a_universal_checkpoint_names_its_folder(cli: Cli) -> None:
     universal("uni", 3)
     ran = cli("import", f"uni/zero_pp_rank_0_{FILE}", "runs", "--step", 2)
     assert ran.code == 2
-    assert ran.err.rstrip().endswith("import uni")
+    assert ran.err.rstrip().endswith("name uni")
 
 
 def plain(content: dict[str, Any]) -> dict[str, Any]:
