@@ -61,8 +61,7 @@ class Candidate:
             all other stores.
         rollback: The rollback that counts; None if there is none.
         heads: The newest step of each attempt on any store, committed or not.
-        rivals: If one step was wanted: the other committed attempts at it that are on the branch
-            if ``ref`` is.
+        rivals: If one step was wanted, its rivals (see ``rollback.is_newest``).
         rollbacks: For each store that was listed, by its position, the rollback that counts there.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, isnan
 
 from ckpt.catalog.index import read_manifest
 from ckpt.model.keys import StepRef
@@ -33,7 +33,8 @@ def metrics_after(start: int, urls: Iterable[str]) -> StepMetrics:
     order, as the journals beside ``urls`` have them. A step without metrics has an entry, too.
 
     Abandoned steps are left out, and so are steps that were saved before the last save of
-    ``start``, since these are of another history.
+    ``start``, since these are of another history. A step that no tier has committed counts, since
+    its metrics are known.
     """
     records = [record for url in filter(is_folder, urls) for record in JournalReader(url).read()]
     saves = history_of(sorted(records, key=lambda record: record.at)).saves
@@ -53,15 +54,20 @@ def metrics_of_steps(store: StorageBackend, refs: Iterable[StepRef]) -> StepMetr
 def metric_differences(run: StepMetrics, replay: StepMetrics) -> list[MetricDifference]:
     """Return the metrics that both have with other values, those of the first step first.
 
-    A journal has no difference between values that are not finite.
+    NaN is equal to every value that is not finite, since a journal has NaN for all of them.
     """
     return [
         MetricDifference(step, name, run[step][name], replay[step][name])
         for step in sorted(run.keys() & replay.keys())
         for name in sorted(run[step].keys() & replay[step].keys())
-        if run[step][name] != replay[step][name]
-        and (isfinite(run[step][name]) or isfinite(replay[step][name]))
+        if _differ(run[step][name], replay[step][name])
     ]
+
+
+def _differ(value: float, replay_value: float) -> bool:
+    if isnan(value) or isnan(replay_value):
+        return isfinite(value) or isfinite(replay_value)
+    return value != replay_value
 
 
 def common_count(run: StepMetrics, replay: StepMetrics) -> int:

@@ -133,14 +133,15 @@ def is_newest(
     heads: Collection[StepRef],
     rivals: Collection[StepRef] = (),
 ) -> bool:
-    """Return True if ``ref`` is on the branch of ``rollback``, the last one, and a restore of the
-    newest step takes no other one.
+    """Return True if ``ref`` is the last step on the branch of ``rollback``, and no rival of it is
+    there.
 
     Args:
         rollback: The last rollback; None if there is none.
         ref: The step.
         heads: The newest steps of all attempts.
-        rivals: The other checkpoints of the number of ``ref``, of which one may be younger.
+        rivals: The rivals of ``ref``: other attempts at its step that are committed. A restore of
+            the step by its number takes the youngest attempt, which may be one of them.
     """
     is_present = bool(on_branch(rollback, [ref]))
     is_last = all(_newest(rollback, head) <= ref.step for head in heads)
@@ -170,7 +171,7 @@ def roll_back(
         rollbacks: The rollbacks of the run, on all tiers and in any order.
         ref: The step to go back to.
         heads: The newest step of each attempt of the run, committed or not.
-        rivals: The other checkpoints of the number of ``ref``.
+        rivals: The rivals of ``ref`` (see ``is_newest``).
         trials: For each job that goes on after the rollback, the number of its first try then.
 
     Raises:

@@ -60,7 +60,7 @@ class BranchPoint:
     Attributes:
         ref: The step that all ranks have restored.
         heads: On the leader, the newest step of each attempt on any tier or under way.
-        rivals: On the leader, the other checkpoints of the number of ``ref``.
+        rivals: On the leader, the rivals of ``ref`` (see ``rollback.is_newest``).
         rollback: The rollback that counts; None if there is none.
         trial: The first try of this job at a step on the new branch; 0 if it has saved nothing.
         is_certain: On the leader, whether ``ref`` was restored into the state of the job. If not,
@@ -174,13 +174,16 @@ def _text(step: int, error: object) -> str:
 
 def _losses(rollback: Rollback, point: BranchPoint) -> str:
     """Return which steps ``rollback`` abandons, as a part of a sentence."""
+    losses: list[str] = []
     if on_branch(point.rollback, [point.ref]):
         later_heads = [head for head in point.heads if head.step > rollback.step]
-        losses = ["later steps"] * abandons(rollback, point.rollback, later_heads)
-        losses += ["other attempts at it"] * bool(on_branch(point.rollback, point.rivals))
-    else:  # Another branch is taken up again: also lower steps of the present one are lost
-        losses = ["steps of the branch until now"]
-        losses *= abandons(rollback, point.rollback, point.heads)
+        if abandons(rollback, point.rollback, later_heads):
+            losses.append("later steps")
+        if on_branch(point.rollback, point.rivals):
+            losses.append("other attempts at it")
+    elif abandons(rollback, point.rollback, point.heads):
+        # Another branch is taken up again, so lower steps of the present one are lost too.
+        losses.append("steps of the branch until now")
     if not losses:
         return "it is on the current branch again, and no step is abandoned"
     return f"{' and '.join(losses)} are abandoned, and retention removes them first"

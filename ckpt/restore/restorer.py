@@ -161,7 +161,7 @@ class Restorer:
     Attributes:
         rollback: The rollback that counted when the step was chosen; None if there was none.
         heads: On the leader, the newest step of each attempt on any tier or under way.
-        rivals: On the leader, the other checkpoints of the number of the step that was wanted.
+        rivals: On the leader, the rivals of the step that was wanted (see ``rollback.is_newest``).
         outdated_tiers: On the leader, the shared tiers that lack ``rollback``, which another tier
             has.
 

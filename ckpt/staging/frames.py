@@ -189,7 +189,7 @@ class Spill:
                 reserve = self._reserve_bytes >> 20
                 raise HostMemoryExhausted(
                     self.frame_bytes,
-                    f"{free >> 20} MiB are free, of which {reserve} MiB are left to the training",
+                    f"{free >> 20} MiB are free, and {reserve} MiB are kept for the training",
                 )
             slot = Slot(self.frame_bytes, None, self._is_wanted)
             slot.prefault()

@@ -307,7 +307,7 @@ def losses(rows: Sequence[Row]) -> list[Kill]:
 
 
 def write(folder: Path) -> list[Row]:
-    """Write the tables of which ``folder`` has rows into the page, and return the rows."""
+    """Write each table into the page for which ``folder`` has rows, and return the rows."""
     paths = [folder / f"{name}.json" for name in JOBS]
     rows = [msgspec.json.decode(path.read_bytes(), type=Row) for path in paths if path.exists()]
     if trainings := [row for row in rows if row.name in TRAININGS]:

@@ -38,6 +38,7 @@ from ckpt.storage.api import (
     check_read,
     check_written,
 )
+from ckpt.storage.group import FILE_MODE, FOLDER_MODE, is_shared, share_file, share_folder
 from ckpt_backends.folder.direct_io import (
     ALIGNMENT,
     DirectWriter,
@@ -45,13 +46,6 @@ from ckpt_backends.folder.direct_io import (
     rename_if_absent,
     reserve,
     write_all,
-)
-from ckpt_backends.folder.group import (
-    FILE_MODE,
-    FOLDER_MODE,
-    is_shared_with_group,
-    share_file,
-    share_folder,
 )
 from ckpt_backends.folder.lustre import Striping, stripe_count
 from ckpt_backends.folder.mounts import is_fuse, is_network, keeps_inode_numbers, kind_of
@@ -177,7 +171,7 @@ class PosixBackend:
         if self._root_mark is None:
             self._root_mark = mark_of(self._root)
             with suppress(OSError):
-                self._is_group_shared = is_shared_with_group(self._root)
+                self._is_group_shared = is_shared(os.stat(self._root))
 
     def free_bytes(self) -> int:
         """Return the bytes that this user can still write to the file system of the root.

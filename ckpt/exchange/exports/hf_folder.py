@@ -44,9 +44,9 @@ class HfOptions:
         names: How the tensors are called in the files. None: as in the checkpoint, without the
             prefix. A mapping: name in the checkpoint -> name in the files, or None to leave the
             tensor out; each tensor must have an entry, and only tied ones may have the same name.
-            "transformers": transformers makes its own
-            model of the weights and saves it, which also changes shapes where its files differ from
-            its models. That needs memory for the whole model.
+            "transformers": transformers makes its own model of the weights and saves it, which also
+            changes shapes where its files differ from its models. That needs memory for the whole
+            model.
     """
 
     files: str

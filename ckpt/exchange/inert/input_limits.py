@@ -7,6 +7,7 @@ containers that contain each other again and again. A pipe in place of a file ma
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickletools
 import stat
@@ -72,7 +73,8 @@ def map_file(file: IO[bytes]) -> memoryview:
     """Return the bytes of an open file, mapped as copies on write.
 
     A checkpoint may have more files than a process may open, and the ``mmap`` of Python would keep
-    each of them open.
+    each of them open. But the kernel may refuse copies of a file that is larger than the memory of
+    the machine. Such a file is mapped to be read only, and stays open.
 
     Raises:
         OSError: The file cannot be mapped.
@@ -83,8 +85,8 @@ def map_file(file: IO[bytes]) -> memoryview:
     path = f"/proc/self/fd/{file.fileno()}"  # Its name may be of another file now
     try:
         data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
-    except RuntimeError as error:  # torch has no others
-        raise OSError(str(error)) from None
+    except RuntimeError:  # torch has no others
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
