@@ -15,6 +15,7 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, HfFolders
+from ckpt.errors import EntryUnexpected
 from tests.exchange.exports.export_run import export_here
 from tests.kit.pages import blocks
 
@@ -58,11 +59,35 @@ def test_another_process_has_the_weights(
     assert names["version"].step == 200
 
 
-def test_a_job_writes_deltas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["model", "served"])
+def test_a_job_writes_deltas(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = next(text for text in BLOCKS if "deltas=" in text)
-    exec(text, {"CheckpointManager": CheckpointManager, "state": job(201)})
+    (text,) = [text for text in BLOCKS if f'deltas="{part}"' in text]
+    state = job(201)
+    names = {"CheckpointManager": CheckpointManager, "state": state, "model": state["model"]}
+    exec(text, names)
     assert ckpt.load("runs/gpt", "step") == 201
+    assert torch.equal(
+        ckpt.load("runs/gpt", part)["weight"].float(),
+        state["model"].weight.to(torch.bfloat16 if part == "served" else torch.float32).float(),
+    )
+
+
+def test_a_restart_gives_the_copy_of_the_weights_a_place_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = job(201)
+    served = {name: value.bfloat16() for name, value in state["model"].state_dict().items()}
+    with CheckpointManager("runs/gpt", deltas="served") as manager:
+        manager.save({**state, "served": served}, step=201)
+    state, copy = job(5), {name: torch.zeros_like(value) for name, value in served.items()}
+    with CheckpointManager("runs/gpt", deltas="served") as manager:
+        with pytest.raises(EntryUnexpected):
+            manager.restore(state)
+        manager.restore({**state, "served": copy})
+        manager.save({**state, "served": copy}, step=202)
+    assert all(torch.equal(copy[name], served[name]) for name in served)
 
 
 def test_the_weights_have_the_names_of_an_engine(
