@@ -98,13 +98,20 @@ def safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> tuple[Ent
     return {"dtype": kind.storage, "shape": dims, "data_offsets": [start, end]}, end
 
 
+def is_float(dtype: str) -> bool:
+    """Return True if each element of ``dtype`` is one floating-point number. An element of
+    ``float4_e2m1fn_x2`` is two of them, and torch does not convert it.
+    """
+    return dtype in _FLOATS
+
+
 def float_width(dtype: str) -> int:
     """Return the size in bytes of a floating point number in an element of ``dtype``. This is half
     of the size of a complex element, and the size of a float element. Return 1 for other types.
     """
     if dtype in _COMPLEX:
         return DTYPES[dtype].itemsize // 2
-    return DTYPES[dtype].itemsize if dtype in _FLOATS else 1
+    return DTYPES[dtype].itemsize if is_float(dtype) else 1
 
 
 def converts(source: str, target: str) -> bool:

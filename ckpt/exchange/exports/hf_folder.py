@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +21,7 @@ from ckpt.exchange.exports.hf_store import CONFIG
 from ckpt.exchange.exports.safetensors_writer import FileForm
 from ckpt.exchange.weights.load import load_part
 from ckpt.exchange.weights.part import Names, check_mapping, new_names
+from ckpt.model.dtype import is_float
 from ckpt.model.manifest import Tensor
 from ckpt.storage.local_files import write_durably
 
@@ -157,7 +157,7 @@ class HfWriter:
         if (dtype := self._options.dtype) is not None:
             weights = {
                 name: safetensors_writer.cast(value, dtype, name)
-                if value.is_floating_point()
+                if is_float(str(value.dtype).removeprefix("torch."))
                 else value
                 for name, value in weights.items()
             }
@@ -171,7 +171,8 @@ def _copy_texts(files: str, place: str) -> None:
     for name in sorted(os.listdir(files)):
         is_text = name.endswith(_SUFFIXES) and not name.endswith(_INDEX_SUFFIX) and name != CONFIG
         if is_text and not os.path.exists(target := os.path.join(place, name)):
-            shutil.copyfile(os.path.join(files, name), target)
+            with open(os.path.join(files, name), "rb") as file:
+                write_durably(target, file.read())
 
 
 def read_config(folder: str) -> dict[str, Any]:

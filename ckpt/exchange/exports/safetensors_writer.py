@@ -20,7 +20,7 @@ from ckpt.catalog.tensor_reader import Piece, StepReader
 from ckpt.errors import ConfigError
 from ckpt.exchange.inert.safetensors_reader import STORED_AS_INTEGERS
 from ckpt.exchange.weights.load import bytes_of
-from ckpt.model.dtype import DTYPES, safetensors_entry
+from ckpt.model.dtype import DTYPES, is_float, safetensors_entry
 from ckpt.model.manifest import Tensor
 from ckpt.state.match.tree import Notes
 from ckpt.storage.local_files import durable_file, write_durably
@@ -47,8 +47,7 @@ class FileForm:
 
     def dtype_of(self, tensor: Tensor) -> str:
         """Return the dtype of a tensor in a file."""
-        is_cast = self.dtype is not None and getattr(torch, tensor.dtype).is_floating_point
-        return self.dtype if is_cast and self.dtype else tensor.dtype
+        return self.dtype if self.dtype is not None and is_float(tensor.dtype) else tensor.dtype
 
     def size_of(self, tensor: Tensor) -> int:
         """Return the bytes of a tensor in a file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from ckpt.errors.storage import frameless
 from ckpt.exchange.weights.opened import OpenCheckpoint
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.model.box import Box
+from ckpt.model.dtype import is_float
 from ckpt.model.manifest import Tensor
 from ckpt.state.match.sink import overflows
 from ckpt.state.tensors.saved_order import in_saved_order
@@ -58,7 +59,8 @@ def load(
             ``CheckpointManager.restore``; None for the newest checkpoint.
         device: The device of the tensors.
         dtype: The dtype of all floating-point tensors, those of an optimizer included; None for
-            the saved dtypes. A warning names the tensors with values beyond its range.
+            the saved dtypes. A warning names the tensors with values beyond its range. Tensors of
+            ``float4_e2m1fn_x2`` keep their dtype, since an element is two numbers.
         names: Other names for the tensors of the part, for an engine that takes a dict: name in the
             part -> new name, or None to leave the tensor out. Each tensor must have an entry. The
             result is a dict of tensors by their new names, without plain values. Tied names may
@@ -157,7 +159,7 @@ class _Load:
                 if tensor.nbytes
             ]
         )
-        if names := [name for name, value in values.items() if self._overflows(value)]:
+        if names := [tensor.name for tensor in tensors if self._overflows(values, tensor)]:
             _log.warning(
                 "ckpt: dtype=%s: values of %s are beyond the range of this dtype, and so infinite, "
                 "NaN or its largest value now: load these names in their own dtype",
@@ -166,17 +168,17 @@ class _Load:
             )
         return {tensor.name: self._finish(values.pop(tensor.name), tensor) for tensor in tensors}
 
-    def _overflows(self, value: torch.Tensor) -> bool:
+    def _overflows(self, values: Mapping[str, torch.Tensor], tensor: Tensor) -> bool:
         dtype = self._dtype
-        if dtype is None or not value.is_floating_point():
+        if dtype is None or not is_float(tensor.dtype):
             return False
-        flat = value.view(-1)
+        flat = values[tensor.name].view(-1)
         starts = range(0, flat.numel(), _LOOK_ELEMENTS)
         return any(overflows(flat[start : start + _LOOK_ELEMENTS], dtype) for start in starts)
 
     def _finish(self, value: torch.Tensor, tensor: Tensor) -> torch.Tensor:
         value = in_saved_order(value, tensor)
-        dtype = self._dtype if value.is_floating_point() else None
+        dtype = self._dtype if is_float(tensor.dtype) else None
         return value.to(self._device, dtype or value.dtype)
 
 

@@ -170,6 +170,16 @@ def test_floats_take_a_dtype_and_all_tensors_a_device(root: Path) -> None:
     assert ckpt.load(root, "history", dtype=torch.float64)[1].dtype is torch.float64
 
 
+def test_packed_numbers_keep_their_dtype(tmp_path: Path) -> None:
+    packed = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"packed": packed, "scale": torch.ones(2)}, step=1)
+    values = ckpt.load(tmp_path, dtype=torch.bfloat16)
+    assert values["scale"].dtype == torch.bfloat16
+    assert values["packed"].dtype == torch.float4_e2m1fn_x2
+    assert torch.equal(values["packed"].view(torch.uint8), packed.view(torch.uint8))
+
+
 def test_values_beyond_the_range_of_a_dtype_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
