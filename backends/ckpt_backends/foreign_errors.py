@@ -12,6 +12,8 @@ may be a credential is removed from messages.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,6 +154,10 @@ _BY_NTSTATUS: Final[Mapping[int, type[StorageError]]] = {
 }
 _FULL: Final = ("no space", "disk full", "disk is full", "quota", "insufficient storage")
 _DENIAL_WORDS: Final = ("denied", "permission", "privilege", "not allowed")
+_SYSTEM_TEXTS: Final = sorted(
+    ((os.strerror(number).lower(), number) for number in errno.errorcode),
+    key=lambda text: -len(text[0]),  # One text may be a part of another
+)
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")
 
@@ -270,8 +276,16 @@ def _by_reply(reply: str) -> type[StorageError]:
     if code in ("530", "532", "553") or any(word in text for word in _DENIAL_WORDS):
         return AccessDenied
     if code == "550":
-        return ObjectNotFound
+        return _by_system_text(text)
     return StorageError if code in ("500", "501", "502", "504") else TransientStorageError
+
+
+def _by_system_text(text: str) -> type[StorageError]:
+    """Return the class for a text in lower case that may hold one that the system has for an
+    ``errno``. A failure of the server's disk is no missing object.
+    """
+    failures = [number for words, number in _SYSTEM_TEXTS if words in text]
+    return BY_ERRNO.get(failures[0], TransientStorageError) if failures else ObjectNotFound
 
 
 def _class_of(error: BaseException) -> type[StorageError] | None:

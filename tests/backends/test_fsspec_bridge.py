@@ -148,7 +148,11 @@ def examples():
         # An unknown failure says nothing about the object, so it is not damage.
         (ValueError("what"), "TransientStorageError"),
         (ftplib.error_perm("550 /x is not retrievable."), "ObjectNotFound"),
+        (ftplib.error_perm("550 /x: No such file or directory"), "ObjectNotFound"),
         (ftplib.error_perm("550 Permission denied."), "AccessDenied"),
+        (ftplib.error_perm("550 Read-only file system."), "AccessDenied"),
+        (ftplib.error_perm("550 Can't open /x: Input/output error"), TRANSIENT),
+        (ftplib.error_perm("550 Too many open files."), TRANSIENT),
         (ftplib.error_perm("552 Quota exceeded"), "OutOfSpace"),
         (ftplib.error_perm("530 Authentication failed."), "AccessDenied"),
         (ftplib.error_perm("502 Command not implemented."), "StorageError"),

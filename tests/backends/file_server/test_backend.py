@@ -421,6 +421,49 @@ def test_a_listing_by_ftp_that_is_not_allowed_is_no_empty_store(tmp_path):
         server.kill()
 
 
+FAILING = """
+import errno, os, sys
+from pyftpdlib.authorizers import DummyAuthorizer
+from pyftpdlib.filesystems import AbstractedFS
+from pyftpdlib.handlers import FTPHandler
+from pyftpdlib.servers import FTPServer
+port, folder, password = sys.argv[1:]
+def fail(call):
+    def wrapped(self, path, *args):
+        if os.path.exists(folder + ".broken"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(self, path, *args)
+    return wrapped
+for name in ("open", "getsize", "listdir"):
+    setattr(AbstractedFS, name, fail(getattr(AbstractedFS, name)))
+FTPHandler.authorizer = DummyAuthorizer()
+FTPHandler.authorizer.add_user("user", password, folder, perm="elradfmwMT")
+FTPServer(("127.0.0.1", int(port)), FTPHandler).serve_forever()
+"""
+
+
+def test_a_file_that_the_disk_of_an_ftp_server_does_not_give_is_not_missing(tmp_path):
+    """The reply has the code of a missing file, so an older step was restored."""
+    need_module("pyftpdlib")
+    port, folder = free_port(), tmp_path / "served"
+    folder.mkdir()
+    command = [sys.executable, "-c", FAILING, str(port), str(folder), SECRET]
+    server = Server("pyftpdlib", command, port, tmp_path / "log", speaks_http=False).start()
+    try:
+        options = {"username": "user", "password": SECRET}
+        backend = open_backend(f"ftp://127.0.0.1:{port}/root", options)
+        backend.put("step/file", [b"x"])
+        (tmp_path / "served.broken").touch()
+        for ask in (backend.head, partial(fetch, backend), lambda key: list(backend.list(""))):
+            with pytest.raises(TransientStorageError, match="Input/output error"):
+                ask("step/file")
+        (tmp_path / "served.broken").unlink()
+        assert fetch(backend, "step/file") == b"x"
+        backend.close()
+    finally:
+        server.kill()
+
+
 def test_an_option_that_webdav_needs_is_named():
     need_module("webdav4")
     with pytest.raises(ConfigError, match="needs the option 'base_url'"):
