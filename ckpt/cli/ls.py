@@ -587,6 +587,7 @@ def _bytes_and_pins(step: StoredStep) -> dict[str, object]:
     return {
         "bytes": step.staged_bytes if is_committed else step.nbytes,
         "stored_bytes": step.stored_bytes if is_committed else step.nbytes,
+        "tier_bytes": step.nbytes,
         "codecs": list(step.codecs),
         "adopted": step.is_adopted,
         "bases": sorted(ref.step for ref in step.bases),

@@ -60,7 +60,7 @@ def of_bytes(step: Callable[[T], StoredStep | Removal]) -> tuple[Field[T], ...]:
     """Return the fields of a step that is removed, or could be."""
     return (
         Field("", lambda record: step(record).ref, kind="step"),
-        Field("size", lambda record: step(record).nbytes, key="bytes", kind="size"),
+        Field("size", lambda record: step(record).nbytes, key="tier_bytes", kind="size"),
         Field(
             "what",
             lambda record: step(record).state,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -67,7 +67,7 @@ def show(
     with naming_the_way_out(backend, ref), naming_a_removed([backend], ref):
         manifest, objects = backend.ask(partial(_read, backend, ref))
     if json:
-        output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))
+        output.show_json(_as_json(manifest, objects, f"{backend.url.rstrip('/')}/{ref.folder}"))
         return
     output.show_line(f"step {manifest.step}", style="bold")
     output.show_facts(
@@ -76,7 +76,7 @@ def show(
             "place": f"{backend.url.rstrip('/')}/{ref.folder}",
             "committed at": output.moment(manifest.created_at),
             **_origin(manifest),
-            "size": f"{output.size(sum(info.size for info in objects))} in "
+            "size": f"{output.size(_tier_bytes(objects))} in "
             f"{output.count(len(objects), 'file')}{_codec_text(manifest)}{_base_text(manifest)}",
             "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
         }
@@ -187,7 +187,11 @@ def _contents(file: StoredFile) -> str:
     return f"tensors; {output.count(file.base_count, 'chunk')} in step {file.base.ref.step}"
 
 
-def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
+def _tier_bytes(objects: Sequence[ObjectInfo]) -> int:
+    return sum(info.size for info in objects)
+
+
+def _as_json(manifest: Manifest, objects: Sequence[ObjectInfo], place: str) -> dict[str, object]:
     return {
         "step": manifest.step,
         "attempt": manifest.attempt,
@@ -198,6 +202,7 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
         "chunk_bytes": manifest.chunk_bytes,
         "bytes": manifest.nbytes,
         "stored_bytes": manifest.stored_bytes,
+        "tier_bytes": _tier_bytes(objects),
         "tensors": [
             {
                 "name": tensor.name,

@@ -129,6 +129,23 @@ def test_diff_says_whether_it_has_read(cli: Cli) -> None:
 # -- prune beside a job ----------------------------------------------------------------------------
 
 
+def test_a_step_has_one_size_in_all_commands(cli: Cli, steps: dict[int, Written]) -> None:
+    """With --json, "bytes" was the size of the image in some, and of all files in others."""
+    files = Path("runs").glob("step-000000200.*/*")
+    expected = sum(path.stat().st_size for path in files)
+    [listed] = [step for step in cli("ls", "--json").json["steps"] if step["step"] == 200]
+    shown = cli("show", 200, "--json").json
+    [pruned] = [
+        step
+        for step in cli("prune", "--keep-last", 1, "--dry-run", "--json").json["pruned"]
+        if step["step"] == 200
+    ]
+    [removed] = cli("rm", 200, "--dry-run", "--json").json["removed"]
+    sizes = {step["tier_bytes"] for step in (listed, shown, pruned, removed)}
+    assert sizes == {expected}
+    assert listed["bytes"] == shown["bytes"] < expected
+
+
 def test_prune_leaves_the_root_of_a_job_alone_whose_farther_tiers_it_does_not_know(
     cli: Cli,
 ) -> None:

@@ -76,6 +76,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "metrics": {},
         "best": [],
         "stored_bytes": steps[300].manifest.nbytes,
+        "tier_bytes": sum(path.stat().st_size for path in Path("runs").glob("step-*300.*/*")),
         "codecs": [],
         "adopted": False,
         "bases": [],
