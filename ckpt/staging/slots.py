@@ -542,7 +542,8 @@ class SlotPool:
 
     def _make(self, request: _Request, nbytes: int, *, ahead: bool = False) -> Slot:
         """Create a slot in ``request``, add it to the pool, and return it. With ``ahead``, the slot
-        is free at once, so that a caller of ``acquire`` that waits for it finds no slot in use.
+        is free at once, so that a caller of ``acquire`` that waits for it finds no slot in use. It
+        is closed if a save has created the last one that ``reserve`` creates.
 
         ``request`` must be in ``_requests``. After an error the caller gives it back. The caller
         must not hold the lock, since touching the pages takes long. The pages of a ring that a save
@@ -553,11 +554,13 @@ class SlotPool:
             slot.prefault()
         with self._change:
             self._requests.remove(request)
+            has_all = self.has_all(nbytes)  # A save may have created a ring meanwhile
             self._slots.append(slot)
-            if self._closed:
+            if self._closed or (ahead and has_all):
                 self._drop(slot)
             elif ahead:
                 self._free.append(slot)
+            if ahead:
                 request.slot = None
             self._change.notify_all()
         return slot

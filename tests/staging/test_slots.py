@@ -519,6 +519,26 @@ def test_slots_made_ahead_are_those_that_are_taken(pools):
     assert taken == ready
 
 
+def test_a_ring_made_ahead_is_given_back_if_a_save_has_made_one_meanwhile(pools, monkeypatch):
+    pool, size = pools(2, elastic=True), 256 * MIB
+    is_begun, is_taken, prefault = threading.Event(), threading.Event(), Ring.prefault
+
+    def wait(ring: Ring) -> None:
+        is_begun.set()
+        assert is_taken.wait(60)
+        prefault(ring)
+
+    monkeypatch.setattr(Ring, "prefault", wait)
+    maker = threading.Thread(target=pool.reserve, args=[size])
+    maker.start()
+    assert is_begun.wait(60)
+    ring = take(pool, size)
+    is_taken.set()
+    maker.join()
+    assert pool.slots == [ring]
+    assert take(pool, size) is not ring  # A save that overlaps makes the second
+
+
 def test_a_pool_knows_whether_all_its_slots_are_there(pools):
     pool = pools(2)
     assert not pool.has_all(MIB)
