@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +539,44 @@ def test_each_of_two_optimizers_is_that_of_a_network_of_its_own(cli: Cli) -> Non
     for name, (net, its) in pairs.items():
         assert same(dict(others[name][0].state_dict()), dict(net.state_dict()))
         assert same(others[name][1].state_dict()["state"], its.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    ("names", "way"),
+    [
+        (("optimizerD", "optimizerG", "netD", "netG"), "of 4 parameters of 'netD', by order"),
+        (("d_optim", "g_optim", "model_g", "model_d"), "of 4 parameters of 'model_d', by order"),
+        (("optim_1", "optim_2", "maker", "critic"), "of 4 parameters, by place"),
+        (("optimizer", "optimizer_ema", "teacher", "student"), "of 4 parameters, by place"),
+    ],
+)
+def test_the_optimizers_of_networks_of_one_shape_are_told_by_name_or_not_at_all(
+    cli: Cli, names: Sequence[str], way: str
+) -> None:
+    """By their order, each network would get the optimizer of the other one."""
+
+    def pairs(first_seed: int) -> dict[str, Any]:
+        nets: dict[str, Any] = {
+            name: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)) for name in sorted(names[2:])
+        }
+        optimizers = {
+            name: stepped(net, net.parameters(), seed)
+            for seed, (name, net) in enumerate(
+                zip(sorted(names[:2]), nets.values(), strict=True), first_seed
+            )
+        }
+        return optimizers | nets
+
+    state, target = pairs(0), pairs(2)
+    for order in (names, names[::-1]):
+        torch.save({name: state[name].state_dict() for name in order}, "c.pt")
+        ran = cli("import", "c.pt", f"runs-{order[0]}", "--step", 1, "--json")
+        assert way in ran.json["names"][names[0]]
+        with CheckpointManager(f"runs-{order[0]}") as manager:
+            manager.restore(target)
+        for name in names[:2]:
+            saved = state[name].state_dict()["state"]
+            assert same(target[name].state_dict()["state"], saved)
 
 
 def test_names_can_be_given(cli: Cli) -> None:

@@ -29,6 +29,9 @@ _BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_track
 _ALIASES: Final = {"state_dict": "model", "module": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
+_COMMON_WORDS: Final = frozenset(
+    ("model", "module", "net", "network", "opt", "optim", "optimizer", "state", "dict")
+)
 
 
 @dataclass(slots=True)
@@ -75,9 +78,6 @@ class Shaper:
         self._modules: dict[str, dict[str, Any]] = {}
         self.without_prefix: list[str] = []
         self.equal: dict[str, str] = {}
-        self._optimizer_parameters: set[tuple[str, str]] = (
-            set()
-        )  # The parameters of optimizers, by module
 
     def shape(self, state: State) -> dict[str, Any]:
         for key in state:
@@ -205,6 +205,8 @@ class Shaper:
             ids: The names or numbers of its parameters, in order.
         """
         names_by_module, origin = self._names_by_module(value, ids)
+        if len(names_by_module) > 1:
+            names_by_module, origin = self._choose(name, names_by_module, origin)
         if not names_by_module and (owners := self._owners(value, ids)):
             modules = " and ".join(map(repr, dict.fromkeys(module for module, _ in owners)))
             self._report.names[name] = f"optimizer of {len(ids)} parameters of {modules}, by name"
@@ -218,26 +220,12 @@ class Shaper:
                 "model.named_parameters() has them, in the order of the optimizer"
             )
             return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
-        module = min(
-            names_by_module,
-            key=lambda candidate: (
-                self._is_taken(candidate, names_by_module[candidate]),
-                candidate != _MODEL,
-            ),
-        )
-        if len(names_by_module) > 1:
-            self._report.notes.append(
-                f"{name!r} can be the optimizer of {' or '.join(map(repr, names_by_module))}, and "
-                "is that "
-                f"of {module!r} now; --plain NAME leaves a module out"
-            )
-        names = names_by_module[module]
+        ((module, names),) = names_by_module.items()
         self._report.names[name] = f"optimizer of {len(ids)} parameters of {module!r}, {origin}"
         return [self._parameter(module, parameter_name) for parameter_name in names]
 
     def _parameter(self, module: str, name: str) -> nn.Parameter:
         """Make the tensor ``name`` of a module a parameter of an optimizer, and return it."""
-        self._optimizer_parameters.add((module, name))
         entries = self._modules[module]
         if not isinstance(entries[name], nn.Parameter):
             entries[name] = nn.Parameter(entries[name], requires_grad=False)
@@ -264,9 +252,19 @@ class Shaper:
             owners += matches
         return owners
 
-    def _is_taken(self, module: str, names: Sequence[str]) -> bool:
-        """Return True if another optimizer has one of the parameters ``names`` of a module."""
-        return any((module, name) in self._optimizer_parameters for name in names)
+    def _choose(
+        self, name: str, names_by_module: dict[str, list[str]], origin: str
+    ) -> tuple[dict[str, list[str]], str]:
+        """Return the module of ``names_by_module`` that an optimizer is named after, with the
+        ``origin`` of its names. If there is not exactly one, return none, and the reason.
+        """
+        namesakes = [module for module in names_by_module if _own_words(module) == _own_words(name)]
+        choice = f"can be the optimizer of {' or '.join(map(repr, names_by_module))}"
+        if len(namesakes) != 1:
+            return {}, f"{choice}, and its name does not say of which (--plain NAME leaves one out)"
+        (module,) = namesakes
+        self._report.notes.append(f"{name!r} {choice}, and is that of {module!r} by its name")
+        return {module: names_by_module[module]}, origin
 
     def _names_by_module(
         self, value: Mapping[str, Any], ids: list[Any]
@@ -349,6 +347,14 @@ def digest_of(tensor: torch.Tensor) -> str:
     flat = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch.")).contiguous()
     # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
     return checksum(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+
+def _own_words(name: str) -> list[str]:
+    """Return the words of ``name`` but for those that any model or optimizer may have: "g" is left
+    of "netG" and of "optimizer_g", and nothing of "model" and of "optimizer".
+    """
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
+    return [word.lower() for word in words if word.lower() not in _COMMON_WORDS]
 
 
 def _is_module(value: Any) -> bool:
