@@ -220,6 +220,32 @@ def test_a_lazy_module_gets_the_shapes_that_were_saved_as_in_torch() -> None:
     assert torch.equal(lazy(torch.ones(2, 3)), plain(torch.ones(2, 3)))
 
 
+@pytest.mark.parametrize("names", [("model", "optimizer"), ("optimizer", "model")])
+def test_an_optimizer_over_a_lazy_module_gets_its_state_before_the_first_forward_pass(
+    names: tuple[str, str],
+) -> None:
+    def trained(state: State) -> State:
+        for _ in range(2):
+            state["optimizer"].zero_grad()
+            (state["model"](torch.arange(12.0).reshape(4, 3)) ** 2).mean().backward()
+            state["optimizer"].step()
+        return state
+
+    def new() -> State:
+        model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+        parts = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
+        return {name: parts[name] for name in names}
+
+    whole = new()
+    whole["model"](torch.ones(4, 3))
+    root = saved(trained(whole))
+    resumed = new()
+    restored(root, resumed)
+    for part in names:
+        assert_same(resumed[part].state_dict(), whole[part].state_dict())
+        assert_same(trained(resumed)[part].state_dict(), trained(whole)[part].state_dict())
+
+
 SHARING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "parameter": nn.Parameter,
     "buffer": nn.Buffer,

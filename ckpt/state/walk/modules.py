@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ckpt.errors import CkptError, RestoreError, UnsupportedValue
@@ -519,6 +520,13 @@ def _has_order(tensor: torch.Tensor, order: tuple[int, ...]) -> bool:
     return memory.numel() < 2 or order_of(memory) == order
 
 
+def _has_shape(parameter: torch.Tensor, record: Tensor) -> bool:
+    """Return True if ``parameter`` has the shape of ``record``. The parameter of a lazy module has
+    no shape before its first forward pass.
+    """
+    return not is_lazy(parameter) and tuple(parameter.shape) == record.shape
+
+
 def in_present_order(record: Tensor, weight: Tensor | None, parameter: Source) -> Tensor:
     """Return ``record``, a value of an optimizer's state, with the order that a restore gives it.
 
@@ -527,7 +535,7 @@ def in_present_order(record: Tensor, weight: Tensor | None, parameter: Source) -
     values like the parameters.
     """
     like = weight is not None and (weight.shape, weight.order) == (record.shape, record.order)
-    if not like or not isinstance(parameter, torch.Tensor) or parameter.shape != record.shape:
+    if not like or not isinstance(parameter, torch.Tensor) or not _has_shape(parameter, record):
         return record
     return msgspec.structs.replace(record, order=order_of(local(parameter)))
 
@@ -564,7 +572,7 @@ def new_state(
     dtype = getattr(torch, record.dtype)
     if piece is not None and piece.shape == record.shape and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
-    if tuple(parameter.shape) == record.shape and key != "step" and not is_plain:
+    if _has_shape(parameter, record) and key != "step" and not is_plain:
         if not _has_order(parameter, record.order):
             return empty_like_in_order(parameter, record.order, dtype)
         return torch.empty_like(
