@@ -309,6 +309,13 @@ def test_uploads_that_were_cut_off_are_told_and_can_be_discarded(moto, part_byte
     assert uploads_of(moto) == []
 
 
+def test_a_server_without_an_upload_under_way_lists_none(rclone):
+    """rclone answers NoSuchUpload, which ended each pruning with a warning."""
+    rclone.put("step-1/rank-0", [b"x"])
+    assert list(rclone.unfinished_writes("")) == []
+    assert list(rclone.unfinished_writes("step-1/")) == []
+
+
 def test_a_conditional_put_whose_reply_was_lost_knows_itself(moto):
     losing(moto, "put_object", TimeoutError())
     moto.put("marker", [b"mine"], if_absent=True)
