@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import stat
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,10 @@ _WINDOW: Final = 64  # How many writes are sent before the answers are read
 _FLUSH: Final = "fsync@openssh.com"
 _UNABLE: Final = (SFTP_OP_UNSUPPORTED, SFTP_PERMISSION_DENIED)
 """The answers of servers that lack an extension, or do not permit it."""
+
+# A thread of the client logs each connection that fails, with its frames, as an error. Without a
+# handler, Python prints that to standard error. The error of the request says the same in a line.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class SftpConnection:

@@ -42,6 +42,7 @@ from ckpt_backends.file_server.backend import _Folders
 from tests.kit.disks import mount
 from tests.kit.file_servers import SHARES, need_module, served
 from tests.kit.marks import torture
+from tests.kit.worlds import run_code
 from tests.servers import SECRET, Server, free_port
 
 __all__ = ["mount"]
@@ -388,6 +389,23 @@ def test_a_server_that_is_away_at_the_first_request_is_a_transient_error(own_sha
     own_share.server.start()
     RetryPolicy().call(partial(backend.put, "file", [b"x"]))
     backend.close()
+
+
+def test_a_connection_that_the_server_ends_prints_no_frames_of_the_client():
+    need_module("paramiko")
+    said = run_code("""
+import socket, threading
+from ckpt.errors import TransientStorageError
+from ckpt.storage.registry import open_backend
+server = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=lambda: server.accept()[0].close()).start()
+options = {"username": "user", "password": "x", "timeout": 5}
+try:
+    open_backend(f"sftp://127.0.0.1:{server.getsockname()[1]}/root", options).head("file")
+except TransientStorageError:
+    print("refused")
+""")
+    assert said == "refused\n"
 
 
 BLIND = """
