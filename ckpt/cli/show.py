@@ -349,13 +349,22 @@ def _flat(
         case dict() if value or not path:
             for key, item in value.items():
                 yield from _flat(join(path, key), item, text)
-        case list() | tuple() if any(isinstance(item, dict | _TaggedValue) for item in value):
+        case list() | tuple() if _has_names(value):
             for index, item in enumerate(value):
                 yield from _flat(join(path, str(index)), item, text)
         case None if not path:
             return
         case _:
             yield path or ".", (text or short)(value)
+
+
+def _has_names(value: Any) -> bool:
+    """Return True if ``value``, or a value in its lists and tuples, is a dict or tagged. Then its
+    items have names of their own.
+    """
+    if isinstance(value, list | tuple):
+        return any(map(_has_names, value))
+    return isinstance(value, dict | _TaggedValue)
 
 
 def _settings(

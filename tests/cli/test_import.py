@@ -686,6 +686,18 @@ def test_a_wrong_call_says_what_is_wrong(
     assert [path.name[:14] for path in Path("runs").glob("step-*")] == ["step-000000100"]
 
 
+def test_a_folder_of_checkpoints_of_other_programs_names_them(cli: Cli) -> None:
+    """The folder of a ``Trainer`` run, or of a pipeline of diffusers."""
+    for name in ("run/checkpoint-9", "run/checkpoint-10", "run/logs"):
+        os.makedirs(name)
+        Path(name, "note.txt").write_text("x")
+    save_file({"w": torch.ones(1)}, "run/checkpoint-9/model.safetensors")
+    torch.save({"w": torch.ones(1)}, "run/checkpoint-10/pytorch_model.bin")
+    ran = cli("import", "run", "runs", "--step", 1)
+    assert ran.code == 2
+    assert "(run/checkpoint-9, run/checkpoint-10): name one, such as run/checkpoint-10" in ran.err
+
+
 def test_no_scratch_file_stays(cli: Cli) -> None:
     dcp.save({"model": {"w": torch.ones(1000)}}, checkpoint_id="c")
     cli("import", "c", "runs", "--step", 1)

@@ -56,6 +56,21 @@ def test_the_names_of_an_optimizer_begin_with_those_that_only_takes(cli: Cli) ->
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
+def test_tensors_in_lists_of_lists_are_in_the_table_and_not_among_the_values(cli: Cli) -> None:
+    state = {"x": [[], [torch.ones(1), 7], [[3, {"a": 4}]], [[1, 2]]], "plain": [[1, 2], [3, 4]]}
+    with CheckpointManager("runs") as manager:
+        manager.save(state, step=1)
+    words = cli("show", "runs", "1").out.split("values")[1].split("metadata")[0].split("\n")
+    assert [line.split() for line in words if line] == [
+        ["x/0", "[]"],
+        ["x/1/1", "7"],
+        ["x/2/0/0", "3"],
+        ["x/2/0/1/a", "4"],
+        ["x/3", "[[1,", "2]]"],
+        ["plain", "[[1,", "2],", "[3,", "4]]"],
+    ]
+
+
 def test_files_are_shown_on_demand(cli: Cli, steps: dict[int, Written]) -> None:
     ran = cli("show", 200, "--files")
     assert ran.out.count(".safetensors") == 2

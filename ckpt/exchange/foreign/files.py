@@ -61,6 +61,11 @@ def detect(source: str) -> Kind:
         )
     if folders := state_folders(paths_in(source)):
         raise ConfigError(_folders_text(source, folders))
+    if folders := _folders_of_files(source):
+        raise ConfigError(
+            f"{source} holds no checkpoint itself, but has folders with files of safetensors or "
+            f"torch.save in it ({few(folders, quote=False)}): name one, such as {folders[-1]}"
+        )
     raise ConfigError(
         f"{source} holds neither {TABLE} of torch.distributed.checkpoint, nor .snapshot_metadata "
         "of torchsnapshot, nor *.safetensors, nor *.pt, *.pth, *.bin or *.ckpt of torch.save"
@@ -134,6 +139,15 @@ def _folders_text(source: str, names: Sequence[str]) -> str:
         f"{source} has folders of torch.distributed.checkpoint in it, which would be left aside "
         f"({few(folders, quote=False)}): name the one that you need, such as {folders[-1]}"
     )
+
+
+def _folders_of_files(source: str) -> list[str]:
+    """Return the subfolders of ``source`` that have files of safetensors or torch.save, with
+    checkpoint-10 after checkpoint-9.
+    """
+    pairs = (path.rsplit("/", 1) for path in paths_in(source) if path.endswith((SUFFIX, *_TORCH)))
+    names = {pair[0] for pair in pairs if len(pair) == 2}
+    return [os.path.join(source, name) for name in sorted(names, key=lambda of: (len(of), of))]
 
 
 def _names_in(folder: str) -> list[str]:

@@ -46,7 +46,7 @@ from ckpt.state.tensors.per_rank import PerRank
 from ckpt.state.tensors.sharded import as_source
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.collect import find_parameters
-from ckpt.state.walk.modules import items_of, state_dict_errors, unwrap
+from ckpt.state.walk.modules import check_load, items_of, state_dict_errors, unwrap
 from ckpt.state.walk.objects import (
     check_all_bounded,
     check_mode,
@@ -314,6 +314,7 @@ class _Match:
                     self._matcher.expect(node, path, "per_rank")
                 self._per_rank(target, node, path, source)
             case _ if is_stateful(target):
+                check_load(path, target)
                 # An imported checkpoint has a plain mapping for such an object.
                 if not is_mapping(node):
                     self._matcher.expect(node, path, "object")

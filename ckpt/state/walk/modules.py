@@ -8,6 +8,7 @@ between a save and a restore.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ OWN_STATE: Final = (
     "own. Under sharded parameters, let it give each DTensor whole (full_tensor()) beside its "
     "placements, and distribute it so again, with Replicate() for a partial one"
 )
+_LOADS: Final[tuple[object, ...]] = (nn.Module.load_state_dict, Optimizer.load_state_dict)
+"""The methods of torch, which take a state dict alone."""
 PLACING_SETTINGS: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
 _WRAPPER_PACKAGES: Final = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -129,7 +132,8 @@ def _own_methods(kind: type) -> tuple[str, ...]:
 
 def check_kind(path: str, optimizer: Optimizer) -> None:
     """Raise ``UnsupportedValue`` if the class of the optimizer at ``path`` shows that it cannot be
-    saved or restored: it has a ``state_dict()`` of its own, or lacks the hooks of an optimizer.
+    saved or restored: it has a ``state_dict()`` of its own, its ``load_state_dict()`` does not take
+    a state dict alone, or it lacks the hooks of an optimizer.
     """
     if is_zero(optimizer) or isinstance(optimizer, OptimizerStandIn):
         return
@@ -138,6 +142,8 @@ def check_kind(path: str, optimizer: Optimizer) -> None:
         raise UnsupportedValue(
             path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE
         )
+    if type(optimizer).load_state_dict not in _LOADS:
+        check_load(path, optimizer)
     if not has_step_hooks(optimizer):
         raise UnsupportedValue(
             path,
@@ -201,14 +207,35 @@ def check_state(path: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> No
                 raise UnsupportedValue(path, description, OWN_STATE)
 
 
+def check_load(path: str, value: Any) -> None:
+    """Raise ``UnsupportedValue`` if the ``load_state_dict()`` of ``value``, which is at ``path`` in
+    the state, cannot be called with a state dict as its only argument.
+    """
+    if not callable(method := value.load_state_dict):
+        return
+    try:
+        inspect.signature(method).bind({})
+    except ValueError:  # A method that is not written in Python may have no signature
+        pass
+    except TypeError as error:
+        raise UnsupportedValue(
+            path,
+            f"{type(value).__qualname__} whose load_state_dict() does not take a state dict alone",
+            f"{error}. Let its first parameter be the state dict, and give the others defaults",
+        ) from error
+
+
 @contextmanager
 def state_dict_errors(path: str, value: object) -> Generator[None]:
     """Convert an error that the ``with`` block raises to an ``UnsupportedValue`` for ``value``,
-    which is at ``path`` in the state.
+    which is at ``path`` in the state. Raise one too if no restore could call its
+    ``load_state_dict()``.
 
     The block calls ``value.state_dict()``. If it raises an ``UnsupportedValue``, ``path`` is put
     before the name in this error. Any other ``CkptError`` passes unchanged.
     """
+    if getattr(type(value), "load_state_dict", None) not in _LOADS:
+        check_load(path, value)
     try:
         yield
     except UnsupportedValue as error:  # The error names a value within the object

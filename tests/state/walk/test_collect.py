@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import dataclasses
 import datetime as dt
 import enum
@@ -554,6 +555,69 @@ def test_an_object_whose_state_dict_fails_is_named(state: Any, path: str, words:
         assert refused.value.name == path
         assert refused.value.__cause__ is not None
         manager.save({"v": 1}, 0)
+
+
+class OfParts:
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": torch.ones(2)}
+
+
+class NamedOnly(OfParts):
+    def load_state_dict(self, *, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+class WithFlag(OfParts):
+    def load_state_dict(self, state: dict[str, Any], flag: bool) -> None:
+        raise AssertionError(state, flag)
+
+
+class OfTwoArguments(nn.Linear):
+    def load_state_dict(self, of: Any, also: Any) -> Any:  # type: ignore[override]
+        raise AssertionError(of, also)
+
+
+class OwnOptimizer(torch.optim.SGD):
+    def load_state_dict(self) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def _optimizer_of(kind: type[torch.optim.SGD]) -> dict[str, Any]:
+    net = nn.Linear(2, 2)
+    return {"v": net, "optimizer": kind(net.parameters(), lr=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("state", "plain", "path"),
+    [
+        ({"v": torch.ones(2), "x": NamedOnly()}, {"v": torch.zeros(2), "x": {"w": 1}}, "x"),
+        ({"v": torch.ones(2), "x": [WithFlag()]}, {"v": torch.zeros(2), "x": [{"w": 1}]}, "x/0"),
+        (
+            {"v": torch.ones(2), "x": OfTwoArguments(2, 2)},
+            {"v": torch.zeros(2), "x": nn.Linear(2, 2)},
+            "x",
+        ),
+        (_optimizer_of(OwnOptimizer), _optimizer_of(torch.optim.SGD), "optimizer"),
+    ],
+    ids=["keyword", "flag", "module", "optimizer"],
+)
+def test_an_object_that_no_restore_could_load_is_refused_on_both_ways(
+    state: dict[str, Any], plain: dict[str, Any], path: str
+) -> None:
+    """A save would write it, and a restore would fail after it has overwritten the rest."""
+    with CheckpointManager(new_root()) as manager:
+        with pytest.raises(UnsupportedValue, match="does not take a state dict alone") as refused:
+            manager.save_async(state, 0)
+        assert refused.value.name == path
+        manager.save(plain, 0)
+        before = copy.deepcopy(state["v"])
+        with pytest.raises(UnsupportedValue, match="does not take a state dict alone"):
+            manager.restore(state, only=["v", path.split("/")[0]])
+    values = [
+        value.state_dict()["weight"] if isinstance(value, nn.Module) else value
+        for value in (before, state["v"])
+    ]
+    assert torch.equal(*values)
 
 
 @pytest.mark.parametrize("state", [{"": 1}, {1: 2}, {"$a": 1}, [1], None, "x"])
