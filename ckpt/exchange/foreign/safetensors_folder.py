@@ -61,8 +61,9 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
                 f"{', '.join(sorted(read.keys() - parts.keys())[:3])} to another folder, or "
                 "import it by its name"
             )
+        ranks = {hit[1] if (hit := _PART.fullmatch(name)) else name for name in parts}
         note = (
-            f"the parts of {len(parts)} rank(s) are joined: the files do not say how many ranks "
+            f"the parts of {len(ranks)} rank(s) are joined: the files do not say how many ranks "
             "have written them, so compare that number, and the shapes, with the job"
         )
         return Contents(_join(source, parts, joiner), [*parts, *files.tables], [*files.notes, note])

@@ -15,11 +15,13 @@ from ckpt.exchange.foreign.safetensors_folder import read_safetensors
 WHOLE = torch.arange(32.0).reshape(8, 4)
 
 
-def write_part(folder: Path, rank: int, **offsets: tuple[torch.Tensor, list[int]]) -> Path:
+def write_part(
+    folder: Path, rank: int, place: str = "1-of-00001", **offsets: tuple[torch.Tensor, list[int]]
+) -> Path:
     """Write the part of a rank as ``HuggingFaceStorageWriter(save_distributed=True)`` does."""
     table = {name: {"saved_offsets": start} for name, (_, start) in offsets.items()}
     metadata = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": json.dumps(table)}
-    path = folder / f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+    path = folder / f"shard-{rank:05d}-model-0000{place}.safetensors"
     save_file({name: part.clone() for name, (part, _) in offsets.items()}, path, metadata)
     return path
 
@@ -43,6 +45,17 @@ def test_a_lack_of_the_last_part_cannot_be_known_so_a_note_counts_them(tmp_path:
     contents = read_safetensors(str(tmp_path), Copier(None))
     assert contents.state["w"].shape == (6, 4)
     assert any("2 rank(s)" in note for note in contents.notes)
+
+
+def test_two_files_of_a_rank_count_as_one_rank(tmp_path: Path) -> None:
+    """``fqn_to_index_mapping`` spreads the tensors of each rank over several files."""
+    for rank, rows in enumerate([(0, 4), (4, 8)], 1):
+        for place, name in enumerate("wv", 1):
+            part = (WHOLE[slice(*rows)], [rows[0], 0])
+            write_part(tmp_path, rank, f"{place}-of-00002", **{name: part})
+    contents = read_safetensors(str(tmp_path), Copier(None))
+    assert torch.equal(contents.state["v"], WHOLE)
+    assert any("the parts of 2 rank(s)" in note for note in contents.notes)
 
 
 def test_one_part_is_no_model(tmp_path: Path) -> None:
