@@ -32,12 +32,13 @@ from ckpt.cli.store_timeout import silence_notes
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.rollback import on_branch
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
-from ckpt.observe.journal import journal_files
+from ckpt.observe.journal import journal_files, journal_of
 from ckpt.retention.removal import remove
 from ckpt.root.leases import LEASE_REASON
 from ckpt.root.owner import delete_owner
 from ckpt.root.pins import Pin, all_pins, note_of, remove_pin
-from ckpt.storage.places import is_folder
+from ckpt.storage.group import is_shared
+from ckpt.storage.places import is_folder, local_path
 
 _FIELDS: Final[Sequence[Field[tuple[RunTier, StoredStep]]]] = (
     *of_bytes(lambda pair: pair[1]),
@@ -127,7 +128,7 @@ def rm(
     )
     _check_presence(tiers, choice)
     removals = _removals(tiers, choice)
-    _check(tiers, choice, removals, force=force or dry_run)
+    _check(tiers, choice, removals, force=force)
     with ExitStack() as stack:
         for tier in tiers:
             stack.enter_context(silence_notes(tier.store))
@@ -169,11 +170,12 @@ def _check_presence(tiers: Sequence[RunTier], choice: _Choice) -> None:
 
     Raises:
         NoCheckpoint: No tier has anything of a step that is named, the step to go back to is no
-            checkpoint, or the run has no step at all.
+            checkpoint, or the run has no step at all. With all steps named, a run may have none if
+            something else of it is left.
     """
     present = {step.ref.step for tier in tiers for step in tier.steps}
     urls, last_step = ", ".join(tier.store.url for tier in tiers), choice.last_step
-    if not present and not choice.is_run:
+    if not present and not (choice.is_run and any(map(_has_rest, tiers))):
         store = tiers[-1].store
         raise NoCheckpoint(urls, store.ask(partial(why_missing, store, [], None)))
     if missing := sorted(choice.numbers - present):
@@ -296,18 +298,41 @@ def _carry_out(
     return list(removals)
 
 
+def _has_rest(tier: RunTier) -> bool:
+    """Return True if the tier has something of a run beside its steps."""
+    return bool(
+        tier.owner is not None
+        or tier.rollback is not None
+        or tier.store.ask(partial(all_pins, tier.store))
+        or (is_folder(tier.store.url) and journal_files(tier.store.url))
+    )
+
+
 def _remove_rest(tiers: Sequence[RunTier]) -> None:
-    """Remove the pins, the rollbacks, the owners of the roots, and the journals. Files that are not
-    ours stay.
+    """Remove the pins, the rollbacks, the owners of the roots, and the journals, and the folders
+    that are empty then. Files that are not ours stay.
     """
     for tier in tiers:
         for pin in all_pins(tier.store):
             remove_pin(tier.store, pin)
         tier.store.ask(partial(remove_rollbacks, tier.store))
         delete_owner(tier.store)
-        for path in journal_files(tier.store.url) if is_folder(tier.store.url) else ():
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+        if is_folder(tier.store.url):
+            for path in journal_files(tier.store.url):
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+            _remove_if_empty(journal_of(tier.store.url))
+            _remove_if_empty(os.path.abspath(local_path(tier.store.url)))
+
+
+def _remove_if_empty(folder: str) -> None:
+    """Remove a folder that is empty. The folder of this process stays, and so does one that a person
+    has set up for a group, since only that person can make it again.
+    """
+    with suppress(OSError):
+        status = os.stat(folder)
+        if not is_shared(status) and not os.path.samestat(status, os.stat(os.curdir)):
+            os.rmdir(folder)
 
 
 def _show(removals: Collection[tuple[RunTier, StoredStep]], *, dry_run: bool) -> None:

@@ -136,13 +136,44 @@ def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: P
         ran = cli("rm", "--run")
         assert (ran.code, ran.err) == (0, "")
         assert cli("ls", "runs").code == 7
-        assert os.listdir("runs.journal") == []
-        assert not Path("runs/writer.json").exists()
-        assert not Path("runs/rollbacks").exists()
+        assert not Path("runs").exists()
+        assert not Path("runs.journal").exists()
         with CheckpointManager([Tier("memory"), Tier("runs", every=2)]) as manager:
             assert manager.restore({"x": torch.zeros(3)}) is None
     finally:
         remove_memory(memory)
+
+
+def test_a_place_without_a_run_is_a_typing_error_and_not_a_removal(
+    cli: Cli, tmp_path: Path
+) -> None:
+    Path("notes").mkdir()
+    Path("notes/plan.txt").write_text("of a person", encoding="utf-8")
+    for place in ("typo", "notes"):
+        ran, listed = cli("rm", place, "--run"), cli("ls", place)
+        assert (ran.code, ran.out) == (listed.code, "")
+        assert ran.err == listed.err
+    Path("left.journal").mkdir()
+    Path("left.journal/1.jsonl").write_bytes(b"")
+    assert cli("rm", "left", "--run").code == 0, "the journal of a run whose steps are gone"
+    assert not Path("left.journal").exists()
+
+
+def test_folders_with_files_of_others_and_those_of_a_group_stay_without_the_run(
+    cli: Cli, tmp_path: Path
+) -> None:
+    for root in ("noted", "shared"):
+        Path(root).mkdir()
+        write_checkpoint(open_backend(root), step=1, arrays=ARRAYS)
+        Path(f"{root}.journal").mkdir()
+    Path("noted/notes.txt").write_text("of a person", encoding="utf-8")
+    Path("noted.journal/notes.txt").write_text("of a person", encoding="utf-8")
+    Path("shared").chmod(0o2770)
+    for root in ("noted", "shared"):
+        assert cli("rm", root, "--run").code == 0
+    assert [os.listdir(root) for root in ("noted", "noted.journal")] == [["notes.txt"]] * 2
+    assert os.listdir("shared") == []
+    assert not Path("shared.journal").exists()
 
 
 def test_the_memory_of_another_run_stays(cli: Cli, tmp_path: Path) -> None:
@@ -214,6 +245,8 @@ def test_steps_of_a_living_job_stay_unless_a_person_insists(
     assert ran.code == 5
     assert "is alive" in ran.err
     assert numbers(cli, tiers[0]) == [1, 2, 3, 4]
+    assert cli("rm", "--after", 2, "--dry-run") == ran, "the trial is refused as the command is"
+    assert "2 steps would be" in cli("rm", "--after", 2, "--dry-run", "--force").out
     assert cli("rm", "--after", 2, "--force").code == 0
     assert numbers(cli, tiers[0]) == [1, 2]
 
