@@ -25,6 +25,7 @@ from ckpt.observe.advice import advise as advice_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.storage.places import local_path
+from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import resolve_tier
 
 _NEAR_LEAST = 1.1
@@ -75,6 +76,7 @@ def advise(
     if not records:
         if not os.path.exists(local_path(url)):
             raise NoCheckpoint(url, "it does not exist")
+        open_backend(url)  # A file, or the folder of a step, is refused as elsewhere
         raise ConfigError(
             f"{url} has no journal: the job that wrote it had journal=False, or another tier has "
             "it: a journal is beside the nearest folder of a job"

@@ -66,6 +66,8 @@ def branch(
     step = words.pop() if words and not deletes and is_selector(words[-1]) else None
     if not words or (step is None) != deletes:
         raise ConfigError("give NAME and STEP, or NAME and --delete; `ckpt log` lists the names")
+    if len(words) == 1 and "/" in words[0]:
+        raise ConfigError(f"{words[0]} is a place, since a name has no slash: give NAME after it")
     name = BranchStep(words.pop())
     tiers = look_at_run(places(words, roots), config, timeout)
     if step is None:

@@ -39,11 +39,15 @@ def import_(
     argument: NewPlaceArgument = None,
     *,
     step: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--step", metavar="N", min=0, help="Which step it becomes.", show_default=False
+            "--step",
+            metavar="N",
+            min=0,
+            help="Which step it becomes. Required.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     kind: Annotated[
         Format | None, typer.Option("--format", help="Default: what SOURCE looks like.")
     ] = None,
@@ -74,6 +78,8 @@ def import_(
     """
     from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint
 
+    if step is None:
+        raise ConfigError(_step_wish(source))
     tier = resolve_tier(one_place([argument] if argument else None, root))
     store = open_watched(tier.url, tier.options, timeout)
     foreign = ForeignCheckpoint(
@@ -99,6 +105,17 @@ def import_(
         return
     output.show_line(f"step {step} in {tier.url}, from {report.kind}", style="green")
     show_notes(report, source)
+
+
+def _step_wish(source: str) -> str:
+    """Return a text that asks for the number of the step. A number in the name of a file may be
+    that of a part or of a model, so it is only proposed.
+    """
+    from ckpt.exchange.foreign.adoption import number_in
+
+    wish = f"give --step N: which step {source} becomes"
+    number = number_in(source)
+    return wish if number is None else f"{wish}, such as --step {number}, as in its name"
 
 
 def show_notes(report: ImportReport, source: str) -> None:

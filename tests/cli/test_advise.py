@@ -91,6 +91,7 @@ def test_the_advice_is_one_sentence(interval: float, loss: float, expected: str)
             ("empty", "--failures-per-day", "2"),
             "has no journal: the job that wrote it had journal=False",
         ),
+        (("checkpoint.pt", "--failures-per-day", "2"), "checkpoint.pt ROOT --step N` makes"),
         (("s3://bucket/run", "--failures-per-day", "2"), "a journal is on this machine"),
     ],
 )
@@ -98,6 +99,7 @@ def test_bad_input_is_one_clear_error(
     cli: Cli, runs: Path, args: tuple[str, ...], text: str
 ) -> None:
     Path("empty").mkdir()
+    Path("checkpoint.pt").write_bytes(b"")
     ran = cli("advise", *args)
     assert (ran.code, text in ran.err) == (2, True), ran.err
 

@@ -88,9 +88,10 @@ def test_a_deleted_name_is_free_again(cli: Cli, tiers: tuple[Path, Path]) -> Non
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["a/b", 2], 2, "use 1 to 64 letters"),
+        (["a b", 2], 2, "use 1 to 64 letters"),
         (["x"], 2, "give NAME and STEP"),
         ([2], 2, "give NAME and STEP"),
+        (["runs/gpt", 2], 2, "runs/gpt is a place, since a name has no slash: give NAME"),
         (["x", 9], 7, "step 9 is no checkpoint"),
         (["none", "--delete"], 7, "there is 'first'"),
         (["x", "branch:none"], 7, "no branch has the name 'none'"),

@@ -656,7 +656,8 @@ def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
     ("args", "code", "expected"),
     [
         (["nowhere.pt", "runs", "--step", 101], 2, "is not there"),
-        (["c.pt", "runs"], 2, "step"),
+        (["c.pt", "runs"], 2, "give --step N: which step c.pt becomes\n"),
+        (["c-12.pt", "runs"], 2, "becomes, such as --step 12, as in its name"),
         (["c.pt", "runs", "--step", 100], 5, "already saved"),
         (["empty", "runs", "--step", 101], 2, "holds neither"),
         (["cut.pt", "runs", "--step", 101], 4, "not a whole file"),

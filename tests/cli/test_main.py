@@ -163,7 +163,7 @@ def test_what_an_output_has_no_letters_for_is_escaped(cli: Cli, backend: Storage
     ("root", "code", "expected"),
     [
         ("nope://x", 2, "no backend for 'nope://x'"),
-        ("ckpt.toml", 2, "not a folder"),
+        ("ckpt.toml", 2, "ckpt.toml ROOT --step N` makes a step of a file"),
         ("memory://none", 7, "it is empty, or does not exist"),
     ],
 )

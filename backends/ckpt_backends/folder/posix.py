@@ -85,7 +85,10 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
     count = stripe_count(options["stripe_count"]) if "stripe_count" in options else None
     root = _path_of(url)
     if os.path.lexists(root) and not os.path.isdir(root):
-        raise ConfigError(f"{root} is not a folder: name a folder, or a path that is free")
+        raise ConfigError(
+            f"{root} is not a folder: give the folder of a run, or a path that is free for a new "
+            f"one; `ckpt import {root} ROOT --step N` makes a step of a file of another program"
+        )
     kind = kind_of(root)
     return PosixBackend(
         root,

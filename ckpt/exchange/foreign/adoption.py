@@ -115,6 +115,13 @@ class _Elements:
     copies: dict[tuple[int, Box], Source] = field(default_factory=dict[tuple[int, Box], Source])
 
 
+def number_in(path: str) -> int | None:
+    """Return the last number in the name of a file or folder; None if there is none."""
+    name = os.path.basename(os.path.abspath(path))
+    numbers: list[str] = _NUMBER.findall(name)
+    return int(numbers[-1]) if numbers else None
+
+
 def step_in(path: str) -> int:
     """Return the last number in the name of a file or folder, which is its step by the custom of
     most trainers.
@@ -122,11 +129,10 @@ def step_in(path: str) -> int:
     Raises:
         ConfigError: There is no number in the name.
     """
-    name = os.path.basename(os.path.abspath(path))
-    numbers: list[str] = _NUMBER.findall(name)
-    if not numbers:
+    number = number_in(path)
+    if number is None:
         raise ConfigError(f"{path} has no number in its name: give --step N")
-    return int(numbers[-1])
+    return number
 
 
 def adopt_checkpoint(
