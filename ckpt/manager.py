@@ -689,7 +689,7 @@ class CheckpointManager:
         collection = self._collect(view, patterns=patterns)
         # Another rank may have the name.
         if collection.idle_patterns and self._coordinator.world_size == 1:
-            raise no_match_error(collection.idle_patterns)
+            raise no_match_error(collection.idle_patterns, map(str, view.state))
         preparation = self._plans.prepare(collection)
         if self._config.deltas is not None:
             self._saver.expect_deltas(preparation.plan, is_whole=patterns == Patterns())

@@ -109,7 +109,7 @@ CASES: list[tuple[str, Any, type[RestoreError], str]] = [
     ("n", nn.Linear(1, 1), KindMismatch, "'n'"),
     ("n", {"x": torch.zeros(1)}, KindMismatch, "'n'"),
     ("n", [torch.zeros(1)], KindMismatch, "'n'"),
-    ("n", PerRank(1), KindMismatch, "'n'"),
+    ("n", PerRank(1), KindMismatch, r"a PerRank in the target: .* \(exclude='n'\)"),
     ("list", {"x": torch.zeros(1)}, KindMismatch, "'list'"),
     ("model", 3, KindMismatch, "'model'"),
     ("model", torch.zeros(1), KindMismatch, "'model'"),

@@ -140,7 +140,13 @@ def test_another_learning_rate_keeps_the_moments() -> None:
 
 
 def test_the_weights_of_another_run() -> None:
-    assert equal(answer("rename=")["model"], 3)
+    assert equal(answer('rename={"net": "model"}')["model"], 3)
+
+
+def test_the_average_is_evaluated() -> None:
+    with CheckpointManager("runs/ema") as manager:
+        manager.save({"ema": torch.optim.swa_utils.AveragedModel(job(2)["model"])}, 1)
+    assert equal(answer("runs/ema")["model"], 2)
 
 
 def test_all_but_one_part() -> None:
@@ -222,7 +228,7 @@ def test_the_text_has_these_commands() -> None:
 
 
 def test_each_answer_in_code_is_run_here() -> None:
-    assert len(_PYTHON) == 12
+    assert len(_PYTHON) == 13
     assert {line.split()[1] for line in _COMMANDS} == {
         "watch",
         "export",

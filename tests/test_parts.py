@@ -134,7 +134,7 @@ def test_a_pattern_that_fits_no_name_is_an_error_and_nothing_is_saved(tmp_path: 
             {"exclude": "mdl"},
         ]
         for patterns in unknown:
-            with pytest.raises(ConfigError, match="no name of the state fits"):
+            with pytest.raises(ConfigError, match=r"no name of the state fits .*; it has 'model'"):
                 manager.save_async(state, 1, **patterns)
         wrong: list[dict[str, Any]] = [{"only": []}, {"exclude": [3]}, {"only": ""}]
         for patterns in wrong:

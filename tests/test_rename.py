@@ -4,6 +4,8 @@ saved.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.errors import (
@@ -26,6 +29,7 @@ from ckpt.errors import (
     ShapeMismatch,
 )
 from tests.kit.marks import torture
+from tests.kit.pages import block
 from tests.state.saving import assert_same, restored
 
 
@@ -139,6 +143,19 @@ def test_everything_below_a_name(root: str) -> None:
         restored(root, {"own": PerRank(torch.zeros(2))}, only="own")
 
 
+def test_the_average_of_a_model_fills_a_plain_model_and_the_error_says_how(tmp_path: Path) -> None:
+    average, net = AveragedModel(Net()), Net()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"ema": average}, 1)
+        with pytest.raises(EntryMissing) as refused:
+            manager.restore({"net": net}, only="net", rename={"net": "ema/module"})
+        (text,) = re.findall(r"rename=(\{.*\})", str(refused.value))
+        assert text == '{"net/*": "ema/module.*"}'
+        assert text in block("docs/how-do-i.md", "runs/ema")
+        manager.restore({"net": net}, only="net", rename=json.loads(text))
+    assert_tensors(net.state_dict(), average.module.state_dict())
+
+
 def test_two_names_of_one_source_and_a_rule_for_many(root: str) -> None:
     state = job(2, Net(heads=("one", "two")))
     saved = job(1)["model"]
@@ -210,8 +227,12 @@ def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(
 @pytest.mark.parametrize(
     ("rename", "error", "expected"),
     [
-        ({"modle/*": "model/*"}, ConfigError, "modle"),
-        ({"model/trunk": "model/backbone"}, ConfigError, "parted by dots"),
+        (
+            {"modle/*": "model/*"},
+            ConfigError,
+            "fits 'modle/\\*'; it has 'model', 'optimizer', 'epoch'",
+        ),
+        ({"model/trunk": "model/backbone"}, ConfigError, r"parted by dots \(model/encoder\.\*\)"),
         (
             {"model/head.*": "model/tail.*"},
             EntryMissing,
@@ -225,7 +246,11 @@ def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(
         ({"model/head.weight": "epoch"}, KindMismatch, "head.weight"),
         ({"epoch": "model/head.weight"}, KindMismatch, "epoch"),
         ({"model": "optimizer"}, KindMismatch, "model"),
-        ({"model/head.*": "model/backbone.0.*"}, EntryUnexpected, r"model/head\.weight"),
+        (
+            {"model/head.*": "model/backbone.0.*"},
+            EntryUnexpected,
+            r"leave it out \(exclude='model/head\.",
+        ),
         (
             lambda name: "model/head.weight" if name == "model/head.bias" else name,
             ShapeMismatch,

@@ -326,8 +326,8 @@ def _remove_rest(tiers: Sequence[RunTier]) -> None:
 
 
 def _remove_if_empty(folder: str) -> None:
-    """Remove a folder that is empty. The folder of this process stays, and so does one that a person
-    has set up for a group, since only that person can make it again.
+    """Remove a folder that is empty. The working folder stays, and so does one that a person has
+    set up for a group, since only that person can make it again.
     """
     with suppress(OSError):
         status = os.stat(folder)

@@ -17,6 +17,10 @@ _MOST_COMPARED: Final = 20_000
 """How many names of a checkpoint are compared with a missing name, which takes 0.2 s."""
 
 
+_WORDS: Final = {"per_rank": "PerRank"}
+"""Kinds of values whose names in a manifest are not those that a user writes."""
+
+
 class RestoreError(CkptError):
     """The checkpoint does not fit the target, or there is no checkpoint to restore."""
 
@@ -64,6 +68,7 @@ class EntryMissing(RestoreError):
         rest_count = len(present) - len(examples) if not self.near else 0
         suffix = f" and {rest_count} more" if rest_count else ""
         has = f"; it has {few(examples)}{suffix}" if present else ""
+        way = _dotted_rename(self.sources, present) or way
         super().__init__(f"step {step} has no {few(quoted_names, quote=False)}{has}: {way}")
 
 
@@ -74,6 +79,19 @@ def _near(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(matches))[:3]
 
 
+def _dotted_rename(sources: Mapping[str, str], present: Collection[str]) -> str:
+    """Return the text that proposes a renaming for a module inside of a saved module, whose names
+    have a dot there instead of a slash. It is empty if no such module is among ``sources``.
+    """
+    for name, source in sources.items():
+        if name != source and any(other.startswith(f"{source}.") for other in present):
+            return (
+                f"{source!r} is inside of a module, and its names have a dot: give "
+                f'rename={{"{name}/*": "{source}.*"}}'
+            )
+    return ""
+
+
 class EntryUnexpected(RestoreError):
     """The checkpoint has names that the target does not have."""
 
@@ -81,7 +99,8 @@ class EntryUnexpected(RestoreError):
         self.names, self.step = tuple(names), step
         super().__init__(
             f"step {step} also holds {few(names)}, which the state given has no place for: "
-            'give it one, say what you want (only="model/*"), or leave it (strict=False)'
+            f"give it one, leave it out (exclude={names[0]!r}), or leave all such names "
+            "(strict=False)"
         )
 
 
@@ -137,10 +156,9 @@ class KindMismatch(RestoreError):
             else "one of its kind"
         )
         super().__init__(
-            f"{name!r} is a {saved_kind} in the checkpoint and a {target_kind} in the target: give "
-            "the "
-            f"state {kind}, "
-            'or say what you want (only="model/*")'
+            f"{name!r} is a {_WORDS.get(saved_kind, saved_kind)} in the checkpoint and a "
+            f"{_WORDS.get(target_kind, target_kind)} in the target: give the state {kind}, or let "
+            f"it keep what it has (exclude={name!r})"
         )
 
 
@@ -155,6 +173,5 @@ class OptimizerMismatch(RestoreError):
             f"{name!r} was saved by another kind of optimizer: it has the {category} "
             f"{few(saved_names)}, "
             f"the target has {few(target_names)} instead: "
-            'take the optimizer out of the state, say what you want (only="model/*"), or let it '
-            "keep what it has (strict=False)"
+            f"take the optimizer out of the state, or let it begin afresh (exclude={name!r})"
         )

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from ckpt.errors import ConfigError, ManifestCorrupt
+from ckpt.errors.base import few
 from ckpt.model.values import parse
 
 LEFT_OUT: Final = "left_out"
@@ -96,15 +97,17 @@ def as_patterns(setting: str, value: str | Sequence[str]) -> tuple[str, ...]:
     return patterns
 
 
-def no_match_error(patterns: Iterable[str]) -> ConfigError:
-    """Return the error for patterns that match no name of the state on any rank."""
-    names = ", ".join(map(repr, patterns))
+def no_match_error(patterns: Iterable[str], names: Iterable[str] = ()) -> ConfigError:
+    """Return the error for patterns that match no name of the state on any rank. ``names`` are the
+    outermost names of the state, if they are known here.
+    """
+    has = f"; it has {few(list(names))}" if names else ""
     return ConfigError(
-        f"no name of the state fits {names}: names are as `ckpt show` prints them, in "
-        "a model parted by dots; an optimizer's state is taken for a parameter as a whole "
-        "(optimizer/model/weight), and its settings together (a restore takes them as "
-        "optimizer/param_groups, a save with any of the state); a list or an object is saved as a "
-        "whole"
+        f"no name of the state fits {', '.join(map(repr, patterns))}{has}: names are as `ckpt "
+        "show` prints them, in a model parted by dots (model/encoder.*); an optimizer's state is "
+        "taken for a parameter as a whole (optimizer/model/weight), and its settings together (a "
+        "restore takes them as optimizer/param_groups, a save with any of the state); a list or "
+        "an object is saved as a whole"
     )
 
 

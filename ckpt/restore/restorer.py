@@ -417,7 +417,8 @@ class Restorer:
         )
         surplus_names = tuple(name for name in nowhere if not name.startswith(_PATTERN))
         if unused_patterns := [name for name in nowhere if name.startswith(_PATTERN)]:
-            raise no_match_error(pattern[1:].replace(_PATTERN, "/") for pattern in unused_patterns)
+            patterns = [pattern[1:].replace(_PATTERN, "/") for pattern in unused_patterns]
+            raise no_match_error(patterns, map(str, state))
         if surplus_names and self._selection.strict:
             raise EntryUnexpected(surplus_names, ref.step)
         self._is_overwritten = True
