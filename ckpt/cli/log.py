@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.branches import Branch, all_branches
+from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import StoredStep
 from ckpt.cli import output
 from ckpt.cli.metric_columns import MetricColumns
@@ -76,7 +77,8 @@ def log(
     steps = _checkpoints(tiers)
     if not steps:
         urls = ", ".join(tier.store.url for tier in tiers)
-        raise NoCheckpoint(urls, "there is no checkpoint, and so no history")
+        store, refs = tiers[-1].store, [step.ref for step in tiers[-1].steps]
+        raise NoCheckpoint(urls, store.ask(partial(why_missing, store, refs, None)))
     rollbacks, branches = history_of(rollbacks_of(tiers)), _branches(tiers)
     if json:
         branch_by_ref = {ref: abandoned_by(rollbacks, ref) for ref in steps}

@@ -80,7 +80,7 @@ def watch(
         output.warn(f"{backend.url} does not exist: its steps are handled once a job makes it")
     watcher = Watcher(backend, name, newest=newest)
     backend.ask(watcher.look)  # Raises if the store does not answer; later looks try again
-    failed_steps: list[int] = []
+    failures = 0
     steps = each_step(watcher, None if single else poll_seconds)
     signals = StepSignals()
     with signals.as_exceptions(), closing(steps):
@@ -88,10 +88,10 @@ def watch(
             code = run_for_step(command, step, signals) if command else 0
             _say(step, code, json=json)
             if code:
-                failed_steps.append(step.step)
+                failures += 1
                 watcher.leave(step)
-    if failed_steps:
-        output.warn(f"the command failed for steps {output.ranges(failed_steps)}")
+    if failures:
+        output.warn(f"the command failed for {output.count(failures, 'step')}")
         raise typer.Exit(1)
 
 

@@ -402,4 +402,6 @@ def _sum(path: str, names: Sequence[str]) -> int:
 
 
 def _mib(nbytes: int) -> str:
+    if 0 < nbytes < 2**20:
+        return f"{-(-nbytes >> 10)} KiB"
     return f"{nbytes / 2**20:,.0f} MiB"

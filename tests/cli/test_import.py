@@ -360,7 +360,7 @@ def test_an_optimizer_without_names_is_restored_by_place_as_torch_does(cli: Cli)
     with CheckpointManager("runs") as manager:
         report = manager.restore({"model": other, "optimizer": another})
     assert report is not None
-    assert (report.missing, report.unexpected) == ((), ())
+    assert (report.missing, report.unexpected, report.renamed) == ((), (), ())
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert same(another.state_dict(), optimizer.state_dict())
 

@@ -122,7 +122,7 @@ def test_beside_a_living_job_it_needs_force(cli: Cli, tiers: tuple[Path, Path]) 
         (["rollback"], 2, "name the step to go back to"),
         (["rollback", "latest"], 2, "name the step to go back to"),
         (["rollback", "9"], 7, "step 9 is no checkpoint there"),
-        (["log", "empty"], 7, "there is no checkpoint"),
+        (["log", "empty"], 7, "it is empty, or does not exist"),
     ],
 )
 def test_bad_input_changes_nothing(

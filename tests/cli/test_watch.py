@@ -43,7 +43,7 @@ def test_a_command_that_fails_is_tried_again_by_the_next_watcher(cli: Cli, runs:
     ran = cli("watch", "--once", "--exec", "test {step} != 1")
     assert ran.code == 1
     assert "step 1: the command ended with exit code 1" in ran.err
-    assert "failed for steps 1" in ran.err
+    assert "the command failed for 1 step\n" in ran.err
     ran = cli("watch", "--once")
     assert ran.code == 0
     assert ran.out.startswith("step 1 ")

@@ -38,6 +38,11 @@ def test_as_many_slots_as_fit_and_shared_if_one_does(memory, shared, slots, is_s
     assert ("2 were wanted" in budget.sentence) == (slots < 2)
 
 
+def test_a_small_image_has_a_size():
+    room = Room(memory=MIB, shared_bytes=MIB, ranks=1)
+    assert "2 slot(s) of 98 KiB each" in decide(100_000, most_slots=2, room=room).sentence
+
+
 @pytest.mark.parametrize("used", [0, 100])
 def test_what_deltas_keep_is_counted_and_told(tmp_path, monkeypatch, used):
     """Memory that is yet to be taken is free on the machine until then."""

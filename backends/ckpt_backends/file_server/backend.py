@@ -280,7 +280,11 @@ def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBacke
         if parameter.default is parameter.empty and not _is_rest(parameter)
     }
     if missing := required - settings.keys():
-        raise ConfigError(f"{clean_url!r} needs the option {min(missing)!r}")
+        name = min(missing)
+        raise ConfigError(
+            f"{clean_url!r} needs the option {name!r}: give Tier({clean_url!r}, options="
+            f"{{{name!r}: ...}}), or `options = {{ {name} = ... }}` to this tier in ckpt.toml"
+        )
 
     def connect() -> Connection:
         try:

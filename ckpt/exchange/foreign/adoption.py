@@ -285,8 +285,8 @@ class _Adoption:
         if self._report.copied_bytes:
             self._report.notes.append(
                 f"{len(leaves)} tensor(s), such as {leaves[0].name!r}, are copied to the root "
-                f"({self._report.copied_bytes} bytes), since the source has their bytes in another "
-                "order, or not at all"
+                f"({self._report.copied_bytes} bytes), since the source has them in another "
+                "order, or as other values"
             )
         return OwnPart(plan, sources)
 

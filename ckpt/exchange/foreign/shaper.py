@@ -214,10 +214,9 @@ class Shaper:
         if not names_by_module:
             self._report.names[name] = f"optimizer of {len(ids)} parameters, by place"
             self._report.notes.append(
-                f"{name!r} {origin}: it loads by position, as load_state_dict() does, into an "
-                "optimizer with the same groups and parameters in the same order; for any other, "
-                "import it with its model, and give --param-names FILE, a name on each line, as "
-                "model.named_parameters() has them, in the order of the optimizer"
+                f"{name!r} loads by position, as load_state_dict() does, into an optimizer with "
+                f"the same groups, since it {origin}; for another one, import it with its model "
+                "and --param-names FILE"
             )
             return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
         ((module, names),) = names_by_module.items()

@@ -269,7 +269,9 @@ class _Loader:
             elif target.record is None:
                 match.lack(target.name, target.source, target.weight)
             else:
-                match.claim(target.name, target.source)
+                # What loads by position is no renaming, since its source has no name.
+                is_placed = PLACELESS in target.source and PLACELESS not in target.name
+                match.claim(target.name, target.source, silent=is_placed)
                 if target.is_here:
                     self._state(target, target.record)
         if match.takes(f"{self._path}/param_groups"):

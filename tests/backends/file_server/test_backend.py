@@ -484,7 +484,7 @@ def test_a_file_that_the_disk_of_an_ftp_server_does_not_give_is_not_missing(tmp_
 
 def test_an_option_that_webdav_needs_is_named():
     need_module("webdav4")
-    with pytest.raises(ConfigError, match="needs the option 'base_url'"):
+    with pytest.raises(ConfigError, match=r"options=\{'base_url': \.\.\.\}\), or `options = "):
         open_backend("webdav://run")
 
 

@@ -354,6 +354,7 @@ def test_a_tensor_in_channels_last_is_copied_and_keeps_its_order(tmp_path: Path)
     dcp.save({"model": model}, checkpoint_id=folder, no_dist=True)
     report = adopted(folder, root)
     assert any("'model/weight', are copied to the root" in note for note in report.notes)
+    assert any("in another order, or as other values" in note for note in report.notes)
     state = load_state(str(root))["model"]
     assert same(dict(state), model)
     assert state["weight"].stride() == conv.weight.stride()
