@@ -249,7 +249,7 @@ def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(
         (
             {"model/head.*": "model/backbone.0.*"},
             EntryUnexpected,
-            r"leave it out \(exclude='model/head\.",
+            r"or exclude='model/head\.",
         ),
         (
             lambda name: "model/head.weight" if name == "model/head.bias" else name,

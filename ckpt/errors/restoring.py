@@ -84,10 +84,11 @@ def _dotted_rename(sources: Mapping[str, str], present: Collection[str]) -> str:
     have a dot there instead of a slash. It is empty if no such module is among ``sources``.
     """
     for name, source in sources.items():
-        if name != source and any(other.startswith(f"{source}.") for other in present):
+        stem = source.rstrip(".")
+        if name != stem and any(entry.startswith(f"{stem}.") for entry in present):
             return (
-                f"{source!r} is inside of a module, and its names have a dot: give "
-                f'rename={{"{name}/*": "{source}.*"}}'
+                f"{stem!r} is inside of a module, and its names have a dot: give "
+                f'rename={{"{name}/*": "{stem}.*"}}'
             )
     return ""
 
@@ -99,8 +100,8 @@ class EntryUnexpected(RestoreError):
         self.names, self.step = tuple(names), step
         super().__init__(
             f"step {step} also holds {few(names)}, which the state given has no place for: "
-            f"give it one, leave it out (exclude={names[0]!r}), or leave all such names "
-            "(strict=False)"
+            f'give it one, say what you want (only="model", or exclude={names[0]!r}), or leave all '
+            "such names (strict=False)"
         )
 
 

@@ -270,8 +270,8 @@ class _Loader:
                 match.lack(target.name, target.source, target.weight)
             else:
                 # What loads by position is no renaming, since its source has no name.
-                is_placed = PLACELESS in target.source and PLACELESS not in target.name
-                match.claim(target.name, target.source, silent=is_placed)
+                by_position = PLACELESS in target.source and PLACELESS not in target.name
+                match.claim(target.name, target.source, silent=by_position)
                 if target.is_here:
                     self._state(target, target.record)
         if match.takes(f"{self._path}/param_groups"):
