@@ -101,7 +101,8 @@ def no_match_error(patterns: Iterable[str], names: Iterable[str] = ()) -> Config
     """Return the error for patterns that match no name of the state on any rank. ``names`` are the
     outermost names of the state, if they are known here.
     """
-    has = f"; it has {few(list(names))}" if names else ""
+    entries = few(list(names))
+    has = f"; it has {entries}" if entries else ""
     return ConfigError(
         f"no name of the state fits {', '.join(map(repr, patterns))}{has}: names are as `ckpt "
         "show` prints them, in a model parted by dots (model/encoder.*); an optimizer's state is "
