@@ -81,9 +81,10 @@ def _near(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
 
 def _dotted_rename(sources: Mapping[str, str], present: Collection[str]) -> str:
     """Return the text that proposes a renaming for a module inside of a saved module, whose names
-    have a dot there instead of a slash. It is empty if no such module is among ``sources``.
+    have a dot there instead of a slash. It is empty if no such module is among the first of
+    ``sources``: there may be many, and each is compared with all names.
     """
-    for name, source in sources.items():
+    for name, source in islice(sources.items(), 3):
         stem = source.rstrip(".")
         if name != stem and any(entry.startswith(f"{stem}.") for entry in present):
             return (
