@@ -118,7 +118,7 @@ class CheckpointManager:
             make = partial(default_journal, self._tiers, self._coordinator.rank)
             journals = journals_of(self, observers, make if self._config.journal else None)
             self._observers = Observers(list(dict.fromkeys((*observers, *journals))))
-            self._ledger = SaveLedger(self._observers, self._config)
+            self._ledger = SaveLedger(self._observers, self._config, self._tiers)
             self._listing = Listing([tier.backend for tier in self._tiers], self._guard.check_open)
             self._metrics = [MetricsReader(tier.backend) for tier in self._tiers]
             missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt")
 _SILENT_SECONDS: Final = 2.0
 """How long ``close`` waits before it logs which tiers it waits for."""
+_LONG_SECONDS: Final = 30.0
+"""How long a wait for one save lasts before the same log lines. A large save takes seconds."""
 
 
 class PendingSave:
@@ -93,6 +95,12 @@ class PendingSave:
     def tiers(self) -> tuple[str, ...]:
         """The URLs of the tiers that the save goes to, nearest first."""
         return tuple(self._names)
+
+    @property
+    def open_tiers(self) -> list[str]:
+        """The URLs of the tiers on which the save has not ended yet."""
+        with self._change:
+            return sorted(self._open_tiers)
 
     @property
     def stall_seconds(self) -> float:
@@ -164,19 +172,30 @@ class PendingSave:
         return self._ends.get(url, self._error)
 
     def _await(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``is_over`` returns True. Return False if ``timeout`` seconds pass before."""
+        """Wait until ``is_over`` returns True. Return False if ``timeout`` seconds pass before. If
+        the wait is long, log once which tiers the save has not ended on.
+        """
         check_timeout(timeout, "; a tier is named by tier=...")
         if os.getpid() != self._pid and not is_over():  # The copy in a fork is not notified
             raise ConfigError(
                 f"step {self.step} is saved by process {self._pid}: only that process can wait "
                 "for it"
             )
+        is_long = timeout is None or timeout > _LONG_SECONDS
         with self._change:
-            return self._change.wait_for(is_over, timeout)
+            if self._change.wait_for(is_over, _LONG_SECONDS if is_long else timeout):
+                return True
+        if not is_long:
+            return False
+        _log_open_tiers([self])
+        with self._change:
+            return self._change.wait_for(is_over, timeout and timeout - _LONG_SECONDS)
 
-    def wait(self) -> None:
-        """Wait until the save is over. Its error stays for a later call of the manager to raise."""
-        self._await(lambda: self._is_finished, None)
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the save is over. Return False if ``timeout`` seconds pass before. Its error
+        stays for a later call of the manager to raise.
+        """
+        return self._await(lambda: self._is_finished, timeout)
 
     def done(self) -> bool:
         """Return True if the save is over on all tiers, whether it has succeeded or failed."""
@@ -285,7 +304,7 @@ def check_timeout(timeout: float | None, hint: str = "") -> None:
         )
 
 
-def wait_and_log(future: Future[Any], saves: Sequence[SaveRecord], timeout: float | None) -> bool:
+def wait_and_log(future: Future[Any], saves: Sequence[PendingSave], timeout: float | None) -> bool:
     """Wait for ``future``, the work that ends ``saves``. If that takes more than two seconds, log
     once which tiers it waits for.
 
@@ -295,9 +314,7 @@ def wait_and_log(future: Future[Any], saves: Sequence[SaveRecord], timeout: floa
     patience = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
     if wait([future], patience).done:
         return True
-    for tier, steps in _under_way(saves).items():
-        text = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, newest {max(steps)}"
-        _log.warning("ckpt: waiting for %s: %s", tier, text)
+    _log_open_tiers(saves)
     return bool(wait([future], None if timeout is None else timeout - patience).done)
 
 
@@ -332,11 +349,12 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
     return error
 
 
-def _under_way(saves: Sequence[SaveRecord]) -> dict[str, list[int]]:
-    """Return the steps whose saves have not ended on a tier yet: URL of the tier -> steps."""
+def _log_open_tiers(saves: Sequence[PendingSave]) -> None:
+    """Log the tiers on which saves have not ended yet."""
     steps_by_tier: dict[str, list[int]] = {}
     for save in saves:
-        for tier, error in save.missing_tiers().items():
-            if error is None:
-                steps_by_tier.setdefault(tier, []).append(save.step)
-    return steps_by_tier
+        for tier in save.open_tiers:
+            steps_by_tier.setdefault(tier, []).append(save.step)
+    for tier, steps in steps_by_tier.items():
+        text = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, newest {max(steps)}"
+        _log.warning("ckpt: waiting for %s: %s", tier, text)

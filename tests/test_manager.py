@@ -355,6 +355,17 @@ def test_with_skip_a_save_is_left_out_while_no_slot_is_free(
         assert manager.steps() == [1, 2]
 
 
+def test_a_long_wait_for_a_save_names_the_tier_in_the_log(
+    memory: str, gate: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("ckpt.pending._LONG_SECONDS", 0.1)
+    with CheckpointManager(memory) as manager:
+        with pytest.raises(TimeoutError, match=r"after 0\.3 s"):
+            manager.save({"x": 1}, 7, timeout=0.3)
+        assert f"waiting for {memory}: 1 step, newest 7" in caplog.text
+        gate.set()
+
+
 def test_with_wait_the_call_waits_for_a_slot_and_nothing_is_lost(
     memory: str, gate: threading.Event
 ) -> None:
@@ -472,7 +483,7 @@ def test_a_second_manager_on_the_root_of_a_busy_one_is_refused_and_writes_nothin
     near: Path, far: Path, gated: Gated
 ) -> None:
     gated.open.clear()
-    with CheckpointManager([near, far]) as first:
+    with CheckpointManager([near, far], commit_timeout_seconds=0.5) as first:
         pending = first.save_async({"x": 1}, 1)
         pending.result(20, tier=str(near))
         before = sorted(str(path) for path in near.rglob("*"))
@@ -506,6 +517,35 @@ def test_a_manager_without_a_save_under_way_gives_its_root_up_to_a_second_one(
         first.close()
         second.save({"x": 5}, 5)
         assert second.steps() == [1, 2, 4, 5]
+
+
+def test_a_restore_waits_for_the_saves_of_an_earlier_manager_of_the_process(
+    memory: str, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cell of a notebook is run again while a save is under way."""
+    first = CheckpointManager(memory)
+    pending = first.save_async({"x": 1}, 4)
+    threading.Timer(0.4, gate.set).start()
+    with CheckpointManager(memory) as second:
+        report = second.restore(state := {"x": 0})
+        assert report is not None
+        assert report.step == 4
+        assert pending.result() is not None
+        second.save_async(state).result()
+        assert second.steps() == [4, 5]
+    assert "alive" not in caplog.text
+
+
+def test_a_save_waits_for_the_saves_of_an_earlier_manager_of_the_process(
+    memory: str, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = CheckpointManager(memory)
+    first.save_async({"x": 1}, 1)
+    threading.Timer(0.4, gate.set).start()
+    with CheckpointManager(memory) as second:
+        second.save({"x": 2}, 2)
+        assert second.steps() == [1, 2]
+    assert "waits for the saves" in caplog.text
 
 
 def test_a_manager_that_nobody_refers_to_gives_its_root_up(

@@ -257,30 +257,34 @@ def _list_all(
     began, patience = time.monotonic(), min(ANSWER_SECONDS, LISTING_SECONDS)
     pending = wait(pending, patience / 3).not_done
     answers = {
-        future: workers.submit(_answers, stores[futures.index(future)]) for future in pending
+        future: workers.submit(_silence, stores[futures.index(future)]) for future in pending
     }
     pending = wait(pending, patience * 2 / 3).not_done
-    live = {future for future in pending if answers[future].done() and answers[future].result()}
+    reasons = {future: answers[future].result() for future in pending if answers[future].done()}
+    live = {future for future, reason in reasons.items() if reason is None}
     wait(live, max(0.0, began + LISTING_SECONDS - time.monotonic()))
 
     def timeout_error(future: Future[RootContents | StorageError]) -> StorageError:
         seconds = LISTING_SECONDS if future in live else ANSWER_SECONDS
+        reason = f" ({reasons[future]})" if reasons.get(future) else ""
         return TransientStorageError(
-            "", f"no answer within {seconds:.0f} s, and a nearer tier has a step"
+            "", f"no answer within {seconds:.0f} s{reason}, and a nearer tier has a step"
         )
 
     return [future.result() if future.done() else timeout_error(future) for future in futures]
 
 
-def _answers(store: StorageBackend) -> bool:
-    """Return True if the store answers a small request, even with an error. A transient error, such
-    as a time-out, counts as no answer.
+def _silence(store: StorageBackend) -> str | None:
+    """Return None if the store answers a small request, even with an error. A transient error, such
+    as a refused connection, counts as no answer, and its detail is returned.
     """
     try:
         store.head(OWNER)
-    except CkptError as error:
-        return not isinstance(error, TransientStorageError)
-    return True
+    except TransientStorageError as error:
+        return error.detail
+    except CkptError:
+        return None
+    return None
 
 
 def _holds_any(store: StorageBackend, listing: RootContents | StorageError) -> bool:

@@ -32,6 +32,7 @@ from ckpt.model.selector import BranchStep
 from ckpt.observe.metric_modes import modes_of_run
 
 _CURRENT: Final = "*"
+_OLDER: Final = "o"
 _SIDE: Final = "| o"
 _FORK: Final = "|/"
 
@@ -64,9 +65,10 @@ def log(
 ) -> None:
     r"""Show the history of a run, newest step first.
 
-    "*" is a step of the current branch, from which the next job goes on. "o" is a step that a
-    rollback has abandoned; "|/" joins its branch with the step that both have in common. `ckpt
-    rollback` goes back, and takes an abandoned branch up again. `ckpt branch` gives a step a name.
+    "*" is a step of the current branch, from which the next job goes on. "o" is an older attempt at
+    such a step, or after "|" a step that a rollback has abandoned; "|/" joins its branch with the
+    step that both have in common. `ckpt rollback` goes back, and takes an abandoned branch up
+    again. `ckpt branch` gives a step a name.
 
     \b
     Examples:
@@ -82,10 +84,14 @@ def log(
     rollbacks, branches = history_of(rollbacks_of(tiers)), _branches(tiers)
     if json:
         branch_by_ref = {ref: abandoned_by(rollbacks, ref) for ref in steps}
+        older_refs = _older_refs([ref for ref, branch in branch_by_ref.items() if branch is None])
         output.show_json(
             {
                 "roots": [tier.store.url for tier in tiers],
-                "steps": [_as_json(step, branch_by_ref[ref]) for ref, step in steps.items()],
+                "steps": [
+                    _as_json(step, branch_by_ref[ref], is_older=ref in older_refs)
+                    for ref, step in steps.items()
+                ],
                 "rollbacks": [_rollback_as_json(rollback) for rollback in rollbacks],
                 "branches": [_branch_as_json(branch) for branch in branches],
             }
@@ -132,13 +138,22 @@ def _lines(
             branch.append(step)
         else:
             groups.setdefault(rollback.number, []).append(step)
+    older_refs = _older_refs([step.ref for step in branch])
     lines: list[_Line] = []
     for step in branch:
+        is_older = step.ref in older_refs
         lines += _groups_above(groups, step.ref.step)
         targets = [rollback for rollback in rollbacks if rollback.ref == step.ref]
-        lines.append(_Line(_CURRENT, step, "; ".join(map(_text_of, targets))))
+        notes = [*(["older attempt"] if is_older else []), *map(_text_of, targets)]
+        lines.append(_Line(_OLDER if is_older else _CURRENT, step, "; ".join(notes)))
     lines += _groups_above(groups, -1)
     return [_with_names(line, branches) for line in lines]
+
+
+def _older_refs(refs: Sequence[StepRef]) -> set[StepRef]:
+    """Return those of ``refs``, newest first, that have a newer attempt at the same step."""
+    newest = {ref.step: ref for ref in reversed(refs)}
+    return {ref for ref in refs if newest[ref.step] != ref}
 
 
 def _with_names(line: _Line, branches: Sequence[Branch]) -> _Line:
@@ -211,12 +226,13 @@ def _number(line: _Line) -> int | None:
     return line.step.ref.step if line.step and line.graph == _CURRENT else None
 
 
-def _as_json(step: StoredStep, rollback: Rollback | None) -> dict[str, object]:
+def _as_json(step: StoredStep, rollback: Rollback | None, *, is_older: bool) -> dict[str, object]:
     return {
         "step": step.ref.step,
         "attempt": step.ref.attempt,
         "committed_at": output.moment_utc(step.created_at),
         "metrics": dict(step.metrics),
+        "older": is_older,
         "abandoned_by": rollback.number if rollback is not None else None,
     }
 

@@ -25,7 +25,7 @@ from ckpt.root.owner import (
     detach,
     put_owner,
     read_owner,
-    refusing_owner,
+    refuses,
     release,
     succeed,
 )
@@ -165,11 +165,13 @@ class Claim:
 
     def warn(self) -> None:
         """Log a warning if ``take`` would fail, since the root belongs to a job that is alive.
+        There is none about another manager of this process, for whose saves ``take`` waits.
 
         Raises:
             StorageError: The store has failed.
         """
-        if (owner := refusing_owner(self._backend, self._owner)) is not None:
+        owner = read_owner(self._backend)
+        if owner is not None and refuses(owner, self._owner) and owner.work is None:
             _log.warning(
                 "ckpt: %s belongs to a job that is alive (%s): this job may restore from it, but "
                 "as long as the other job lives, a save of this job fails",

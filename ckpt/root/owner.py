@@ -12,7 +12,8 @@ agent counts its own, and the workers of a lost node may outlive the start of th
 
 Several managers of one process may use a root in turn, such as in a notebook whose cell is run
 again. There the newest manager wins too: one that is garbage collected, or has no save under way,
-gives its root up (``attend``), and so does a program that has called ``os.execv``.
+gives its root up (``attend``), and so does a program that has called ``os.execv``. The newest
+manager waits for the saves that an older one has under way.
 
 The record also says where the root is. A copy of the root, which somebody made while the owner was
 alive, has a copy of the record, and has no owner.
@@ -24,6 +25,7 @@ import logging
 import os
 import socket
 import weakref
+from collections.abc import Collection
 from typing import Final, Protocol
 
 import msgspec
@@ -56,8 +58,23 @@ class Work(Protocol):
     """The saves of a manager."""
 
     @property
+    def urls(self) -> frozenset[str]:
+        """The roots that the saves go to."""
+        ...
+
+    @property
     def is_idle(self) -> bool:
         """Whether no save is under way."""
+        ...
+
+    def wait_kept(self) -> None:
+        """Wait until some tier has each save that is under way, or the save is over, but at most
+        for the commit timeout.
+        """
+        ...
+
+    def wait_idle(self) -> None:
+        """Wait until no save is under way, but at most for the commit timeout."""
         ...
 
 
@@ -71,6 +88,15 @@ def attend(attempt: str, manager: object, work: Work) -> None:
     """
     _works[attempt] = work
     weakref.finalize(manager, _collected_attempts.add, attempt).atexit = False
+
+
+def await_others(attempt: str, urls: Collection[str]) -> None:
+    """Wait until some tier has the saves that other managers of this process have under way to one
+    of the roots ``urls``. ``attempt`` is that of the manager that waits.
+    """
+    for other_attempt, work in list(_works.items()):
+        if other_attempt != attempt and not work.urls.isdisjoint(urls):
+            work.wait_kept()
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -127,8 +153,12 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def gives_way(self) -> bool:
         """Whether this owner is a manager of this process that has no save under way."""
-        work = _works.get(self.attempt) if self.here_too else None
-        return work is not None and work.is_idle
+        return (work := self.work) is not None and work.is_idle
+
+    @property
+    def work(self) -> Work | None:
+        """The saves of this owner, if it is a manager of this process."""
+        return _works.get(self.attempt) if self.here_too else None
 
     def is_predecessor(self, job: Owner) -> bool:
         """Return True if the processes of this owner are known to have started before those of
@@ -177,13 +207,8 @@ def put_owner(backend: StorageBackend, claimant: Owner) -> Owner:
     return record
 
 
-def refusing_owner(backend: StorageBackend, claimant: Owner) -> Owner | None:
-    """Return the owner that makes ``claim`` refuse ``claimant``; None if there is none."""
-    owner = read_owner(backend)
-    return owner if owner is not None and _refuses(owner, claimant) else None
-
-
-def _refuses(owner: Owner, claimant: Owner) -> bool:
+def refuses(owner: Owner, claimant: Owner) -> bool:
+    """Return True if ``owner``, the owner of a root, makes ``claim`` refuse ``claimant``."""
     return (
         owner.attempt not in {claimant.attempt, *_ended_attempts}
         and owner.alive
@@ -195,7 +220,8 @@ def succeed(backend: StorageBackend, claimant: Owner) -> Owner:
     """Return the record that ``claim`` would write for ``claimant``, and write nothing.
 
     This is ``claimant`` with the attempts that have ended, and those that may be alive: the
-    attempts in the earlier record, and the attempt of the earlier record itself.
+    attempts in the earlier record, and the attempt of the earlier record itself. If the owner is a
+    manager of this process, the call waits for its saves.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -204,7 +230,15 @@ def succeed(backend: StorageBackend, claimant: Owner) -> Owner:
     owner = owner_of(backend)
     if owner is None:
         return claimant
-    if _refuses(owner, claimant):
+    if owner.attempt != claimant.attempt and (work := owner.work) is not None and not work.is_idle:
+        _log.warning(
+            "ckpt: %s is written by another CheckpointManager of this process (%s): this save "
+            "waits for the saves that it has under way",
+            backend.url,
+            owner,
+        )
+        work.wait_idle()
+    if refuses(owner, claimant):
         raise RootInUse(backend.url, str(owner), is_same_process=owner.here_too)
     if owner.attempt not in {claimant.attempt, *_ended_attempts} and owner.gives_way:
         _log.warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Final, TypeGuard
 
@@ -26,6 +27,7 @@ from ckpt.events import Observers, SaveFailed, SaveSuspicious
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, on_branch
 from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
+from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
 _OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
@@ -40,12 +42,16 @@ class SaveLedger:
         observers: The observers, which get a `SaveFailed` for each save that ends with an error.
         config: Says whether later calls raise the errors of saves that have failed or are
             suspicious.
+        tiers: The tiers that the saves go to.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields, except
     that ``end_all`` reads ``_suspicions`` without it.
     """
 
-    def __init__(self, observers: Observers, config: SaveConfig) -> None:
+    def __init__(
+        self, observers: Observers, config: SaveConfig, tiers: Iterable[OpenTier] = ()
+    ) -> None:
+        self.urls = frozenset(tier.url for tier in tiers)
         self._observers, self._warns = observers, config.on_error == "warn"
         self._raises_suspicions = config.on_suspicious == "raise"
         self._patience_seconds = config.commit_timeout_seconds
@@ -84,6 +90,21 @@ class SaveLedger:
     def is_idle(self) -> bool:
         """Whether no save is under way."""
         return all(save.done() for save in self.pending)
+
+    def wait_kept(self) -> None:
+        """Wait until some tier has each save that is under way, or the save is over, but at most
+        for the commit timeout.
+        """
+        self._wait(SaveRecord.wait_kept)
+
+    def wait_idle(self) -> None:
+        """Wait until no save is under way, but at most for the commit timeout."""
+        self._wait(SaveRecord.wait)
+
+    def _wait(self, wait: Callable[[SaveRecord, float], bool]) -> None:
+        deadline = time.monotonic() + self._patience_seconds
+        for save in self.pending:
+            wait(save, max(0.0, deadline - time.monotonic()))
 
     def has(self, step: int) -> bool:
         """Return True if ``step`` was saved on the current branch, or if its save is under way."""

@@ -32,6 +32,7 @@ from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
 from ckpt.plan.save import SavePlan
 from ckpt.root.claim import Claim
+from ckpt.root.owner import await_others
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
 from ckpt.save.delta_writer import delta_memory
@@ -50,7 +51,7 @@ from ckpt.save.trained import Trainable
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
-from ckpt.storage.tiers import OpenTier
+from ckpt.storage.tiers import OpenTier, warn_of_first
 
 _log = logging.getLogger("ckpt")
 _LOOK_SECONDS: Final = 1.0
@@ -96,6 +97,7 @@ class Saver:
         self._replicas = NodeReplicas.of(tiers, coordinator, config, reports.observers)
         self._coordinator, self._config, self._reports = coordinator, config, reports
         self._is_leader = coordinator.rank == LEADER
+        warn_of_first(tiers if self._is_leader else ())
         durable = [tier for tier in tiers if not tier.in_memory]
         # On a tier that is local to each node, the leader sees only the files of its own node.
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
@@ -118,6 +120,7 @@ class Saver:
             for tier in tiers
         ]
         self._durable = [writer for writer in self._writers if not writer.in_memory]
+        far_writers = self._durable[1:]
         self._queues = {
             writer.url: QueueServer[Task](
                 TierQueue(
@@ -129,13 +132,11 @@ class Saver:
                 self._perform,
                 self._fail,
             )
-            for writer in self._durable[1:]
+            for writer in far_writers
         }
         self._backfill: Backfill | None = None
         if earlier is not None:
-            self._backfill = Backfill(
-                self._durable[0], self._durable[1:], earlier, self.steps, config
-            )
+            self._backfill = Backfill(self._durable[0], far_writers, earlier, self.steps, config)
         self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
         self._lock, self._departure = threading.Lock(), threading.Event()
         self._has_committed = False
@@ -217,7 +218,11 @@ class Saver:
         """Return a context manager. While its block runs, ``workers`` look at the owners of the
         durable tiers, and log a warning about each job that is alive. A tier that does not answer
         delays the end of the block by at most a second.
+
+        Before the block, wait until some tier has the saves that other managers of this process
+        have under way.
         """
+        await_others(self._coordinator.attempt, {writer.url for writer in self._writers})
         looks = [workers.submit(writer.warn_of_owner) for writer in self._durable]
         yield
         wait(looks, _LOOK_SECONDS)
@@ -374,7 +379,7 @@ class Saver:
             self._commit(writers, save)
 
     def _commit(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
-        writer, farther_writers = writers[0], writers[1:]
+        writer, farther = writers[0], writers[1:]
         try:
             known_chunks = writer.commit(save.job, on_bytes=save.outcome.pending.add_written)
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
@@ -385,13 +390,13 @@ class Saver:
         self._on_commit(writer, job.ref)
         if not save.job.known_chunks:  # This is the first tier of the step
             self.suspicions.examine(job, save.trainable)
-        if writer.in_memory and farther_writers:
-            self._serve(farther_writers, replace(save, job=job))
+        if writer.in_memory and farther:
+            self._serve(farther, replace(save, job=job))
             return
         try:
-            if farther_writers:
+            if farther:
                 request = job.from_files(writer.stored_image(job), writer.tier)
-                for target in farther_writers:
+                for target in farther:
                     task = FromFiles(target, request, save.outcome)
                     self._queues[target.url].push(QueuedStep(job.ref, task))
         finally:
@@ -428,14 +433,14 @@ class Saver:
         If it may not, report that the save has failed on the tiers of all ``writers``, and vote on
         the farther tiers that this rank's part of the step has failed.
         """
-        writer, farther_writers, job = writers[0], writers[1:], save.job
+        writer, farther, job = writers[0], writers[1:], save.job
         # An image that passes through memory in waves cannot be read again.
         passes_by = job.passes_by and not writer.in_memory
         # The other ranks get `PeerFailed`, whatever the error of this rank is. They go on to the
         # next tier if this tier is not required.
         others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
-        if goes_on and farther_writers and not passes_by:
+        if goes_on and farther and not passes_by:
             save.outcome.fail(writer.url, error, required=False)
             return True
         if writer.in_memory and goes_on:
@@ -445,7 +450,7 @@ class Saver:
         for target in writers:
             save.outcome.fail(target.url, error, required=True)
         reason = f"tier {writer.url}: {error}"
-        aborts = [Abort(target, job.ref, job.trial, reason) for target in farther_writers]
+        aborts = [Abort(target, job.ref, job.trial, reason) for target in farther]
         self._abort_all(aborts, is_awaited=others_go_on)
         return False
 

@@ -4,6 +4,7 @@ store.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from ckpt.storage.registry import open_backend, scheme_of
 if TYPE_CHECKING:  # At run time, commands that list tiers must not import ssl, which is slow
     from ckpt.tls import Encryption
 
+_log = logging.getLogger("ckpt")
 Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 """The forms in which tiers can be given: a folder or URL, a `Tier`, or several of these, nearest
 first.
@@ -254,6 +256,21 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
             elif hierarchy[-1].local and is_object_store(url):
                 raise ConfigError(f"{hierarchy[-1].url} is seen by all nodes: leave local out")
     return tuple(hierarchy)
+
+
+def warn_of_first(tiers: Sequence[OpenTier]) -> None:
+    """Log a warning if the nearest durable tier is a store in which two puts *if absent* of one key
+    may both succeed, unless the options of the tier say so.
+    """
+    tier = next((tier for tier in tiers if not tier.in_memory), None)
+    if tier is None or tier.backend.capabilities.put_if_absent:
+        return
+    if "put_if_absent" not in tier.tier.options:
+        _log.warning(
+            "ckpt: %s is the nearest durable tier, and two jobs that save one step there could "
+            "both commit it: name a local folder or an object store before it (docs/stores.md)",
+            tier.url,
+        )
 
 
 @contextmanager

@@ -64,6 +64,17 @@ def test_the_next_job_goes_on_from_there(cli: Cli, tmp_path: Path) -> None:
     assert graph(cli("log", tmp_path / "run").out) == ["* 2", "| o 3", "| o 2", "|/", "* 1"]
 
 
+def test_an_older_attempt_at_a_step_is_not_where_a_job_goes_on(cli: Cli, tmp_path: Path) -> None:
+    store = open_backend(str(tmp_path / "run"))
+    for attempt, moment in [("oneone", 100.0), ("twotwo", 200.0)]:
+        write_checkpoint(store, 4, ARRAYS, attempt=attempt, created_at=moment)
+    ran = cli("log", tmp_path / "run")
+    assert graph(ran.out) == ["* 4", "o 4"]
+    assert "older attempt" in ran.out.splitlines()[-1]
+    steps = cli("log", tmp_path / "run", "--json").json["steps"]
+    assert {step["attempt"]: step["older"] for step in steps} == {"twotwo": False, "oneone": True}
+
+
 def test_a_rollback_is_taken_back(cli: Cli, tiers: tuple[Path, Path]) -> None:
     assert cli("rollback", 2).code == 0
     ran = cli("rollback", 4)

@@ -113,6 +113,14 @@ def test_another_attempt_of_this_very_process_is_alive(store):
 @dataclass
 class Saves:
     is_idle: bool
+    urls: frozenset[str] = frozenset()
+    waits: int = 0
+
+    def wait_kept(self) -> None:
+        self.waits += 1
+
+    def wait_idle(self) -> None:
+        self.waits += 1
 
 
 @dataclass
@@ -125,8 +133,9 @@ def test_a_manager_of_this_process_keeps_its_root_while_it_saves_and_then_gives_
     first = replace(me(), attempt="busyzzz")
     attend(first.attempt, manager, saves)
     claim(store, first)
-    with pytest.raises(RootInUse):
+    with pytest.raises(RootInUse):  # It has waited in vain
         claim(store, second)
+    assert saves.waits == 1
     saves.is_idle = True
     assert claim(store, second).unseen == (first.attempt,)  # Its next save gets the error
     with pytest.raises(RootInUse):

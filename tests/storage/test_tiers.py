@@ -11,7 +11,14 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
-from ckpt.storage.tiers import resolve_tier, resolve_tiers, tier_at, urls_of
+from ckpt.storage.tiers import (
+    open_tiers,
+    resolve_tier,
+    resolve_tiers,
+    tier_at,
+    urls_of,
+    warn_of_first,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +155,21 @@ def test_the_memory_before_a_folder_is_one_store_in_each_spelling(tmp_path: Path
     spellings = ("my run", tmp_path / "my run", "link/my run", f"file://{tmp_path}/my%20run")
     assert len({memory_of(str(url)) for url in spellings}) == 1
     assert memory_of("/runs/gpt") == memory_of("file:///runs/gpt") == "shm://6a7de0dc06d87b66"
+
+
+FTP = "ftp://127.0.0.1:1/run"
+
+
+@pytest.mark.parametrize(
+    ("urls", "warns"), [([FTP], True), (["memory", FTP], True), (["runs", FTP], False)]
+)
+def test_a_store_without_an_atomic_create_is_named_if_it_comes_first(
+    urls: list[str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = open_tiers([Tier(url) for url in urls])
+    try:
+        warn_of_first(tiers)
+    finally:
+        for tier in tiers:
+            tier.backend.close()
+    assert (f"{FTP} is the nearest durable tier" in caplog.text) == warns
