@@ -12,9 +12,10 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager
 from ckpt.catalog.index import committed
-from ckpt.errors import ConfigError, EntryMissing
+from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.storage.registry import open_backend
 from tests.distributed.launch import WORKERS
+from tests.kit.damage import flip
 from tests.kit.jobs import job, train, values
 from tests.kit.marks import torture
 from tests.kit.worlds import world
@@ -83,6 +84,45 @@ def test_a_part_is_saved_and_a_restore_of_all_names_what_it_left_alone(
         name in left or name.startswith(tuple(f"{each}/" for each in left)) for name in alone
     )
     assert not set(left) & names
+
+
+@pytest.mark.parametrize("lacks", ["left out", "missing"])
+def test_what_a_damaged_step_has_overwritten_does_not_count_as_left_alone(
+    tmp_path: Path, lacks: str
+) -> None:
+    def new(value: float, *names: str) -> dict[str, Any]:
+        return {name: torch.full((300_000,), value) for name in names}
+
+    with CheckpointManager(tmp_path) as manager:
+        if lacks == "left out":
+            manager.save(new(1.0, "a", "b", "c"), 1, only="a")
+        else:
+            manager.save(new(1.0, "a"), 1)
+        manager.save(new(2.0, "a", "b"), 2)
+        (file,) = tmp_path.glob("step-000000002.*/rank-*.safetensors")
+        flip(file)
+        state = new(0.0, "a", "b", "c")
+        with pytest.raises(RestoreError, match=r"step 1 lacks 'b', which .* overwritten"):
+            manager.restore(state, strict=False)
+        state = new(0.0, "a", "b", "c")
+        report = manager.restore(state, step=1, strict=False)
+    assert report is not None
+    assert sorted(report.left_alone + report.missing) == ["b", "c"]
+    assert [state[name][0].item() for name in "abc"] == [1.0, 0.0, 0.0]
+
+
+def test_a_name_that_no_step_has_does_not_stand_in_the_way_of_an_older_part(
+    tmp_path: Path,
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            state = {"a": torch.full((300_000,), float(step)), "b": torch.zeros(2)}
+            manager.save(state, step, only="a")
+        (file,) = tmp_path.glob("step-000000002.*/rank-*.safetensors")
+        flip(file)
+        report = manager.restore(state)
+    assert report is not None
+    assert (report.step, report.left_alone) == (1, ("b",))
 
 
 def test_plain_values_and_settings_are_parted_too(tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ If a rank needs a chunk that is intact on no tier, all ranks go on with the prev
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -35,6 +33,7 @@ from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, R
 from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
+from ckpt.model.levels import without_collector
 from ckpt.model.patterns import no_match_error
 from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.model.selector import Selector
@@ -186,6 +185,7 @@ class Restorer:
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
         )
         self._is_overwritten = False
+        self._filled_names: list[str] = []
         self.rollback: Rollback | None = None
         self.heads: list[StepRef] = []
         self.rivals: tuple[StepRef, ...] = ()
@@ -422,6 +422,7 @@ class Restorer:
         if surplus_names and self._selection.strict:
             raise EntryUnexpected(surplus_names, ref.step)
         self._is_overwritten = True
+        self._filled_names += fit.state_match.names
         reader = _Reader(fit, origin, self._workers)
         read_bytes, received_bytes = self._take(reader, fit, ref.step)
         if reader.sink.overflow_names:
@@ -483,7 +484,7 @@ class Restorer:
                 f"broadcast={self._is_broadcast}, but rank {LEADER} has broadcast={broadcast}: "
                 "give the same value on all ranks"
             )
-        with _pause_gc():
+        with without_collector():
             stored_step, state_match, plan = origin.whole(
                 partial(self._match, state, sources, origin)
             )
@@ -496,6 +497,12 @@ class Restorer:
             steps_in_use=self._steps_in_use,
             claim_of=self._claim_of,
         )
+        filled_names, step = self._filled_names, stored_step.manifest.step
+        if filled_names and (names := state_match.unrestored_names(filled_names)):
+            raise RestoreError(
+                f"step {step} lacks {few(names)}, which a newer and damaged step may have "
+                f"overwritten: build the state again, and restore(state, step={step})"
+            )
         caches = sources.tiers if self._read_through and not self._selection.is_part else ()
         cache = ReadThrough(caches, origin, stored_step, context)
         cache.look(plan)
@@ -601,22 +608,6 @@ def _is_broadcast(broadcast: bool, coordinator: Coordinator) -> bool:
             "init_process_group() first"
         )
     return True
-
-
-@contextmanager
-def _pause_gc() -> Generator[None]:
-    """Turn garbage collection off inside of the block.
-
-    A collection would find little: a plan has thousands of objects, and all of them are in use. In
-    a process with torch, a collection takes as long as reading half a GiB.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _apply(state_match: StateMatch, step: int) -> None:

@@ -379,7 +379,7 @@ class Saver:
             self._commit(writers, save)
 
     def _commit(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
-        writer, farther = writers[0], writers[1:]
+        writer, farther_writers = writers[0], writers[1:]
         try:
             known_chunks = writer.commit(save.job, on_bytes=save.outcome.pending.add_written)
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
@@ -390,13 +390,13 @@ class Saver:
         self._on_commit(writer, job.ref)
         if not save.job.known_chunks:  # This is the first tier of the step
             self.suspicions.examine(job, save.trainable)
-        if writer.in_memory and farther:
-            self._serve(farther, replace(save, job=job))
+        if writer.in_memory and farther_writers:
+            self._serve(farther_writers, replace(save, job=job))
             return
         try:
-            if farther:
+            if farther_writers:
                 request = job.from_files(writer.stored_image(job), writer.tier)
-                for target in farther:
+                for target in farther_writers:
                     task = FromFiles(target, request, save.outcome)
                     self._queues[target.url].push(QueuedStep(job.ref, task))
         finally:
@@ -433,14 +433,14 @@ class Saver:
         If it may not, report that the save has failed on the tiers of all ``writers``, and vote on
         the farther tiers that this rank's part of the step has failed.
         """
-        writer, farther, job = writers[0], writers[1:], save.job
+        writer, farther_writers, job = writers[0], writers[1:], save.job
         # An image that passes through memory in waves cannot be read again.
         passes_by = job.passes_by and not writer.in_memory
         # The other ranks get `PeerFailed`, whatever the error of this rank is. They go on to the
         # next tier if this tier is not required.
         others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
-        if goes_on and farther and not passes_by:
+        if goes_on and farther_writers and not passes_by:
             save.outcome.fail(writer.url, error, required=False)
             return True
         if writer.in_memory and goes_on:
@@ -450,7 +450,7 @@ class Saver:
         for target in writers:
             save.outcome.fail(target.url, error, required=True)
         reason = f"tier {writer.url}: {error}"
-        aborts = [Abort(target, job.ref, job.trial, reason) for target in farther]
+        aborts = [Abort(target, job.ref, job.trial, reason) for target in farther_writers]
         self._abort_all(aborts, is_awaited=others_go_on)
         return False
 

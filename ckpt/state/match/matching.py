@@ -4,7 +4,7 @@ the reads, and the names without a counterpart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -45,6 +45,7 @@ class StateMatch:
     Attributes:
         leaves: The leaves to read, with the names and dtypes that they have in the checkpoint.
         targets: The tensors to fill.
+        names: The names that the targets have in the state.
         actions: The calls that ``apply`` makes, in order.
         left_alone: The names of the state that the checkpoint lacks because its save left them out
             on purpose.
@@ -62,6 +63,7 @@ class StateMatch:
 
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     targets: list[Source] = field(default_factory=list[Source])
+    names: list[str] = field(default_factory=list[str])
     actions: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     missing: tuple[str, ...] = ()
     left_alone: tuple[str, ...] = ()
@@ -70,6 +72,17 @@ class StateMatch:
     renames: tuple[tuple[str, str], ...] = ()
     conversions: tuple[tuple[str, str, str], ...] = ()
     meta_names: tuple[str, ...] = ()
+
+    def unrestored_names(self, names: Iterable[str]) -> list[str]:
+        """Return those of ``left_alone`` and ``missing`` that are among ``names``, or hold one of
+        them.
+        """
+        filled_names = {
+            "/".join(parts[: count + 1])
+            for parts in (name.split("/") for name in names)
+            for count in range(len(parts))
+        }
+        return [name for name in (*self.left_alone, *self.missing) if name in filled_names]
 
     def apply(self) -> None:
         """Make the calls in ``actions``. Call this after all targets were filled.
@@ -298,6 +311,7 @@ class Matcher:
         return StateMatch(
             leaves=self._leaves,
             targets=self._targets,
+            names=self._names,
             actions=self.actions,
             missing=tuple(self._missing),
             left_alone=tuple(self._left_alone),
