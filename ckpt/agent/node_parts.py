@@ -32,12 +32,12 @@ from ckpt.agent.reports import Copied, OnReport, progress_of
 from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer_by_rank import (
-    brought_ranks,
     commit_parts,
     copy_rank,
     mark_to_bring,
     note_ends,
     noted_ends,
+    ranks_marked_to_bring,
 )
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.errors import (
@@ -458,7 +458,7 @@ class NodeParts:
         """Return the ranks that may still remove their files of a step from the shared tier: those
         that are not noted as ended, and whose files no agent has marked to bring.
         """
-        return self._lacks_ends(folder) - brought_ranks(folder)
+        return self._lacks_ends(folder) - ranks_marked_to_bring(folder)
 
     def _lacks_fragments(self, folder: StepFolder) -> set[int]:
         names = {info.name for info in own_objects(self._target, folder.ref)}

@@ -130,7 +130,7 @@ def _check_owner(tier: OpenTier, earlier_owner: Owner | None) -> None:
     if owner is not None and (
         owner.alive or earlier_owner is None or owner.attempt != earlier_owner.attempt
     ):
-        raise RootInUse(tier.url, str(owner), is_same_process=owner.here_too)
+        raise RootInUse(tier.url, str(owner), is_same_process=owner.is_in_this_process)
 
 
 def _check_room(tier: OpenTier, manifest: Manifest, ref: StepRef) -> None:

@@ -354,8 +354,8 @@ def find(backend: StorageBackend, step: StepId | None) -> list[StepRef]:
 def creation_time(backend: StorageBackend, ref: StepRef) -> float:
     """Return when the manifest of an attempt was made, in seconds since 1970.
 
-    Return 0 if the manifest is missing, damaged, unreadable or in an unsupported format. The error
-    is raised when the manifest is read again later.
+    Return 0 if the manifest is missing, damaged, behind a link that is refused, unreadable or in an
+    unsupported format. The error is raised when the manifest is read again later.
 
     Raises:
         AccessDenied, TransientStorageError: The store denies access or does not answer.

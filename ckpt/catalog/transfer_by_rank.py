@@ -74,7 +74,7 @@ def noted_ends(folder: StepFolder) -> set[int]:
     return {rank for name in names if (rank := noted_rank(name)) is not None}
 
 
-def brought_ranks(folder: StepFolder) -> set[int]:
+def ranks_marked_to_bring(folder: StepFolder) -> set[int]:
     """Return the ranks that have a marker of ``mark_to_bring`` from this or another process."""
     marked = {
         marked_rank(info.name)

@@ -31,7 +31,7 @@ from ckpt.cli.options import (
 from ckpt.cli.output import ranges
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, StoredFile
-from ckpt.model.values import check_structure, decode, exact, join, parse
+from ckpt.model.values import check_structure, decode, exact_text, join, parse
 from ckpt.storage.api import ObjectInfo, StorageBackend
 
 _MOST_CHARS: Final = 100
@@ -306,12 +306,13 @@ def exact_values(manifest: Manifest) -> dict[str, str]:
     two plain values are equal if their texts are equal.
     """
     with check_structure("tree"):
-        values = dict(_flat("", _plain(manifest.tree), exact))
+        values = dict(_flat("", _plain(manifest.tree), exact_text))
         for rank, raw in manifest.per_rank.items():
             node = _plain(raw)
             for name, value in node.items() if isinstance(node, dict) else ():
                 values |= {
-                    f"{path} of rank {rank}": text for path, text in _flat(str(name), value, exact)
+                    f"{path} of rank {rank}": text
+                    for path, text in _flat(str(name), value, exact_text)
                 }
     return values
 
@@ -393,7 +394,7 @@ def short(value: Any) -> str:
     """Return a plain value as text on one line of limited length."""
     if isinstance(value, bytes | bytearray) and len(value) > 16:
         return f"<{type(value).__name__}, {len(value)} bytes>"
-    return clip(exact(value))
+    return clip(exact_text(value))
 
 
 def clip(text: str) -> str:

@@ -26,7 +26,7 @@ _MOST_SHARE: Final = 0.5
 the chunk.
 """
 _LEVEL: Final = 1
-_LONG: Final = 255
+_LONG_GAP: Final = 255
 """A byte of this value adds as many words to the gap, and the next byte goes on with it."""
 
 _local = threading.local()
@@ -68,7 +68,7 @@ def apply_difference(code: memoryview, data: memoryview, *, is_reverse: bool = F
         if width not in _WIDTHS or data.nbytes % width:
             raise ValueError("not a difference of a chunk of this length")
         words, end = _words(data, width), _HEAD.size + length
-        if count > words.size or gap_bytes > count + words.size // _LONG:
+        if count > words.size or gap_bytes > count + words.size // _LONG_GAP:
             raise ValueError("more changes than there are words")
         gaps = np.frombuffer(content_of(code[_HEAD.size : end], gap_bytes), dtype=np.uint8)
         positions = _unpack_gaps(gaps)
@@ -90,19 +90,21 @@ def _words(data: memoryview, width: int) -> Words:
 
 
 def _pack_gaps(positions: Positions) -> Bytes:
-    """Return the numbers of words between the changed ones, in bytes."""
+    """Return the numbers of words between the changed ones, in bytes. A byte ``_LONG_GAP`` stands
+    for as many words, and the gap goes on in the next byte.
+    """
     gaps = np.diff(positions, prepend=-1) - 1
-    repeats = gaps // _LONG
-    total = int(repeats.sum())
+    long_counts = gaps // _LONG_GAP
+    total = int(long_counts.sum())
     if not total:
         return gaps.astype(np.uint8)
-    code = np.full(gaps.size + total, _LONG, dtype=np.uint8)
-    code[np.arange(gaps.size) + np.cumsum(repeats)] = gaps % _LONG
+    code = np.full(gaps.size + total, _LONG_GAP, dtype=np.uint8)
+    code[np.arange(gaps.size) + np.cumsum(long_counts)] = gaps % _LONG_GAP
     return code
 
 
 def _unpack_gaps(code: Bytes) -> Positions:
-    is_last = code != _LONG
+    is_last = code != _LONG_GAP
     ends = np.cumsum(code, dtype=np.int64) + np.cumsum(is_last, dtype=np.int64)
     positions: Positions = ends[is_last] - 1
     return positions

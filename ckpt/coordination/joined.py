@@ -93,7 +93,7 @@ def join_mpi(
         except ImportError as error:
             raise ConfigError(f"join_mpi: run pip install mpi4py ({error})") from None
     rank, size = comm.Get_rank(), comm.Get_size()
-    return _broadcast(rank, size, lambda word: comm.bcast(word, root=0), host, timeout)
+    return _join_by_broadcast(rank, size, lambda word: comm.bcast(word, root=0), host, timeout)
 
 
 def join_horovod(
@@ -115,12 +115,12 @@ def join_horovod(
         CkptError: See `join`.
     """
     rank, size = hvd.rank(), hvd.size()
-    return _broadcast(
+    return _join_by_broadcast(
         rank, size, lambda word: hvd.broadcast_object(word, root_rank=0), host, timeout
     )
 
 
-def _broadcast(
+def _join_by_broadcast(
     rank: int,
     world_size: int,
     broadcast: Callable[[str], str],

@@ -41,7 +41,7 @@ from ckpt.data.worker_seeds import give_generator
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.errors.base import few
 from ckpt.errors.sanitize import redact
-from ckpt.integrations.shared.all_ranks import of_first
+from ckpt.integrations.shared.all_ranks import first_result
 from ckpt.integrations.shared.framework_manager import FrameworkManager
 from ckpt.integrations.shared.resizing import refusing_resize, same_or_first
 from ckpt.integrations.shared.tested import warn_of_untested
@@ -128,7 +128,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
 
     def _load(self, step: int = -1) -> bool:
         is_asked = step != -1
-        is_here, step, has_model_only = of_first(_NOT_FOUND, lambda: self._find(step))
+        is_here, step, has_model_only = first_result(_NOT_FOUND, lambda: self._find(step))
         if not is_here:
             is_loaded: bool = super()._load(step)
             if is_asked:  # The steps of ckpt after this one may be saved again
@@ -205,7 +205,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         """
         if not from_hf:
             with manager.CheckpointManager(checkpoint_id) as source:
-                if of_first(_NOT_FOUND, lambda: bool(source.steps())):
+                if first_result(_NOT_FOUND, lambda: bool(source.steps())):
                     all_names = self._state().keys()
                     names = {MODEL} if self.initial_load_model_only else all_names
                     self._restore(source, None, names)

@@ -96,12 +96,12 @@ def join(path: str, part: object) -> str:
     """Return the path of the item ``part`` of the container at ``path``.
 
     '/' separates the parts of a path. '~' and '/' in a part are escaped as in JSON pointers ('~0'
-    and '~1'). A key that is not a string is written as '~2' and its ``exact`` text.
+    and '~1'). A key that is not a string is written as '~2' and its ``exact_text``.
     """
     if type(part) is str:
         text = part.replace("~", "~0").replace("/", "~1")
     else:
-        text = f"~2{exact(part)}"
+        text = f"~2{exact_text(part)}"
     return f"{path}/{text}" if path else text
 
 
@@ -127,7 +127,7 @@ def names_below(names: Sequence[str], path: str) -> Sequence[str]:
     return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
 
 
-def exact(value: object) -> str:
+def exact_text(value: object) -> str:
     """Return the ``repr`` of a plain value, except that ints of thousands of digits are in
     hexadecimal and the members of frozensets are sorted.
 
@@ -135,9 +135,9 @@ def exact(value: object) -> str:
     orders.
     """
     if type(value) is frozenset and value:
-        return f"frozenset({{{', '.join(sorted(map(exact, value)))}}})"
+        return f"frozenset({{{', '.join(sorted(map(exact_text, value)))}}})"
     if type(value) is tuple and any(type(item) in _NESTED_KEYS for item in value):
-        return f"({', '.join(map(exact, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(exact_text, value))}{',' if len(value) == 1 else ''})"
     try:
         return repr(value)
     except ValueError:
@@ -145,10 +145,10 @@ def exact(value: object) -> str:
     if isinstance(value, int):
         return hex(value)
     if isinstance(value, Mapping):
-        items = (f"{exact(key)}: {exact(item)}" for key, item in value.items())
+        items = (f"{exact_text(key)}: {exact_text(item)}" for key, item in value.items())
         return f"{type(value).__name__}({{{', '.join(items)}}})"
     if isinstance(value, list | tuple | set | frozenset):
-        return f"{type(value).__name__}({', '.join(map(exact, value))})"
+        return f"{type(value).__name__}({', '.join(map(exact_text, value))})"
     return object.__repr__(value)
 
 

@@ -413,28 +413,28 @@ def beat_of(name: str) -> str:
 def record_of(event: Event, job: str = "") -> Record:
     """Return the record of an event of ``job``, written now."""
     names = [name for name in Record.__struct_fields__ if hasattr(event, name)]
-    line: dict[str, Any] = {"event": type(event).__name__}
-    line |= {name: getattr(event, name) for name in names}
+    fields: dict[str, Any] = {"event": type(event).__name__}
+    fields |= {name: getattr(event, name) for name in names}
     match event:
         case SaveStaged():
-            line["seconds"] = event.stall_seconds
+            fields["seconds"] = event.stall_seconds
         case SaveCommitted():
-            line["seconds"] = event.durable_seconds
+            fields["seconds"] = event.durable_seconds
         case SaveFailed() | SaveSuspicious() | TierMissed() | StepDamaged():
-            line |= {"error": type(event.error).__name__, "reason": str(event.error)}
+            fields |= {"error": type(event.error).__name__, "reason": str(event.error)}
         case StepVerified():
-            line |= {"event": VERIFY_EVENT, "reason": event.damage, "mended": False}
+            fields |= {"event": VERIFY_EVENT, "reason": event.damage, "mended": False}
         case CommitFinished() | Restored() | RolledBack() | NodeReplicated():
             pass  # All their fields have the same names as in the record
         case Repaired() | MetricsAdded():
             pass
-    metrics = line.get("metrics", {})
-    line |= {
-        "reason": line.get("reason", "")[:_MOST_TEXT],
+    metrics = fields.get("metrics", {})
+    fields |= {
+        "reason": fields.get("reason", "")[:_MOST_TEXT],
         "job": job,
         "metrics": {name: value if isfinite(value) else None for name, value in metrics.items()},
     }
-    return Record(at=time.time(), **line)
+    return Record(at=time.time(), **fields)
 
 
 def note_verified(root: str, step: int, fault: str, *, journal: str | None = None) -> None:

@@ -126,8 +126,8 @@ class _Pages:
 
     def show_error(self, request: Any, error: CkptError) -> Any:
         """Show an error. The status is 404 for `NoCheckpoint`, 400 for `ConfigError`, else 502."""
-        bad = 400 if isinstance(error, ConfigError) else 502
-        status = 404 if isinstance(error, NoCheckpoint) else bad
+        default_status = 400 if isinstance(error, ConfigError) else 502
+        status = 404 if isinstance(error, NoCheckpoint) else default_status
         index = request.path_params.get("run", len(self.live.views))
         text = str(error).removeprefix(": ")
         return self._show(

@@ -329,8 +329,8 @@ def _union_pairs(
             pairs[text] = [key, node]
     union: dict[str, Node] = {**a, "v": list(pairs.values())}
     if "m" in a or "m" in b:
-        modes = [node["m"] for node in (a, b) if "m" in node]
-        union["m"] = _union(path, modes[0], modes[-1], ranks)
+        version_nodes = [node["m"] for node in (a, b) if "m" in node]
+        union["m"] = _union(path, version_nodes[0], version_nodes[-1], ranks)
     return union
 
 

@@ -191,7 +191,7 @@ class Claim:
         owner = read_owner(self._backend)
         others = owner is not None and owner.attempt != self.own
         if owner and others and (self._takeover is not None or not owner.has_ended):
-            raise RootInUse(self._backend.url, str(owner), is_same_process=owner.here_too)
+            raise RootInUse(self._backend.url, str(owner), is_same_process=owner.is_in_this_process)
         self._last_owner = owner.attempt if owner is not None else self.own
         self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
         if owner is not None and not others:
@@ -231,7 +231,7 @@ class Claim:
         """
         owner = read_owner(self._backend)
         if owner is not None and owner.attempt not in {self.own, self._last_owner}:
-            raise RootInUse(self._backend.url, str(owner), is_same_process=owner.here_too)
+            raise RootInUse(self._backend.url, str(owner), is_same_process=owner.is_in_this_process)
 
     def detach(self) -> None:
         """Leave the root to the agent, if this job still owns the root."""

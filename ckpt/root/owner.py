@@ -158,7 +158,7 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def work(self) -> Work | None:
         """The saves of this owner, if it is a manager of this process."""
-        return _works.get(self.attempt) if self.here_too else None
+        return _works.get(self.attempt) if self.is_in_this_process else None
 
     def is_predecessor(self, job: Owner) -> bool:
         """Return True if the processes of this owner are known to have started before those of
@@ -173,7 +173,7 @@ class Owner(msgspec.Struct, frozen=True):
         return self.attempt in _ended_attempts or not (self.alive or self.is_unknown)
 
     @property
-    def here_too(self) -> bool:
+    def is_in_this_process(self) -> bool:
         """Whether this owner is the process that runs this code."""
         return self.alive and self.pid == os.getpid()
 
@@ -239,7 +239,7 @@ def succeed(backend: StorageBackend, claimant: Owner) -> Owner:
         )
         work.wait_idle()
     if refuses(owner, claimant):
-        raise RootInUse(backend.url, str(owner), is_same_process=owner.here_too)
+        raise RootInUse(backend.url, str(owner), is_same_process=owner.is_in_this_process)
     if owner.attempt not in {claimant.attempt, *_ended_attempts} and owner.gives_way:
         _log.warning(
             "ckpt: %s is taken from another CheckpointManager of this process (%s), which has no "
@@ -270,7 +270,7 @@ def confirm(backend: StorageBackend, claimant: Owner) -> bool:
     """
     owner = owner_of(backend)
     if owner is not None and owner.attempt != claimant.attempt:
-        raise RootInUse(backend.url, str(owner), is_same_process=owner.here_too)
+        raise RootInUse(backend.url, str(owner), is_same_process=owner.is_in_this_process)
     return owner is not None
 
 

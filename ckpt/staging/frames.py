@@ -25,7 +25,7 @@ from ckpt.locks import Condition
 from ckpt.staging import slot_files
 from ckpt.staging.budget import free_memory, measure
 from ckpt.staging.device import Devices
-from ckpt.staging.slot import NoNeed, Slot, ask
+from ckpt.staging.slot import Slot, SlotCancelled, ask
 
 _log = logging.getLogger("ckpt")
 SAVES: Final = 8
@@ -199,7 +199,7 @@ class Spill:
                 self._count -= 1
                 self._is_refused = True
                 self.change.notify_all()
-            if not isinstance(error, HostMemoryExhausted | NoNeed):
+            if not isinstance(error, HostMemoryExhausted | SlotCancelled):
                 raise  # Ctrl-C in the call of a save
             if isinstance(error, HostMemoryExhausted):
                 _log.warning(

@@ -25,7 +25,7 @@ _ROUND: Final = 2 << 20  # A huge page
 _log = logging.getLogger("ckpt")
 
 
-class NoNeed(Exception):
+class SlotCancelled(Exception):
     """The creation of a slot was cancelled because the pool is closing."""
 
 
@@ -58,12 +58,12 @@ class Slot:
             path: The path of the file to create; None for anonymous memory.
             is_wanted: A function that is called from time to time while the file is allocated and
                 in ``prefault``, which take about a second for each GiB. If it returns False,
-                ``NoNeed`` is raised.
+                ``SlotCancelled`` is raised.
 
         Raises:
             OSError: The file cannot be created, or /dev/shm has no room for it.
             HostMemoryExhausted: Anonymous memory cannot be mapped.
-            NoNeed: ``is_wanted`` has returned False.
+            SlotCancelled: ``is_wanted`` has returned False.
         """
         self._is_wanted = is_wanted
         self.capacity = capacity_of(nbytes)
@@ -122,7 +122,7 @@ class Slot:
         Raises:
             HostMemoryExhausted: There is not enough memory. Without this check, the kernel would
                 end the process when it writes to the slot.
-            NoNeed: The function ``is_wanted`` has returned False.
+            SlotCancelled: The function ``is_wanted`` has returned False.
         """
         for start in range(0, self.capacity, _STEP_BYTES):
             ask(self._is_wanted)
@@ -244,9 +244,9 @@ def capacity_of(nbytes: int) -> int:
 
 
 def ask(is_wanted: Callable[[], bool]) -> None:
-    """Raise ``NoNeed`` if ``is_wanted`` returns False."""
+    """Raise ``SlotCancelled`` if ``is_wanted`` returns False."""
     if not is_wanted():
-        raise NoNeed
+        raise SlotCancelled
 
 
 def _map_file(path: str, nbytes: int, is_wanted: Callable[[], bool]) -> tuple[mmap.mmap, _File]:

@@ -35,7 +35,7 @@ from ckpt.staging.budget import (
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.device import Devices
 from ckpt.staging.frames import SAVES, Ring, Spill
-from ckpt.staging.slot import NoNeed, Slot, SlotLost, capacity_of
+from ckpt.staging.slot import Slot, SlotCancelled, SlotLost, capacity_of
 
 _log = logging.getLogger("ckpt")
 
@@ -199,7 +199,7 @@ class SlotPool:
             StorageError: A tier in memory did not delete the step in a slot that was closed.
         """
         with self._change:
-            self._may_make(nbytes)
+            self._make_room(nbytes)
 
     def reserve(self, nbytes: int, devices: Devices = ()) -> None:
         """Create all slots for images of ``nbytes`` and touch their pages, so that no save has to
@@ -227,11 +227,11 @@ class SlotPool:
         request = _Request()
         try:
             with self._change:
-                if self._closed or not self._may_make(nbytes) or self.has_all(nbytes):
+                if self._closed or not self._make_room(nbytes) or self.has_all(nbytes):
                     return False
                 self._requests.append(request)
             self._make(request, nbytes, ahead=True)
-        except NoNeed:
+        except SlotCancelled:
             return False
         finally:
             self._give_back(request)
@@ -263,7 +263,7 @@ class SlotPool:
         try:
             with self._change:
                 while not self._take(request, nbytes):
-                    if self._may_make(nbytes):
+                    if self._make_room(nbytes):
                         self._requests.append(request)
                         break
                     if not wait and (self._slots or not self._requests):
@@ -273,7 +273,7 @@ class SlotPool:
             slot = request.slot or self._make(request, nbytes)
             slot.pin(devices)
             return slot
-        except NoNeed:
+        except SlotCancelled:
             self._give_back(request)
             raise ManagerClosed from None
         except BaseException:  # Ctrl-C included, after which the next call must not wait forever
@@ -440,8 +440,8 @@ class SlotPool:
         fits = [slot for slot in self._free if self._fits(slot, nbytes)]
         spare = [slot for slot in fits if not self._is_needed(slot)]
         if not spare:
-            # If this returns False, the caller calls ``_may_make``, which closes slots that are too
-            # small and not needed, and so makes room.
+            # If this returns False, the caller calls ``_make_room``, which closes slots that are
+            # too small and not needed.
             is_any_small = not all(map(self._is_needed, self._free))
             if is_any_small or self._is_any_in_use() or not self._is_full():
                 return False
@@ -459,7 +459,7 @@ class SlotPool:
         self._free.remove(request.slot)
         return True
 
-    def _may_make(self, nbytes: int) -> bool:
+    def _make_room(self, nbytes: int) -> bool:
         """Close the free slots that are too small for images of ``nbytes``, decide the budget if
         there is none for images of this size, and return True if one more slot may be created.
 

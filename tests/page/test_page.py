@@ -239,7 +239,7 @@ def test_a_difference_too_large_for_the_page_is_left_to_the_command(
 def test_the_bar_says_where_the_time_went(make: Make, run: Path) -> None:
     page = make(run).get("/run/0")
     assert len(re.findall(r'<rect class="share (\w+)"', page)) == 5
-    assert re.search(r"Where the time went .*training \d+\.\d % \(\d+ s\)", text_of(page))
+    assert re.search(r"Where the time went .*training \d+\.\d % \(\d+(\.\d+)? \w+\)", text_of(page))
 
 
 def test_runs_with_a_common_metric_are_on_one_chart(make: Make, run: Path, tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ class S3Backend(StorageBackendOnFsspec):
     def abort_uploads(self, key: str) -> None:
         """Abort all unfinished uploads of exactly this key. Never raise."""
         with suppress(StorageError):
-            for upload in self._orphans.uploads(key):
+            for upload in self._orphans.unfinished_uploads(key):
                 if upload.key == key:
                     self._orphans.abort(upload)
 
@@ -358,8 +358,8 @@ class S3Backend(StorageBackendOnFsspec):
         """Yield the unfinished uploads to keys that start with ``prefix``. Yield none if the option
         ``abort_uploads_after_hours`` is 0.
         """
-        if self._orphans.age:
-            yield from self._orphans.uploads(check_prefix(prefix))
+        if self._orphans.max_age:
+            yield from self._orphans.unfinished_uploads(check_prefix(prefix))
 
     def discard(self, write: UnfinishedWrite) -> None:
         self._orphans.abort(write)

@@ -37,7 +37,7 @@ class Orphans:
     """
 
     def __init__(self, call: Callable[..., Any], prefix: str, age: timedelta) -> None:
-        self._call, self._prefix, self.age = call, prefix, age
+        self._call, self._prefix, self.max_age = call, prefix, age
         self._is_done = not age
         self._lock = threading.Lock()
 
@@ -50,7 +50,7 @@ class Orphans:
                 return
             self._is_done = True
         with suppress(StorageError):
-            for upload in self.uploads(""):
+            for upload in self.unfinished_uploads(""):
                 if upload.abandoned and _OWN_KEY.fullmatch(upload.key):
                     with suppress(StorageError):
                         self.abort(upload)
@@ -62,7 +62,7 @@ class Orphans:
                 "abort_multipart_upload", Key=self._prefix + upload.key, UploadId=upload.name
             )
 
-    def uploads(self, prefix: str) -> Iterator[UnfinishedWrite]:
+    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished uploads of all processes to keys that start with ``prefix``."""
         current_time, marker = datetime.now(UTC), dict[str, str]()
         while True:
@@ -76,7 +76,7 @@ class Orphans:
                     name=str(upload["UploadId"]),
                     size=0,
                     modified=upload["Initiated"].timestamp(),
-                    abandoned=current_time - upload["Initiated"] > self.age,
+                    abandoned=current_time - upload["Initiated"] > self.max_age,
                 )
             if not page.get("IsTruncated") or "NextKeyMarker" not in page:
                 return

@@ -27,7 +27,7 @@ from ckpt.exchange.exports.safetensors_writer import FileForm
 from ckpt.exchange.scratch import scratch_folder
 from ckpt.exchange.weights.opened import TensorView
 from ckpt.model.manifest import Tensor
-from ckpt.model.values import check_structure, exact
+from ckpt.model.values import check_structure, exact_text
 from ckpt.state.match.tree import Notes, StateTree, is_selected
 from ckpt.storage.places import is_folder, local_path, without_query
 
@@ -227,7 +227,8 @@ def _paths(value: object, path: str = "") -> list[str]:
             inner_path
             for key, item in value.items()
             for inner_path in _paths(
-                item, "/".join(filter(None, (path, key if isinstance(key, str) else exact(key))))
+                item,
+                "/".join(filter(None, (path, key if isinstance(key, str) else exact_text(key)))),
             )
         ]
     return [] if _is_empty(value) else [path]

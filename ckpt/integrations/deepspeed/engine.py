@@ -45,7 +45,7 @@ from ckpt.errors import (
 from ckpt.events import Event, SaveCommitted, SaveFailed
 from ckpt.integrations.deepspeed.tags import check_loads, check_same_files
 from ckpt.integrations.deepspeed.values import OptimizerMemory, StoredTensor, pack, unpack
-from ckpt.integrations.shared.all_ranks import of_all
+from ckpt.integrations.shared.all_ranks import all_results
 from ckpt.integrations.shared.stored import FailedEntry, build_and_fill, open_readers
 from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
@@ -120,7 +120,7 @@ class CkptEngine:
         observers = (*settings.pop("observers", ()), *([self._latest] if self._latest else ()))
         self.manager = CheckpointManager(self._tiers, observers=observers, **settings)
         self._last = self._newest()
-        of_all("cannot write the small files", self._mirror)
+        all_results("cannot write the small files", self._mirror)
         check_loads(engine, self._folder, self, self._tags)
 
     # -- what DeepSpeed calls to save --------------------------------------------------------------
@@ -241,7 +241,7 @@ class CkptEngine:
             load()
         else:
             self.has_shared_error = True  # Until the ranks have agreed
-            steps = of_all(f"cannot load {os.path.basename(path)}", load)
+            steps = all_results(f"cannot load {os.path.basename(path)}", load)
             check_same_files(steps)
             _check_same(steps)
             self.has_shared_error = False

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from ckpt.errors import NoCheckpoint, RestoreError
 from ckpt.errors.base import few
-from ckpt.integrations.shared.all_ranks import of_all
+from ckpt.integrations.shared.all_ranks import all_results
 
 Tags = Callable[[], list[str]]
 
@@ -57,7 +57,7 @@ def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
                 raise failure
             return result[0] is not None
 
-        check_same_files(of_all("cannot load the checkpoint", end))
+        check_same_files(all_results("cannot load the checkpoint", end))
         return result
 
     engine.load_checkpoint = load_checkpoint
@@ -92,7 +92,9 @@ def _check_tag(load_dir: str, tag: str, folder: str, tags: Tags) -> None:
         return f"no step has the tag {tag!r}, {text}"
 
     missing = {
-        rank: fault for rank, fault in enumerate(of_all("cannot look for the tag", wrong)) if fault
+        rank: fault
+        for rank, fault in enumerate(all_results("cannot look for the tag", wrong))
+        if fault
     }
     if missing:
         rank, reason = min(missing.items())

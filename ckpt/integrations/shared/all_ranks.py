@@ -12,7 +12,7 @@ from ckpt.errors import RestoreError
 T = TypeVar("T")
 
 
-def of_all(failure: str, look: Callable[[], T]) -> list[T]:
+def all_results(failure: str, look: Callable[[], T]) -> list[T]:
     """Call ``look`` on every rank, and return the results of all ranks, in rank order.
 
     All ranks must call this function, and all get the same list. If ``look`` raises an error on a
@@ -36,13 +36,13 @@ def of_all(failure: str, look: Callable[[], T]) -> list[T]:
         dist.all_gather_object(results, (None, f"{type(error).__name__}: {error}"))
         raise
     dist.all_gather_object(results, (result, ""))
-    for rank, (_, wrong) in enumerate(results):
-        if wrong:
-            raise RestoreError(f"rank {rank} {failure}: {wrong}")
+    for rank, (_, error_text) in enumerate(results):
+        if error_text:
+            raise RestoreError(f"rank {rank} {failure}: {error_text}")
     return [value for value, _ in results]
 
 
-def of_first(failure: str, look: Callable[[], T]) -> T:
+def first_result(failure: str, look: Callable[[], T]) -> T:
     """Call ``look`` on rank 0 only, and return its result on all ranks.
 
     All ranks must call this function. It is for results that might differ between ranks, such as
@@ -50,12 +50,12 @@ def of_first(failure: str, look: Callable[[], T]) -> T:
     collectives.
 
     Args:
-        failure: As for `of_all`.
+        failure: As for `all_results`.
         look: The function.
 
     Raises:
         RestoreError: ``look`` has failed on rank 0. Rank 0 raises the error of ``look`` instead.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    results = of_all(failure, look if is_first else lambda: None)
+    results = all_results(failure, look if is_first else lambda: None)
     return cast(T, results[0])

@@ -37,7 +37,7 @@ from transformers.training_args import TrainingArguments  # pyright: ignore[repo
 from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
-from ckpt.integrations.shared.all_ranks import of_all, of_first
+from ckpt.integrations.shared.all_ranks import all_results, first_result
 from ckpt.integrations.shared.own_state import saved_as
 from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.integrations.transformers.trainer_folder import (
@@ -244,7 +244,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             text: The text of ``trainer_state.json``.
         """
         # The node of this rank may have tiers of its own, and lack even the step itself.
-        steps_by_rank = of_all("cannot list the steps", manager.steps)
+        steps_by_rank = all_results("cannot list the steps", manager.steps)
         keep = {step, *chain.from_iterable(steps_by_rank)}
 
         def write() -> None:
@@ -252,8 +252,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 write_folder(self.args.output_dir, step, text)
                 remove_folders(self.args.output_dir, keep=keep)
 
-        of_all(f"could not write the folder of step {step}", write)
-        self.accelerator.wait_for_everyone()  # ``of_all`` only waits with torch.distributed
+        all_results(f"could not write the folder of step {step}", write)
+        self.accelerator.wait_for_everyone()  # ``all_results`` only waits with torch.distributed
 
     def _ckpt_check_history(self, manager: CheckpointManager, folder: str | None) -> None:
         """Raise ``ConfigError`` if the tiers have a newer step than that of ``folder``.
@@ -301,7 +301,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         assert self._ckpt_run is not None
         manager = self._ckpt_run.manager
-        steps = of_first("cannot list the steps", manager.steps)
+        steps = first_result("cannot list the steps", manager.steps)
         for step in reversed([step for step in steps if step < damage.step]):
             try:
                 self._ckpt_restore_text(manager, step)
@@ -419,7 +419,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         self._ckpt_run.finish()  # After this, the trainer needs all folders and the best model
         self.accelerator.wait_for_everyone()
         # A rank that skips a save by itself has another best step than the others.
-        best = of_first("cannot find the best checkpoint", self._ckpt_best)
+        best = first_result("cannot find the best checkpoint", self._ckpt_best)
         self.state.best_model_checkpoint = best
         return super()._finalize_training(*args, **options)
 

@@ -303,10 +303,11 @@ def _is_frozen(tensors: Iterable[object]) -> bool:
 def _same_structure(old: Sequence[Segment | Hashable], new: Sequence[Segment | Hashable]) -> bool:
     if len(old) == len(new) and all(a is b or a == b for a, b in zip(old, new, strict=True)):
         return True
-    return _flat(old) == _flat(new)
+    return _signatures(old) == _signatures(new)
 
 
-def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
+def _signatures(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
+    """Return the signatures of the tensors of segments, in order. Other parts are signatures."""
     signatures: list[Hashable] = []
     for part in parts:
         signatures += (

@@ -638,11 +638,11 @@ def test_only_the_first_rank_lists_the_steps_before_a_damaged_one(
     """A rank that cannot list its tiers must not leave the others in a collective."""
     asked: list[str] = []
 
-    def of_first(failure: str, look: Any) -> list[int]:
+    def first_result(failure: str, look: Any) -> list[int]:
         asked.append(failure)
         return [10, 20]  # Of the first rank; this rank does not look
 
-    monkeypatch.setattr(door, "of_first", of_first)
+    monkeypatch.setattr(door, "first_result", first_result)
     manager = SimpleNamespace(steps=lambda: pytest.fail("another rank has listed the steps"))
     restored: list[int] = []
     trained: Any = SimpleNamespace(
@@ -661,12 +661,12 @@ def test_a_folder_whose_step_is_on_the_tiers_of_another_node_stays(
 ) -> None:
     """A new node has no step on its own tiers, and gets the files of a step from other nodes."""
 
-    def of_all(_: str, look: Any) -> list[Any]:
+    def all_results(_: str, look: Any) -> list[Any]:
         return [look(), [10]]  # The other rank has step 10
 
     for step in (10, 15):
         trainer_folder.write_folder(str(tmp_path), step, "{}")
-    monkeypatch.setattr(door, "of_all", of_all)
+    monkeypatch.setattr(door, "all_results", all_results)
     trained: Any = SimpleNamespace(
         args=SimpleNamespace(output_dir=str(tmp_path)),
         accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
@@ -695,7 +695,7 @@ def test_the_best_model_is_that_of_a_step_that_was_saved(
 
 def test_all_ranks_load_the_best_model_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that skips a save does not take that step for the best one."""
-    monkeypatch.setattr(door, "of_first", lambda *_: "checkpoint-10")
+    monkeypatch.setattr(door, "first_result", lambda *_: "checkpoint-10")
     trained: Any = object.__new__(door.CkptTrainerMixin)
     trained.state = SimpleNamespace(best_model_checkpoint=None)
     trained._ckpt_run = SimpleNamespace(finish=lambda: None)

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from bench.rank_exit import exit_rank
 from ckpt.errors import CkptError
 from ckpt.integrations.deepspeed.tags import check_loads, check_same_files
-from ckpt.integrations.shared.all_ranks import of_all
+from ckpt.integrations.shared.all_ranks import all_results
 
 
 def engine_of(case: str) -> Any:
@@ -24,7 +24,7 @@ def engine_of(case: str) -> Any:
 
     def load(name: str) -> None:
         checkpoints.has_shared_error = True
-        check_same_files(of_all(f"cannot load {name}", lambda: ("tag", name)))
+        check_same_files(all_results(f"cannot load {name}", lambda: ("tag", name)))
         checkpoints.has_shared_error = False
 
     def load_checkpoint(_: str, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
