@@ -61,6 +61,9 @@ _PATIENCE_SECONDS: Final = 3600.0
 _PATTERN: Final = "\0"
 """The prefix that marks a pattern in a list of names. No name begins with this character."""
 
+_OVERWRITTEN: Final = (
+    ". Tensors of the state may have been overwritten in part: do not train on with it"
+)
 _OVERFLOW: Final = (
     "ckpt: cast=True: values of %s are beyond the range of the new dtype, and so infinite, NaN or "
     "its largest value now: restore these names into their own dtype"
@@ -266,9 +269,7 @@ class Restorer:
                 return self._land(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skips and self._is_overwritten:
-                    raise RestoreError(
-                        f"{misfit} ({_why_none(step, skips, self._is_overwritten)})"
-                    ) from misfit
+                    raise RestoreError(f"{misfit} ({_reasons_of(skips)}{_OVERWRITTEN})") from misfit
                 raise
             except DamageError as damage:
                 _log.warning(
@@ -642,8 +643,11 @@ def _why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwr
     """Return the text of the error which says that no step could be restored."""
     if not skips:
         return f"step {step} is not there"
-    reasons = "; ".join(f"step {number}: {reason}" for number, reason in skips[:5])
-    warning = ". Tensors of the state may have been overwritten in part: do not train on with it"
-    outcome = warning if is_overwritten else "; nothing in the state was changed"
+    outcome = _OVERWRITTEN if is_overwritten else "; nothing in the state was changed"
     subject = f"step {step} is not intact" if isinstance(step, int) else "no step is intact"
-    return f"{subject} ({reasons}){outcome}"
+    return f"{subject} ({_reasons_of(skips)}){outcome}"
+
+
+def _reasons_of(skips: Sequence[tuple[int, str]]) -> str:
+    """Return the text that says why the first of ``skips`` were passed over."""
+    return "; ".join(f"step {number}: {reason}" for number, reason in skips[:5])
