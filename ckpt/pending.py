@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Final
@@ -274,11 +274,16 @@ class SaveRecord(PendingSave):
         """Whether some tier has the step."""
         return None in self._ends.values()
 
-    def wait_kept(self, timeout: float) -> bool:
-        """Wait until some tier has the step, or until the save is over. Return False if ``timeout``
-        seconds pass before.
+    def wait_kept(self, timeout: float, urls: Collection[str] | None = None) -> bool:
+        """Wait until one of the tiers ``urls`` (None: any tier) has the step, or until the save is
+        over. Return False if ``timeout`` seconds pass before.
         """
-        return self._await(lambda: self.is_kept or self._is_finished, timeout)
+        urls, ends = self._names if urls is None else urls, self._ends
+
+        def is_kept() -> bool:
+            return any(url in ends and ends[url] is None for url in urls)
+
+        return self._await(lambda: is_kept() or self._is_finished, timeout)
 
     def missing_tiers(self) -> dict[str, CkptError | None]:
         """Return the tiers that lack the step: URL -> the error, or None if the save has not ended

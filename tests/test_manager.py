@@ -536,6 +536,20 @@ def test_a_restore_waits_for_the_saves_of_an_earlier_manager_of_the_process(
     assert "alive" not in caplog.text
 
 
+def test_a_restore_waits_until_one_of_its_own_tiers_has_the_save_of_an_earlier_manager(
+    near: Path, far: Path, gated: Gated
+) -> None:
+    """The nearer tier is left out of the cell that is run again."""
+    with CheckpointManager([near, far]) as first:
+        pending = first.save_async({"x": 1}, 4)
+        pending.result(20, tier=str(near))
+        threading.Timer(0.4, gated.open.set).start()
+        with CheckpointManager(far) as second:
+            report = second.restore({"x": 0})
+            assert report is not None
+            assert report.step == 4
+
+
 def test_a_save_waits_for_the_saves_of_an_earlier_manager_of_the_process(
     memory: str, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:

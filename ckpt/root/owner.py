@@ -67,9 +67,9 @@ class Work(Protocol):
         """Whether no save is under way."""
         ...
 
-    def wait_kept(self) -> None:
-        """Wait until some tier has each save that is under way, or the save is over, but at most
-        for the commit timeout.
+    def wait_kept(self, urls: Collection[str]) -> None:
+        """Wait until one of the roots ``urls`` has each save that is under way, or the save is
+        over, but at most for the commit timeout.
         """
         ...
 
@@ -80,6 +80,7 @@ class Work(Protocol):
 
 _works: Final = weakref.WeakValueDictionary[str, Work]()
 """The saves of each manager of this process, by its attempt."""
+os.register_at_fork(after_in_child=_works.clear)  # They go on in the parent only
 
 
 def attend(attempt: str, manager: object, work: Work) -> None:
@@ -91,12 +92,14 @@ def attend(attempt: str, manager: object, work: Work) -> None:
 
 
 def await_others(attempt: str, urls: Collection[str]) -> None:
-    """Wait until some tier has the saves that other managers of this process have under way to one
-    of the roots ``urls``. ``attempt`` is that of the manager that waits.
+    """Wait until one of the roots ``urls`` has the saves that other managers of this process have
+    under way there. ``attempt`` is that of the manager that waits.
     """
-    for other_attempt, work in list(_works.items()):
-        if other_attempt != attempt and not work.urls.isdisjoint(urls):
-            work.wait_kept()
+    own_work = _works.get(attempt)
+    for reference in _works.valuerefs():  # A list, since a thread may make a manager meanwhile
+        work = reference()
+        if work is not None and work is not own_work and not work.urls.isdisjoint(urls):
+            work.wait_kept(urls)
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -227,17 +230,9 @@ def succeed(backend: StorageBackend, claimant: Owner) -> Owner:
         RootInUse: The root's owner is alive on this machine.
         RootLost: The root is gone, or another folder has taken its place.
     """
-    owner = owner_of(backend)
+    owner = _idle_owner_of(backend, claimant)
     if owner is None:
         return claimant
-    if owner.attempt != claimant.attempt and (work := owner.work) is not None and not work.is_idle:
-        _log.warning(
-            "ckpt: %s is written by another CheckpointManager of this process (%s): this save "
-            "waits for the saves that it has under way",
-            backend.url,
-            owner,
-        )
-        work.wait_idle()
     if refuses(owner, claimant):
         raise RootInUse(backend.url, str(owner), is_same_process=owner.is_in_this_process)
     if owner.attempt not in {claimant.attempt, *_ended_attempts} and owner.gives_way:
@@ -256,6 +251,28 @@ def succeed(backend: StorageBackend, claimant: Owner) -> Owner:
     return msgspec.structs.replace(
         claimant, ended=ended_attempts or claimant.ended, unseen=unseen_attempts or claimant.unseen
     )
+
+
+def _idle_owner_of(backend: StorageBackend, claimant: Owner) -> Owner | None:
+    """Return the owner of the root. If that is another manager of this process, wait for its saves
+    first. The record is read again after a wait, since another job may have taken the root then.
+
+    Raises:
+        RootLost: The root is gone, or another folder has taken its place.
+    """
+    awaited_attempts = {claimant.attempt}
+    while (owner := owner_of(backend)) is not None and owner.attempt not in awaited_attempts:
+        awaited_attempts.add(owner.attempt)
+        if (work := owner.work) is None or work.is_idle:
+            break
+        _log.warning(
+            "ckpt: %s is written by another CheckpointManager of this process (%s): this save "
+            "waits for the saves that it has under way",
+            backend.url,
+            owner,
+        )
+        work.wait_idle()
+    return owner
 
 
 def confirm(backend: StorageBackend, claimant: Owner) -> bool:

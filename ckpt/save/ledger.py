@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from itertools import chain
 from typing import Final, TypeGuard
 
@@ -91,11 +92,11 @@ class SaveLedger:
         """Whether no save is under way."""
         return all(save.done() for save in self.pending)
 
-    def wait_kept(self) -> None:
-        """Wait until some tier has each save that is under way, or the save is over, but at most
-        for the commit timeout.
+    def wait_kept(self, urls: Collection[str]) -> None:
+        """Wait until one of the tiers ``urls`` has each save that is under way, or the save is
+        over, but at most for the commit timeout.
         """
-        self._wait(SaveRecord.wait_kept)
+        self._wait(partial(SaveRecord.wait_kept, urls=urls))
 
     def wait_idle(self) -> None:
         """Wait until no save is under way, but at most for the commit timeout."""

@@ -219,8 +219,8 @@ class Saver:
         durable tiers, and log a warning about each job that is alive. A tier that does not answer
         delays the end of the block by at most a second.
 
-        Before the block, wait until some tier has the saves that other managers of this process
-        have under way.
+        Before the block, wait until one of the tiers has the saves that other managers of this
+        process have under way there.
         """
         await_others(self._coordinator.attempt, {writer.url for writer in self._writers})
         looks = [workers.submit(writer.warn_of_owner) for writer in self._durable]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from ckpt.errors import RootInUse, StorageError
 from ckpt.model.keys import OWNER
-from ckpt.root.owner import Owner, attend, claim, confirm, read_owner, release
+from ckpt.root.owner import Owner, attend, await_others, claim, confirm, read_owner, release
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
@@ -115,12 +116,15 @@ class Saves:
     is_idle: bool
     urls: frozenset[str] = frozenset()
     waits: int = 0
+    at_end: Callable[[], object] = int
 
-    def wait_kept(self) -> None:
+    def wait_kept(self, urls: Collection[str]) -> None:
+        assert urls
         self.waits += 1
 
     def wait_idle(self) -> None:
         self.waits += 1
+        self.at_end()
 
 
 @dataclass
@@ -140,6 +144,34 @@ def test_a_manager_of_this_process_keeps_its_root_while_it_saves_and_then_gives_
     assert claim(store, second).unseen == (first.attempt,)  # Its next save gets the error
     with pytest.raises(RootInUse):
         confirm(store, first)
+
+
+def test_a_job_that_takes_the_root_during_the_wait_for_another_manager_keeps_it(store, neighbour):
+    saves, manager, first = Saves(is_idle=False), Manager(), replace(me(), attempt="leaving")
+    attend(first.attempt, manager, saves)
+    claim(store, first)
+
+    def hand_on() -> None:
+        release(store, first)
+        claim(store, neighbour.owner)
+
+    saves.at_end = hand_on
+    with pytest.raises(RootInUse, match="attempt otherz"):
+        claim(store, replace(me(), attempt="second"))
+    assert read_owner(store) == noted(store, neighbour.owner)
+
+
+def test_a_fork_waits_for_no_save_of_its_parent(store):
+    saves, manager = Saves(is_idle=False, urls=frozenset({store.url})), Manager()
+    attend("parentz", manager, saves)
+    await_others("second", {store.url})
+    assert saves.waits == 1
+    if (pid := os.fork()) == 0:
+        try:
+            await_others("second", {store.url})
+        finally:
+            os._exit(saves.waits)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_a_manager_of_this_process_that_was_collected_has_ended(store):
