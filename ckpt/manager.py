@@ -468,7 +468,10 @@ class CheckpointManager:
         )
         Fence.wait_for_all()  # A copy under way must not read what is restored
         readers = Workers("read", max(_READERS, self._config.threads))
-        with self._saver.owners_told(self._listers), readers as workers:
+        with (
+            self._saver.owners_told(self._listers, for_newest=selector is None),
+            readers as workers,
+        ):
             context = RestoreContext(
                 tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,
                 observers=self._observers, steps_in_use=self._saver.steps.awaited_refs,

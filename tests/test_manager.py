@@ -550,6 +550,23 @@ def test_a_restore_waits_until_one_of_its_own_tiers_has_the_save_of_an_earlier_m
             assert report.step == 4
 
 
+def test_a_restore_of_a_given_step_waits_for_no_save_of_another_manager(
+    memory: str, gate: threading.Event
+) -> None:
+    """A second manager evaluates an older step beside the training."""
+    gate.set()
+    first = CheckpointManager(memory)
+    first.save({"x": 1}, 1)
+    gate.clear()
+    pending = first.save_async({"x": 2}, 2)
+    with CheckpointManager(memory) as second:
+        second.restore(state := {"x": 0}, step=1)
+        assert state["x"] == 1
+        assert not pending.done()
+        gate.set()
+    first.close()
+
+
 def test_a_save_waits_for_the_saves_of_an_earlier_manager_of_the_process(
     memory: str, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:

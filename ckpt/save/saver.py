@@ -214,15 +214,16 @@ class Saver:
             writer.root.chosen_ref = ref
 
     @contextmanager
-    def owners_told(self, workers: Workers) -> Generator[None]:
+    def owners_told(self, workers: Workers, *, for_newest: bool) -> Generator[None]:
         """Return a context manager. While its block runs, ``workers`` look at the owners of the
         durable tiers, and log a warning about each job that is alive. A tier that does not answer
         delays the end of the block by at most a second.
 
-        Before the block, wait until one of the tiers has the saves that other managers of this
-        process have under way there.
+        If the block restores the newest step (``for_newest``), first wait until one of the tiers
+        has the saves that other managers of this process have under way there.
         """
-        await_others(self._coordinator.attempt, {writer.url for writer in self._writers})
+        if for_newest:
+            await_others(self._coordinator.attempt, {writer.url for writer in self._writers})
         looks = [workers.submit(writer.warn_of_owner) for writer in self._durable]
         yield
         wait(looks, _LOOK_SECONDS)
