@@ -138,12 +138,13 @@ class Oracle:
         own = facts.committed.get(tier.place, set())
         newest = max(own, default=facts.restored)
         others = (other.place for other in job.tiers if other is not tier)
-        # A later step of the job on another tier stands for this one.
+        # A later step of its job, or of this job, on another tier stands for this one.
+        jobs = {ref.job, *(other.job for refs in facts.committed.values() for other in refs)}
         later = (
             other
             for place in others
             for other in {*facts.after[place], *facts.committed.get(place, set())}
-            if other == ref or (other.job == ref.job and other > ref)
+            if other == ref or (other.job in jobs and other > ref)
         )
         return "it is the newest, and nowhere else" if ref == newest and not any(later) else ""
 

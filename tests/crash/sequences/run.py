@@ -439,10 +439,12 @@ def run_event(run: Run, event: Event, agents: Callable[[], AgentFolder]) -> None
                 run_command(run, "unpin", run.url(place))
                 pins.clear()
             elif not ends and (step := choice(before[place], fraction)) is not None:
-                run_command(run, "pin", run.url(place), step, "--for", "1d")
+                # 7: a job was killed in the midst of the removal of the step.
+                words = ("pin", run.url(place), step, "--for", "1d")
+                code = run_command(run, *words, allowed=(0, 7))
                 # Of several attempts at a step, the command pins the one that a restore takes.
                 attempts = {ref for ref in before[place] if ref.step == step}
-                pins |= attempts if len(attempts) == 1 else set()
+                pins |= attempts if code == 0 and len(attempts) == 1 else set()
         case WipePlan(place):
             shutil.rmtree(run.url(place), ignore_errors=True)
             run.oracle.pins.pop(place, None)
