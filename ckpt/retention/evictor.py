@@ -14,6 +14,7 @@ from typing import Final
 
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import Inventory, StoredStep, heirs_of
+from ckpt.catalog.step_sizes import StepSizes
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.keys import StepRef
@@ -62,6 +63,9 @@ class Evictor:
             part=tier.tier.local is True,
             late_metrics=self._rule.keep_best is not None,
         )
+        self._sizes = StepSizes(tier.backend)
+        # On a tier that has only a part of each step, the parts come and go.
+        self._has_room = tier.tier.local is not True
 
     def evict_to_capacity(
         self, ref: StepRef, nbytes: int, *, restored_ref: StepRef | None, is_exact: bool = False
@@ -88,6 +92,8 @@ class Evictor:
         """
         capacity = self._tier.tier.capacity_bytes or 0
         try:
+            if self._fits(nbytes):
+                return
             steps = self._inventory.look()
         except StorageError as error:
             # The save itself finds out whether the store works.
@@ -115,6 +121,8 @@ class Evictor:
         """
         capacity = self._tier.tier.capacity_bytes or 0
         try:
+            if self._fits(0):
+                return
             steps = self._inventory.look()
             excess = sum(step.nbytes for step in steps) - capacity
             excess = self._evict(steps, ref, excess, restored_ref, _CAPACITY_REACHED)
@@ -137,6 +145,16 @@ class Evictor:
         self._retry.call(self._claim.use)
         steps = self._inventory.look()
         return self._evict(steps, ref, nbytes, restored_ref, "the store is full") < nbytes
+
+    def _fits(self, nbytes: int) -> bool:
+        """Return True if ``nbytes`` more than what is there fit into the capacity.
+
+        Before the tier is full for the first time, this tells so without a read of the manifests.
+        """
+        if self._has_room:
+            capacity = self._tier.tier.capacity_bytes or 0
+            self._has_room = self._sizes.total() + nbytes <= capacity
+        return self._has_room
 
     def _evict(
         self,

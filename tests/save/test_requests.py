@@ -6,6 +6,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,17 @@ def test_steps_that_are_there_cost_a_page_of_a_listing_for_each_thousand(
     # The pruning thread looks for remains once in a job, in a folder step by step.
     keys = 3 * steps
     assert many[2] <= few[2] + (steps + 10 if tiers[1].url.startswith("/") else 1 + keys // 1000)
+
+
+def test_a_capacity_that_is_not_reached_costs_no_read_of_a_manifest(
+    place: Place, calls: Calls
+) -> None:
+    """Each manifest was read before the first commit. Only the sizes of the files are needed."""
+    tiers = [replace(place(steps), capacity="1TB") for steps in (20, 400)]
+    few, many = (_requests(tier, calls, 400) for tier in tiers)
+    is_folder = tiers[0].url.startswith("/")
+    assert many[0] <= few[0] + (400 - 20 if is_folder else 3 * 400 // 1000 + 1)
+    assert many[1] == few[1]
 
 
 _KINDS = {
