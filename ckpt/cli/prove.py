@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -203,7 +203,8 @@ def prove(
             is_deterministic = not contrast_of_replays.exists
     if not contrast.exists and course.target is not None and contrast.tensors is not None:
         steps = {PROOF_METRIC: float(course.target.step - course.origin.step)}
-        backend.ask(partial(add_metrics, [backend], course.origin.step, steps, own=""))
+        with suppress(ConfigError):  # An earlier proof stands, since a metric is written once
+            backend.ask(partial(add_metrics, [backend], course.origin.step, steps, own=""))
     _show(course, contrast, seconds, is_deterministic=is_deterministic, json=json)
     if contrast.exists:
         raise typer.Exit(_DIFFERENT)

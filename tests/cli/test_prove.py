@@ -84,6 +84,9 @@ def test_a_replay_that_is_equal_proves_the_step(cli: Cli, root: Path, tmp_path: 
     assert not all_pins(store)
     assert [ref.step for ref in committed(store)] == [5, 4, 3, 2, 1]
     assert cli("show", root, "best:proven:max", "--json").json["step"] == 2
+    longer = cli("prove", root, "--step", 2, "--steps", 2, "--run", command(tmp_path))
+    assert longer.code == 0, longer.err
+    assert longer.out.splitlines()[-1].endswith("the step is proven")
 
 
 def test_a_replay_that_keeps_one_step_keeps_the_one_to_compare_with(
