@@ -315,7 +315,9 @@ def test_a_kill_at_any_file_leaves_no_half_that_loads(
     assert deaths > 8
 
 
-@pytest.mark.parametrize("event", [4, pytest.param(10, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    "event", [4, *(pytest.param(n, marks=pytest.mark.torture) for n in range(5, 9))]
+)
 def test_what_a_killed_export_has_left_is_removed_by_the_next_one(
     tmp_path: Path, root: Path, config: Path, model: Tiny, event: int, monkeypatch: Any
 ) -> None:
