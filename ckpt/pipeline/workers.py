@@ -25,6 +25,8 @@ from ckpt.errors import ThreadLimit
 P = ParamSpec("P")
 T = TypeVar("T")
 
+THREAD_PREFIX: Final = "ckpt-"
+"""The begin of the names of all threads of ckpt."""
 _PR_SET_NAME: Final = 15
 _log = logging.getLogger("ckpt")
 
@@ -141,7 +143,7 @@ class Workers:
         """
         if len(self._threads) >= self.count:
             return True
-        name = f"ckpt-{self.name}_{len(self._threads)}"
+        name = f"{THREAD_PREFIX}{self.name}_{len(self._threads)}"
         thread = threading.Thread(
             target=_run, args=(self._queue, self._open_calls, self._settle), name=name, daemon=True
         )

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Collection
 from typing import Final, Protocol
@@ -32,6 +33,7 @@ import msgspec
 
 from ckpt.errors import IntegrityError, LinkRefused, ObjectNotFound, RootInUse, RootLost
 from ckpt.model.keys import OWNER
+from ckpt.pipeline.workers import THREAD_PREFIX
 from ckpt.processes import PROGRAM, Process, machine
 from ckpt.storage.api import HasPlace, HasRoot, StorageBackend, read_record
 from ckpt.storage.places import OBJECT_STORES, canonical
@@ -94,7 +96,12 @@ def attend(attempt: str, manager: object, work: Work) -> None:
 def await_others(attempt: str, urls: Collection[str]) -> None:
     """Wait until one of the roots ``urls`` has the saves that other managers of this process have
     under way there. ``attempt`` is that of the manager that waits.
+
+    A thread of ckpt does not wait, since an observer of a save may restore, and the save waits for
+    the observer.
     """
+    if threading.current_thread().name.startswith(THREAD_PREFIX):
+        return
     own_work = _works.get(attempt)
     for reference in _works.valuerefs():  # A list, since a thread may make a manager meanwhile
         work = reference()
