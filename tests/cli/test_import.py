@@ -232,7 +232,7 @@ def test_a_list_of_another_world_asks_whose_value_a_rank_takes(cli: Cli) -> None
 def test_a_list_of_our_own_is_no_value_of_each_rank(cli: Cli) -> None:
     with CheckpointManager("runs") as manager:
         manager.save({"position": [10]}, step=7)
-    with CheckpointManager("runs") as manager, pytest.raises(KindMismatch, match="only="):
+    with CheckpointManager("runs") as manager, pytest.raises(KindMismatch, match="exclude="):
         manager.restore({"position": PerRank(0)}, step=7)
 
 
