@@ -322,7 +322,9 @@ def _course(
         raise ConfigError(f"--until {end} must be later than step {start}")
     target_refs = [ref for ref in later_refs if ref.step <= end]
     metrics = {step: values for step, values in journal.items() if step <= end}
-    metrics |= metrics_of_steps(backend, (ref for ref in target_refs if not journal.get(ref.step)))
+    # The journal may have those of another attempt, which a rollback has abandoned since.
+    for step, values in metrics_of_steps(backend, target_refs).items():
+        metrics[step] = {**metrics.get(step, {}), **values}
     if not target_refs and not any(metrics.values()):
         raise ConfigError(
             f"{backend.url} keeps none of the {count} steps after step {start}, and the journal of "

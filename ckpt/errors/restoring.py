@@ -175,5 +175,5 @@ class OptimizerMismatch(RestoreError):
             f"{name!r} was saved by another kind of optimizer: it has the {category} "
             f"{few(saved_names)}, "
             f"the target has {few(target_names)} instead: "
-            f"take the optimizer out of the state, or let it begin afresh (exclude={name!r})"
+            f"take the optimizer out of the state, or let it keep what it has (exclude={name!r})"
         )

@@ -89,6 +89,17 @@ def test_a_replay_that_is_equal_proves_the_step(cli: Cli, root: Path, tmp_path: 
     assert longer.out.splitlines()[-1].endswith("the step is proven")
 
 
+def test_the_metrics_of_a_kept_step_are_its_own_and_not_those_of_an_abandoned_attempt(
+    cli: Cli, root: Path, tmp_path: Path
+) -> None:
+    """A branch was taken up again, after another one had saved the same number."""
+    journal = Journal(str(root), rank=0)
+    journal(SaveStaged(step=3, nbytes=9, stall_seconds=0.1, metrics={"loss": 99.0}))
+    journal.close()
+    ran = cli("prove", root, "--step", 2, "--run", command(tmp_path))
+    assert ran.code == 0, ran.out + ran.err
+
+
 def test_a_replay_that_keeps_one_step_keeps_the_one_to_compare_with(
     cli: Cli, root: Path, tmp_path: Path
 ) -> None:

@@ -260,7 +260,7 @@ class Shaper:
         namesakes = [module for module in names_by_module if _own_words(module) == _own_words(name)]
         choice = f"can be the optimizer of {' or '.join(map(repr, names_by_module))}"
         if len(namesakes) != 1:
-            return {}, f"{choice}, and its name does not say of which (--plain NAME leaves one out)"
+            return {}, f"{choice}, and its name fits none or several (--plain NAME leaves one out)"
         (module,) = namesakes
         self._report.notes.append(f"{name!r} {choice}, and is that of {module!r} by its name")
         return {module: names_by_module[module]}, origin
