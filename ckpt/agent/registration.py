@@ -129,12 +129,13 @@ class Registration:
 
     def _watch(self, job: Job) -> None:
         """Pass on the reports of the agent, and register again whenever the agent has ended, until
-        ``_end`` is called. While no agent can be reached, only the first failure is a warning in
-        the log.
+        ``_end`` is called. While no agent can be reached, each reason is a warning in the log once.
         """
+        reasons: set[str] = set()
         while True:
             connection = self._connection
             if connection is not None:
+                reasons.clear()
                 while (news := connection.next_news()) is not None:
                     self._pass_on(news)
                 connection.close()
@@ -143,8 +144,9 @@ class Registration:
             try:
                 found = _register(job)
             except CkptError as error:
-                level = logging.WARNING if connection is not None else logging.DEBUG
+                level = logging.DEBUG if str(error) in reasons else logging.WARNING
                 _log.log(level, "ckpt: this job has no agent for now: %s", error)
+                reasons.add(str(error))
                 found = None
             with self._lock:
                 self._connection = found
