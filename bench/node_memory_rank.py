@@ -21,8 +21,6 @@ from bench.state import Training
 from bench.whole_slots import whole_slots
 from ckpt import CheckpointManager
 
-_STEPS = 2
-
 
 def main() -> None:
     """Measure all settings in turn."""
@@ -48,10 +46,9 @@ def _turn(
     """
     with whole_slots() if name == "whole slots" else nullcontext():
         with MemorySampler(os.getpid()) as own:  # What the training itself needs at its peak
-            for _ in range(_STEPS):
+            for _ in range(plan["saves"] + 1):
+                _compute(training, group, plan, time.perf_counter())
                 training.forward_backward()
-                training.forward_backward()  # with gradients, as beside a save
-                training.optimizer_step()
                 say(plan, step=training.step)  # so that the parent sees progress
         with MemorySampler(os.getpid()) as sampler, CheckpointManager(folder) as manager:
             manager.prepare(training.objects())
@@ -68,14 +65,21 @@ def _save(
     dist.barrier(group)
     began = time.perf_counter()
     pending = manager.save_async(training.objects(), training.step)
-    while any_rank(time.perf_counter() - began < plan["ahead"], group):
-        training.forward_backward()
-    training.optimizer_step()
+    _compute(training, group, plan, began)
     pending.result()
     training.forward_backward()
     say(plan, step=training.step)
     assert pending.durable_seconds is not None
     return pending.stall_seconds, pending.durable_seconds, pending.nbytes
+
+
+def _compute(
+    training: Training, group: dist.ProcessGroup, plan: dict[str, Any], began: float
+) -> None:
+    """Run the passes of a step, until ``plan["ahead"]`` seconds after ``began``, and the step."""
+    while any_rank(time.perf_counter() - began < plan["ahead"], group):
+        training.forward_backward()
+    training.optimizer_step()
 
 
 if __name__ == "__main__":
