@@ -52,8 +52,9 @@ class JobLife:
 def life_of(history: History, beats: Mapping[str, float], current_time: float) -> JobLife | None:
     """Return whether the job of a run lives; None if the journal has no job.
 
-    The newest job that has saved counts. If it does not live, a newer job that lives counts, since
-    it may be the same job that was started again.
+    The newest job that has saved and lives counts: a newer one may have been refused since it
+    lives. If none lives, the newest job that has saved counts, or a newer job that lives, since it
+    may be the same job that was started again.
 
     Args:
         history: The history of the run.
@@ -62,9 +63,11 @@ def life_of(history: History, beats: Mapping[str, float], current_time: float) -
     """
     jobs = list(history.jobs.items())
     lives = {name: _life_of_job(job, beats.get(name), current_time) for name, job in jobs}
-    saver = next((name for name, job in reversed(jobs) if job.has_saved), None)
-    if saver is not None and lives[saver].is_alive:
-        return lives[saver]
+    savers = [name for name, job in reversed(jobs) if job.has_saved]
+    for name in savers:
+        if lives[name].is_alive:
+            return lives[name]
+    saver = next(iter(savers), None)
     newer = next((name for name, job in reversed(jobs) if not job.has_saved), None)
     is_newer = newer is not None and (
         saver is None or [*lives].index(newer) > [*lives].index(saver)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from ckpt.catalog.inventory import StoredStep
 from ckpt.observe.history import Arrival, History, SavedStep
 
-_COLUMNS: Final = ("step", "saved_at", "state", "nbytes", "stall_seconds", "durable_seconds")
+_COLUMNS: Final = (
+    "step",
+    "saved_at",
+    "state",
+    "abandoned",
+    "nbytes",
+    "stall_seconds",
+    "durable_seconds",
+)
 
 
 class StepFacts(NamedTuple):
@@ -37,13 +46,17 @@ def facts_of(listing: StoredStep | None, save: SavedStep | None) -> StepFacts:
     return StepFacts(moment, nbytes, metrics)
 
 
-def step_rows(url: str, steps: Iterable[StoredStep], history: History) -> list[dict[str, Any]]:
+def step_rows(url: str, steps: Sequence[StoredStep], history: History) -> list[dict[str, Any]]:
     """Return a row for each step that a tier has or had, in ascending order of the steps.
 
     A row has the columns "step", "saved_at" (a datetime in UTC, or None), "state" (as the page of
-    ``ckpt serve`` names it, such as "committed", "removed", "missed" or "failed"), "nbytes",
-    "stall_seconds", "durable_seconds" (None if they are not known), and one for each metric. A
-    metric whose name is that of another column has "metric " before its name.
+    ``ckpt serve`` names it, such as "committed", "removed", "missed" or "failed"), "abandoned" (a
+    bool: whether the run has gone back to an earlier step), "nbytes", "stall_seconds",
+    "durable_seconds" (None if they are not known), and one for each metric. A metric whose name is
+    that of another column has "metric " before its name.
+
+    Of several attempts at a step, the row is that of the checkpoint on the current branch, or else
+    of the youngest checkpoint.
 
     Args:
         url: The URL of the tier.
@@ -51,21 +64,37 @@ def step_rows(url: str, steps: Iterable[StoredStep], history: History) -> list[d
         history: The history of the run.
     """
     listings: dict[int, StoredStep] = {}
-    for step in sorted(steps, key=lambda step: (step.state == "committed", step.created_at)):
+    youngest: dict[int, StoredStep] = {}
+    for step in sorted(steps, key=_age):
+        youngest[step.ref.step] = step
+    for step in sorted(steps, key=_rank):
         listings[step.ref.step] = step
     failures = {record.step: record for record in history.failures}
     rows: list[dict[str, Any]] = []
     for number in sorted({*listings, *history.saves, *failures}):
         listing, save = listings.get(number), history.saves.get(number)
+        if listing is not youngest.get(number):
+            save = None  # A journal does not name attempts, so its save is the youngest attempt
         arrival = save.tiers.get(url, Arrival()) if save else Arrival()
         if listing is None and save is None:
             rows.append(_row(number, failures[number].at, "failed", 0, None, {}))
             continue
         facts, state = facts_of(listing, save), _state(url, listing, save)
         row = _row(number, facts.moment, state, facts.nbytes, save, facts.metrics)
+        row["abandoned"] = (
+            listing.is_abandoned if listing else save is not None and save.is_abandoned
+        )
         row["durable_seconds"] = arrival.seconds or None
         rows.append(row)
     return rows
+
+
+def _age(step: StoredStep) -> float:
+    return step.created_at or math.inf
+
+
+def _rank(step: StoredStep) -> tuple[bool, bool, float]:
+    return step.state == "committed", not step.is_abandoned, _age(step)
 
 
 def _state(url: str, listing: StoredStep | None, save: SavedStep | None) -> str:
@@ -97,6 +126,7 @@ def _row(
         "step": step,
         "saved_at": _datetime(moment),
         "state": state,
+        "abandoned": False,
         "nbytes": nbytes,
         "stall_seconds": save.stall_seconds or None if save else None,
     }
