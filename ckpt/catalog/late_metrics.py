@@ -149,6 +149,17 @@ def add_metrics(
             put_late(backend, ref, new)
 
 
+def metrics_at(backend: StorageBackend, ref: StepRef) -> dict[str, float]:
+    """Return the metrics of ``ref``, a committed step, with those that were added to it.
+
+    Raises:
+        StorageError: As for ``add_metrics``.
+    """
+    keys = [info.key for info in own_objects(backend, ref)]
+    additions = late_metrics(backend, ref, keys)
+    return additions | metrics_of(read_packed(backend, ref)[0].metadata)
+
+
 def _find(backend: StorageBackend, step: int) -> list[StepRef]:
     try:
         return find(backend, step)
@@ -174,11 +185,7 @@ def _missing(
     Raises:
         ConfigError: The step has another value for a name.
     """
-    keys = [info.key for info in own_objects(backend, ref)]
-    present = {
-        **late_metrics(backend, ref, keys),
-        **metrics_of(read_packed(backend, ref)[0].metadata),
-    }
+    present = metrics_at(backend, ref)
     for name, value in metrics.items():
         old = present.get(name, value)
         if old != value and not (math.isnan(old) and math.isnan(value)):

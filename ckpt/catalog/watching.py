@@ -222,3 +222,20 @@ def _steps_and_close(
         yield from each_step(watcher, poll_seconds, stop)
     finally:
         backend.close()
+
+
+def watch_records(backend: StorageBackend) -> list[str]:
+    """Return the keys of the records of all watchers of a tier."""
+    keys = ask(backend, lambda: [info.key for info in backend.list(f"{WATCHERS}/")])
+    return [key for key in keys if _is_record(key)]
+
+
+def remove_watch_records(backend: StorageBackend) -> None:
+    """Remove the records of all watchers of a tier whose run is removed. Other files stay."""
+    for key in watch_records(backend):
+        ask(backend, partial(backend.delete, key))
+
+
+def _is_record(key: str) -> bool:
+    _, name, folder = (*key.split("/", 2), "", "")[:3]
+    return _NAME.fullmatch(name) is not None and parse_folder(folder) is not None

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 
 from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import committed, find, list_root, read_manifest
-from ckpt.catalog.late_metrics import add_metrics
+from ckpt.catalog.late_metrics import metrics_at, put_late
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
@@ -202,12 +202,18 @@ def prove(
             contrast_of_replays = contrast_of(outcome, replay.run(folder / "second"))
             is_deterministic = not contrast_of_replays.exists
     if not contrast.exists and course.target is not None and contrast.tensors is not None:
-        steps = {PROOF_METRIC: float(course.target.step - course.origin.step)}
-        with suppress(ConfigError):  # An earlier proof stands, since a metric is written once
-            backend.ask(partial(add_metrics, [backend], course.origin.step, steps, own=""))
+        backend.ask(partial(_record_proof, backend, course.origin, course.target))
     _show(course, contrast, seconds, is_deterministic=is_deterministic, json=json)
     if contrast.exists:
         raise typer.Exit(_DIFFERENT)
+
+
+def _record_proof(backend: StorageBackend, origin: StepRef, target: StepRef) -> None:
+    """Add the number of proven steps to the metrics of ``origin``. An earlier proof stands, since a
+    metric is written once.
+    """
+    if PROOF_METRIC not in metrics_at(backend, origin):
+        put_late(backend, origin, {PROOF_METRIC: float(target.step - origin.step)})
 
 
 @dataclass(frozen=True, slots=True)
