@@ -71,6 +71,20 @@ def test_the_command_line_shows_metrics_and_says_why_a_step_stays(cli, tmp_path)
     assert whole(root) == [1, 2, 4]
 
 
+def test_a_prune_keeps_the_best_as_the_journal_says_of_the_job(cli, tmp_path):  # noqa: F811
+    saved(tmp_path / "runs", {1: 0.5, 2: 0.25, 3: 1.0}, keep_last=5, keep_best=("loss", "min"))
+    dry = cli("prune", "--keep-last", 1, "--dry-run", "--json").json
+    assert {one["step"]: one["why"] for one in dry["kept"]} == {3: ["newest"], 2: ["best loss"]}
+    far = Tier("far", keep_last=5, keep_best=("accuracy", "max"))
+    near = Tier("near", keep_last=5, keep_best=("loss", "min"))
+    with CheckpointManager([near, far]) as manager:
+        for step in (1, 2):
+            manager.save({"x": torch.ones(1)}, step, metrics={"loss": step, "accuracy": 0.5})
+    ran = cli("prune", "near", "--keep-last", 1)
+    assert "keeps the best steps by accuracy, loss" in ran.err
+    assert whole("near") == [2]
+
+
 def test_where_ranks_differ_the_metrics_of_rank_0_count(tmp_path):
     def save(coordinator):
         with CheckpointManager(

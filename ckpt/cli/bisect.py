@@ -101,7 +101,13 @@ def bisect(
 
     with signals.as_exceptions():
         result = search(refs, test)
-        _check_ends(refs, [outcome for _, outcome in tests], test)
+        outcomes = [outcome for _, outcome in tests]
+        if tests and set(outcomes) == {"untestable"}:
+            raise ConfigError(
+                f"none of the steps between {good} and {bad} can be tested, so the first bad one "
+                "is not known: check the command, whose exit code is 125 for each of them"
+            )
+        _check_ends(refs, outcomes, test)
     if json:
         output.show_json(
             {
@@ -169,14 +175,20 @@ def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef
     Raises:
         NoCheckpoint: ``good`` or ``bad`` is no checkpoint of the branch.
     """
-    branch = set(list_root(backend).on_branch)
+    branch, refs = set(list_root(backend).on_branch), find(backend, None)
     by_step: dict[int, StepRef] = {}
-    for ref in find(backend, None):
+    for ref in refs:
         if ref in branch and good <= ref.step <= bad:
             by_step.setdefault(ref.step, ref)
     for number in (good, bad):
         if number not in by_step:
-            raise NoCheckpoint(backend.url, f"step {number} is no checkpoint there")
+            detail = "is no checkpoint there"
+            if any(ref.step == number for ref in refs):
+                detail = (
+                    "is abandoned: let the run go on from it first, with `ckpt rollback "
+                    f"{backend.url} {number}`"
+                )
+            raise NoCheckpoint(backend.url, f"step {number} {detail}")
     return [by_step[number] for number in sorted(by_step)]
 
 

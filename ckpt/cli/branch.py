@@ -20,7 +20,7 @@ from ckpt.cli.options import (
     places,
     step_id,
 )
-from ckpt.cli.run_tiers import RunTier, attempt_at, look_at_run
+from ckpt.cli.run_tiers import RunTier, attempt_at, look_at_run, warn_of_other_tiers
 from ckpt.errors import ConfigError
 from ckpt.model.keys import StepRef
 from ckpt.model.selector import BranchStep, is_selector, parse_selector
@@ -70,6 +70,7 @@ def branch(
         raise ConfigError(f"{words[0]} is a place, since a name has no slash: give NAME after it")
     name = BranchStep(words.pop())
     tiers = look_at_run(places(words, roots), config, timeout)
+    warn_of_other_tiers(tiers, consequence="the step has no name there")
     if step is None:
         ref, changes = _delete(tiers, name)
     else:

@@ -22,11 +22,12 @@ from ckpt.cli.options import (
     one_place,
 )
 from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import open_watched, silence_notes
+from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
 from ckpt.config import Best, Tier, load_config
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback
+from ckpt.observe.metric_modes import modes_of_run
 from ckpt.retention.policy import (
     YOUNG,
     FixedGuard,
@@ -105,7 +106,8 @@ def prune(
         str | None,
         typer.Option(
             metavar="METRIC:MODE[:N]",
-            help="Keep the N (1) best too; MODE is min or max. Default: as ckpt.toml says.",
+            help="Keep the N (1) best too; MODE is min or max. Default: as ckpt.toml or the "
+            "journal of the job says.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -146,6 +148,8 @@ def prune(
     owner, steps = backend.ask(lambda: (read_owner(backend), inventory.look()))
     if not steps:
         raise NoCheckpoint(backend.url, backend.ask(partial(why_missing, backend, [], None)))
+    if rule.keep_best is None:
+        rule = replace(rule, keep_best=_best_of_job(backend))
     _warn_of_names(rule, steps)
     missing_refs = (
         frozenset["StepRef"]()
@@ -205,6 +209,19 @@ def _rule(
             "(--keep-every and --keep-best keep more)"
         )
     return rule
+
+
+def _best_of_job(backend: WatchedStore) -> Best | None:
+    """Return the rule of the job to keep the best step, as the journal has it. None if there is no
+    such rule, or if the tiers of the job have several.
+    """
+    modes = backend.ask(partial(modes_of_run, (), [backend.url]))
+    if len(modes) > 1:
+        output.warn(
+            f"the job keeps the best steps by {', '.join(sorted(modes))}, and this command does "
+            "not: name one of them with --keep-best"
+        )
+    return Best.of(next(iter(modes.items()))) if len(modes) == 1 else None
 
 
 def _farther_tiers(

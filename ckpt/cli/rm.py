@@ -14,6 +14,7 @@ import typer
 from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import StoredStep, heirs_of
 from ckpt.catalog.rollbacks import remove_rollbacks
+from ckpt.catalog.watching import remove_watch_records, watch_records
 from ckpt.cli import output, records
 from ckpt.cli.options import (
     PLACE_AND_STEP,
@@ -27,7 +28,7 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.prune import of_bytes
 from ckpt.cli.records import Field
-from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of
+from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of, warn_of_other_tiers
 from ckpt.cli.store_timeout import silence_notes
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.rollback import on_branch
@@ -82,7 +83,7 @@ def rm(
     ] = None,
     whole_run: Annotated[
         bool,
-        typer.Option("--run", help="Remove all steps, the pins, the rollbacks and the journal."),
+        typer.Option("--run", help="Remove all that ckpt has put there."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be removed.")
@@ -120,6 +121,7 @@ def rm(
         step_words = [last_step]
     selectors = [parse_selector(word) for word in step_words]
     tiers = look_at_run(urls, config, timeout)
+    warn_of_other_tiers(tiers, consequence="a job restores the steps that stay there")
     numbers = _numbers(selectors, tiers, config)
     choice = (
         _Choice(numbers, None, whole_run)
@@ -304,18 +306,20 @@ def _has_rest(tier: RunTier) -> bool:
         tier.owner is not None
         or tier.rollback is not None
         or tier.store.ask(partial(all_pins, tier.store))
+        or tier.store.ask(partial(watch_records, tier.store))
         or (is_folder(tier.store.url) and journal_files(tier.store.url))
     )
 
 
 def _remove_rest(tiers: Sequence[RunTier]) -> None:
-    """Remove the pins, the rollbacks, the owners of the roots, and the journals, and the folders
-    that are empty then. Files that are not ours stay.
+    """Remove the pins, the rollbacks, the records of watchers, the owners of the roots, and the
+    journals, and the folders that are empty then. Files that are not ours stay.
     """
     for tier in tiers:
         for pin in all_pins(tier.store):
             remove_pin(tier.store, pin)
         tier.store.ask(partial(remove_rollbacks, tier.store))
+        tier.store.ask(partial(remove_watch_records, tier.store))
         delete_owner(tier.store)
         if is_folder(tier.store.url):
             for path in journal_files(tier.store.url):

@@ -29,6 +29,7 @@ from ckpt.cli.run_tiers import (
     look_at_run,
     rollback_of,
     rollbacks_of,
+    warn_of_other_tiers,
 )
 from ckpt.errors import ConfigError
 from ckpt.model.keys import StepRef
@@ -58,9 +59,10 @@ def rollback(
     r"""Let a run go on from an older step.
 
     The next job restores STEP, and may save the later numbers again. The later steps are abandoned:
-    they stay until retention removes them, which it does first once the new branch has a step.
+    a tier that has a limit, such as keep_last, removes all of them once the new branch has a step.
     Until then, a rollback to one of them takes the old branch up again. `ckpt log` shows all
-    branches, and `ckpt rm --after STEP` removes the later steps at once.
+    branches, `ckpt branch` keeps a step, and `ckpt rm --after STEP` removes the later steps at
+    once.
 
     The tiers are those of ckpt.toml, if ROOT is one of them or is not given; else those that are
     given. Every tier that the job uses should be named.
@@ -76,6 +78,7 @@ def rollback(
     if selector is None:
         raise ConfigError(f"name the step to go back to; {LATEST!r} is where the run stands")
     tiers = look_at_run(urls, config, timeout)
+    warn_of_other_tiers(tiers, consequence="a job restores the later steps from there")
     if not (force or dry_run):
         check_idle(tiers, consequence="may save later steps again")
     target = step_id([tier.store for tier in tiers], selector, config)
@@ -126,3 +129,7 @@ def _show(
         output.show_line(f"  on the branch again: {output.ranges([s.step for s in resumed_steps])}")
     if abandoned_steps:
         output.show_line(f"  abandoned: {output.ranges([s.step for s in abandoned_steps])}")
+        output.show_line(
+            "  A tier that has a limit, such as keep_last, removes the abandoned steps once the "
+            "new branch has a step; `ckpt branch` keeps one."
+        )

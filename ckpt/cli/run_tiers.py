@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.rollbacks import all_rollbacks
+from ckpt.cli import output
+from ckpt.cli.nearer_tiers import is_here
 from ckpt.cli.options import ask_each, open_each
 from ckpt.cli.prune import activity
 from ckpt.cli.store_timeout import WatchedStore
@@ -15,7 +18,12 @@ from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import CkptError, CommitError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, last_rollback, on_branch
+from ckpt.observe.history import history_of
+from ckpt.observe.job_life import LIFE_MEANING, life_of
+from ckpt.observe.journal import Record
+from ckpt.observe.journal_reader import JournalReader
 from ckpt.root.owner import Owner, read_owner
+from ckpt.storage.places import is_folder, relation
 from ckpt.storage.registry import scheme_of, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 
@@ -115,7 +123,8 @@ def attempt_at(tiers: Sequence[RunTier], number: int) -> StepRef:
 
 
 def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
-    """Check that no job and no agent may be at work.
+    """Check that no job and no agent may be at work. A job that has not saved yet owns no root, but
+    the journal of the run says that it lives.
 
     Raises:
         CommitError: One may be. The message has ``consequence``, what it may do.
@@ -126,3 +135,46 @@ def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
                 f"{tier.store.url}: the job that writes here {text} ({tier.owner}), and "
                 f"{consequence}: end it first, or give --force"
             )
+    for tier in tiers:
+        records, beats = _journal_of(tier)
+        life = life_of(history_of(records), beats, time.time())
+        if life is not None and life.is_alive:
+            raise CommitError(
+                f"{tier.store.url}: {LIFE_MEANING[life.state]} ({life.host}, process {life.pid}), "
+                f"and {consequence}: end it first, or give --force"
+            )
+
+
+def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
+    """Print a warning if the last job of the run saved to a place that is not among ``tiers``. The
+    warning has ``consequence``, what happens there. Folders and stores in memory that this machine
+    does not have are left out.
+    """
+    for tier in tiers:
+        saves = history_of(_journal_of(tier)[0]).saves.values()
+        newest = max(saves, key=lambda save: save.at, default=None)
+        urls = [
+            url
+            for url in (newest.tiers if newest is not None else ())
+            if all(relation(url, other.store.url) == "apart" for other in tiers)
+            and _may_be_here(url)
+        ]
+        if urls:
+            output.warn(
+                f"the last job of {tier.store.url} also saved to {', '.join(urls)}, and "
+                f"{consequence}: name all places of the run"
+            )
+            return
+
+
+def _journal_of(tier: RunTier) -> tuple[list[Record], dict[str, float]]:
+    """Return the records and the beats of the journal of a tier."""
+    if not is_folder(tier.store.url):
+        return [], {}
+    reader = JournalReader(tier.store.url)
+    return tier.store.ask(lambda: (reader.read(), reader.beats()))
+
+
+def _may_be_here(url: str) -> bool:
+    is_local = is_folder(url) or scheme_of(url) == "shm"
+    return is_here(url) if is_local else True

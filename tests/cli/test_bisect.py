@@ -51,7 +51,16 @@ def test_abandoned_steps_are_left_out(cli: Cli, root: Path) -> None:
     assert cli("rollback", root, 8).code == 0
     ran = cli("bisect", root, "--good", 0, "--bad", 12, "--run", "true")
     assert ran.code == 7
-    assert "step 12 is no checkpoint there" in ran.err
+    assert "step 12 is abandoned: let the run go on from it first" in ran.err
+    assert f"ckpt rollback {root} 12" in ran.err
+
+
+def test_a_search_that_could_test_no_step_has_found_nothing(cli: Cli, root: Path) -> None:
+    for options in ([], ["--json"]):
+        ran = cli("bisect", root, "--good", 0, "--bad", 12, "--run", "exit 125", *options)
+        assert ran.code == 2
+        assert "none of the steps between 0 and 12 can be tested" in ran.err
+        assert "the first bad step" not in ran.out
 
 
 @pytest.mark.parametrize(

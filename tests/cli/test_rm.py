@@ -11,6 +11,7 @@ import torch
 
 import ckpt.cli.run_tiers
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.watching import Watcher
 from ckpt.cli.run_tiers import with_own_memory
 from ckpt.config import load_config
 from ckpt.coordination.step_files import delete_files
@@ -132,6 +133,9 @@ def test_a_whole_run_goes_with_its_memory_pins_and_journal(cli: Cli, tmp_path: P
     assert cli("pin", "runs", 2).code == 0
     assert cli("rm", "--run").code == 5, "a step is pinned"
     assert cli("unpin", "runs", 2).code == 0
+    watcher = Watcher(open_backend("runs"), "default")
+    watcher.mark_handled(watcher.look()[0])
+    assert Path("runs/watchers/default").is_dir()
     try:
         ran = cli("rm", "--run")
         assert (ran.code, ran.err) == (0, "")

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
+from tests.cli.conftest import Cli
+
+STATE = {"x": torch.ones(2)}
+CALLS = {
+    "rollback": ("rollback", "runs", 1),
+    "rm": ("rm", "runs", 1),
+    "run": ("rm", "runs", "--run"),
+}
+
+
+def save(steps: int, *roots: str) -> None:
+    with CheckpointManager([Tier(root) for root in roots]) as manager:
+        for step in range(1, steps + 1):
+            manager.save(STATE, step)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_job_that_lives_and_has_not_saved_yet_is_seen(
+    cli: Cli, tmp_path: Path, name: str
+) -> None:
+    save(3, "runs")
+    with CheckpointManager("runs") as manager:
+        manager.restore(STATE)
+        ran = cli(*CALLS[name])
+        assert ran.code == 5
+        assert "the job lives, and has not saved yet" in ran.err
+        assert "--force" in ran.err
+        assert manager.steps() == [1, 2, 3]
+    assert cli(*CALLS[name]).code == 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_place_of_the_run_that_is_not_named_is_named_by_a_warning(
+    cli: Cli, tmp_path: Path, name: str
+) -> None:
+    save(3, "runs", "far")
+    ran = cli(*CALLS[name], "--dry-run")
+    assert ran.code == 0
+    assert f"also saved to {tmp_path / 'far'}" in ran.err
+    ran = cli(CALLS[name][0], "runs", "far", *CALLS[name][2:], "--dry-run")
+    assert ran.code == 0
+    assert "also saved" not in ran.err
+    (tmp_path / "far").rename(tmp_path / "elsewhere")
+    assert "also saved" not in cli(*CALLS[name], "--dry-run").err
