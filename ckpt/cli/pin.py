@@ -98,11 +98,10 @@ def unpin(
     """
     place, number = place_and_number(arguments, root, step, "all pins end")
     backend = open_root(place, config, timeout=timeout)
-    pins = [
-        pin
-        for pin in backend.ask(partial(all_pins, backend))
-        if number in (None, pin.ref.step) and pin.until != ENDLESS
+    pins_and_names = [
+        pin for pin in backend.ask(partial(all_pins, backend)) if number in (None, pin.ref.step)
     ]
+    pins = [pin for pin in pins_and_names if pin.until != ENDLESS]
     if not pins:
         backend.ask(partial(find, backend, number))  # Raises if there is no such step
     pins_with_notes = [(pin, note_of(backend, pin)) for pin in pins]
@@ -113,3 +112,8 @@ def unpin(
         return
     records.show(_FIELDS, pins_with_notes, flexible=("reason",))
     output.show_line(f"{output.count(len(pins), 'pin')} ended")
+    if name_count := len(pins_and_names) - len(pins):
+        output.note(
+            f"{output.count(name_count, 'name')} still kept: `ckpt branch NAME --delete` ends a "
+            "named branch"
+        )

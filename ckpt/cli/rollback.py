@@ -128,7 +128,10 @@ def _show(
     if resumed_steps:
         output.show_line(f"  on the branch again: {output.ranges([s.step for s in resumed_steps])}")
     if abandoned_steps:
-        output.show_line(f"  abandoned: {output.ranges([s.step for s in abandoned_steps])}")
+        numbers = [ref.step for ref in abandoned_steps]
+        is_rival = not {ref.step for ref in resumed_steps}.isdisjoint(numbers)
+        text = output.ranges(numbers) + (", where they are other attempts" if is_rival else "")
+        output.show_line(f"  abandoned: {text}")
         output.show_line(
             "  A tier that has a limit, such as keep_last, removes the abandoned steps once the "
             "new branch has a step; `ckpt branch` keeps one."

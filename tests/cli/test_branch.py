@@ -34,7 +34,9 @@ def test_a_named_step_stays_on_all_tiers(cli: Cli, tiers: tuple[Path, Path]) -> 
     ran = cli("rm", 2)
     assert ran.code == 5
     assert "first --delete" in ran.err
-    assert cli("unpin", tiers[0], 2).code == 0
+    ran = cli("unpin", tiers[0], 2)
+    assert (ran.code, ran.out) == (0, "0 pins ended\n")
+    assert "1 name still kept: `ckpt branch NAME --delete`" in ran.err
     assert len(all_pins(open_backend(str(tiers[0])))) == 1, "only --delete ends it"
 
 

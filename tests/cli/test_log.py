@@ -62,6 +62,9 @@ def test_the_next_job_goes_on_from_there(cli: Cli, tmp_path: Path) -> None:
         assert restored(manager, state).step == 1
         manager.save(state, 2)
     assert graph(cli("log", tmp_path / "run").out) == ["* 2", "| o 3", "| o 2", "|/", "* 1"]
+    ran = cli("rollback", tmp_path / "run", 3)
+    assert "  on the branch again: 2-3\n" in ran.out
+    assert "  abandoned: 2, where they are other attempts\n" in ran.out
 
 
 def test_an_older_attempt_at_a_step_is_not_where_a_job_goes_on(cli: Cli, tmp_path: Path) -> None:
