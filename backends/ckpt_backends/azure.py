@@ -42,16 +42,16 @@ from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 
 _MIB: Final = 1 << 20
-_MOST_BLOCKS: Final = 50_000
+_MOST_BLOCKS: Final = 50_000  # The bound of Azure
 _CONCURRENCY: Final = 16
-_WHOLE_BYTES: Final = 1 << 20
+_SINGLE_PUT_BYTES: Final = 1 << 20
 """The most bytes that one request puts. The HTTP client sends more bytes than that in one piece,
 during which it does no other work.
 """
 _PAGE_KEYS: Final = 5000
 """The most keys that one request for a listing returns. It is the bound of Azure."""
 _TOKEN: Final = "ckptput"  # noqa: S105 - the name of a blob's metadata, not a secret
-_FOLDER: Final = "hdi_isfolder"  # The metadata of a folder in an account with real folders
+_FOLDER_MARK: Final = "hdi_isfolder"  # The metadata of a folder in an account with real folders
 _LIMITS: Final[Mapping[str, object]] = {
     "connection_timeout": 10,
     "read_timeout": 60,
@@ -80,12 +80,12 @@ def open_azure(url: str, options: Mapping[str, object]) -> AzureBackend:
     try:
         from adlfs import AzureBlobFileSystem
 
-        kind: Any = AzureBlobFileSystem
-        settings = {**kind._get_kwargs_from_urls(url), **options}
-        container, _, prefix = str(kind._strip_protocol(url)).strip("/").partition("/")
+        fs_class: Any = AzureBlobFileSystem
+        settings = {**fs_class._get_kwargs_from_urls(url), **options}
+        container, _, prefix = str(fs_class._strip_protocol(url)).strip("/").partition("/")
         if not container:
             raise ConfigError(f"{clean_url!r} names no container: write abfs://container/prefix")
-        fs = kind(**settings, use_listings_cache=False, skip_instance_cache=True)
+        fs = fs_class(**settings, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
         raise missing_extra(clean_url, error) from error
     except (ValueError, TypeError) as error:
@@ -132,7 +132,7 @@ class AzureBackend(StorageBackendOnFsspec):
         the token of this call, the put has succeeded.
         """
         value, token = b"".join(parts), entropy.token_hex(16)
-        send = self._put_whole if len(value) <= _WHOLE_BYTES else self._put_blocks
+        send = self._put_whole if len(value) <= _SINGLE_PUT_BYTES else self._put_blocks
         try:
             send(key, value, metadata={_TOKEN: token}, if_absent=if_absent)
         except (ObjectExists, TransientStorageError):
@@ -185,14 +185,14 @@ class AzureBackend(StorageBackendOnFsspec):
 
     def head(self, key: str) -> ObjectInfo:
         properties = self.call(key, "get_blob_properties")
-        if _FOLDER in (properties.metadata or {}):
+        if _FOLDER_MARK in (properties.metadata or {}):
             raise ObjectNotFound(key, "not a file")
         date = properties.last_modified.timestamp()
         return ObjectInfo(key=key, size=int(properties.size), modified=date)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for blob in self._blobs(check_prefix(prefix), "list_blobs", include=["metadata"]):
-            if _FOLDER not in (blob.metadata or {}):
+            if _FOLDER_MARK not in (blob.metadata or {}):
                 yield ObjectInfo(
                     key=str(blob.name).removeprefix(self._prefix),
                     size=int(blob.size),
@@ -228,11 +228,11 @@ class AzureBackend(StorageBackendOnFsspec):
         """Return the result of ``work``, which gets the client of the object ``key``."""
         name = self._prefix + check_key(key)
 
-        async def ask() -> T:
+        async def request() -> T:
             async with self._fs.service_client.get_blob_client(self._container, name) as blob:
                 return await work(blob)
 
-        return self._ask(key, ask)
+        return self._run(key, request)
 
     def _blobs(self, prefix: str, method: str, **options: object) -> Iterator[Any]:
         """Yield the entries of a listing of the keys below the root that start with ``prefix``. A
@@ -241,7 +241,7 @@ class AzureBackend(StorageBackendOnFsspec):
         start = self._prefix + prefix
         token: str | None = None
 
-        async def ask() -> tuple[Sequence[Any], str | None]:
+        async def request_page() -> tuple[Sequence[Any], str | None]:
             async with self._fs.service_client.get_container_client(self._container) as container:
                 listing = getattr(container, method)(
                     name_starts_with=start, results_per_page=_PAGE_KEYS, **options, **_LIMITS
@@ -251,17 +251,20 @@ class AzureBackend(StorageBackendOnFsspec):
                 return entries, pages.continuation_token
 
         while True:
-            entries, token = self._ask(prefix, ask)
+            entries, token = self._run(prefix, request_page)
             yield from entries
             if not token:
                 return
 
-    def _ask(self, key: str, ask: Callable[[], Awaitable[T]]) -> T:
+    def _run(self, key: str, request: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``request``, which runs on the event loop of fsspec. Errors are
+        raised as storage errors about ``key``.
+        """
         from fsspec.asyn import sync
 
         try:
             with self.errors(key):
-                return cast(T, sync(self._fs.loop, ask))
+                return cast(T, sync(self._fs.loop, request))
         except ObjectNotFound as error:
             if "ContainerNotFound" in error.detail:
                 raise StorageError(
@@ -300,7 +303,7 @@ class _BlockUpload:
         self._backend.call(
             self._key,
             "stage_block",
-            self._name(offset),
+            self._block_name(offset),
             io.BytesIO(data.cast("B")),
             length=data.nbytes,
         )
@@ -321,12 +324,12 @@ class _BlockUpload:
         from azure.core import MatchConditions
 
         condition = {"match_condition": MatchConditions.IfMissing} if if_absent else {}
-        blocks = [self._name(offset) for offset in sorted(self._block_sizes)]
+        blocks = [self._block_name(offset) for offset in sorted(self._block_sizes)]
         self._backend.call(self._key, "commit_block_list", blocks, metadata=metadata, **condition)
 
     def abort(self) -> None:
         """Do nothing. Azure has no request that removes the blocks, and removes them by itself."""
 
-    def _name(self, offset: int) -> str:
+    def _block_name(self, offset: int) -> str:
         """Return the name of a block. All names of an object must have the same length."""
         return base64.b64encode(f"{self._token}{offset:016x}".encode()).decode()

@@ -30,6 +30,7 @@ _EXTRAS: Final = {
     "webdav": "webdav",
     "webdav4": "webdav",
 }
+"""The scheme of a URL, or the name of a package -> the extra of ckpt-stream that it needs."""
 _PACKAGES: Final = {
     "arrow_hdfs": "pyarrow",
     "dask": "distributed",
@@ -56,7 +57,10 @@ _PACKAGES: Final = {
 """The scheme of a URL -> the package on PyPI that its file system needs, where the error of fsspec
 does not name it after "Install".
 """
-_SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas", "conn")
+_SECRET_WORDS: Final = ("secret", "token", "password", "key", "credential", "sas", "conn")
+"""An option may be a secret if its name contains one of these."""
+_LEAST_SECRET: Final = 4
+"""The fewest characters of a secret. Shorter ones would be removed from ordinary words, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,8 @@ def missing_extra(url: str, error: ImportError) -> ConfigError:
     """
     scheme = url.partition("://")[0].rpartition("::")[2]
     package = _PACKAGES.get(scheme) or error.name or ""
-    # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
     if not package:
+        # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
         words = [word.strip("\"'.,`") for word in str(error).split()]
         lower_words = [word.lower() for word in words]
         package = words[lower_words.index("install") + 1] if "install" in lower_words[:-1] else ""
@@ -125,8 +129,8 @@ def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
             secrets += secrets_of({str(key): item for key, item in value.items()})
         elif (
             isinstance(value, str)
-            and len(value) >= 4
-            and any(word in name.lower() for word in _SECRET_NAMES)
+            and len(value) >= _LEAST_SECRET
+            and any(word in name.lower() for word in _SECRET_WORDS)
         ):
             secrets.append(value)
     return tuple(secrets)

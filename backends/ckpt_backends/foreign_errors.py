@@ -57,16 +57,16 @@ _BY_CODE: Final[Mapping[str, type[StorageError]]] = {
     "Throttling": TransientStorageError,
     "TooManyRequests": TransientStorageError,
 }
-_KEYS: Final = (
+_KEY_ADVICE: Final = (
     "correct the options key and secret of the tier, or the variables AWS_ACCESS_KEY_ID and "
     "AWS_SECRET_ACCESS_KEY"
 )
 _WAYS_OUT: Final[Mapping[str, str]] = {
-    "ExpiredToken": f"the session token has expired: get a new one, and {_KEYS}",
-    "InvalidAccessKeyId": f"the server does not know the access key: {_KEYS}",
-    "InvalidToken": f"the session token is not valid: get a new one, and {_KEYS}",
+    "ExpiredToken": f"the session token has expired: get a new one, and {_KEY_ADVICE}",
+    "InvalidAccessKeyId": f"the server does not know the access key: {_KEY_ADVICE}",
+    "InvalidToken": f"the session token is not valid: get a new one, and {_KEY_ADVICE}",
     "RequestTimeTooSkewed": "the clock of this machine is not that of the server: set the clock",
-    "SignatureDoesNotMatch": f"the secret key is not that of the access key: {_KEYS}",
+    "SignatureDoesNotMatch": f"the secret key is not that of the access key: {_KEY_ADVICE}",
 }
 """What is wrong with the credentials, and what to do, by the code of S3."""
 _BY_STATUS: Final[Mapping[int, type[StorageError]]] = {
@@ -152,14 +152,17 @@ _BY_NTSTATUS: Final[Mapping[int, type[StorageError]]] = {
     0xC00000CC: StorageError,  # BAD_NETWORK_NAME: there is no such share
     0xC0000101: StorageError,  # DIRECTORY_NOT_EMPTY
 }
-_FULL: Final = ("no space", "disk full", "disk is full", "quota", "insufficient storage")
+_FULL_DISK_WORDS: Final = ("no space", "disk full", "disk is full", "quota", "insufficient storage")
 _DENIAL_WORDS: Final = ("denied", "permission", "privilege", "not allowed")
 _SYSTEM_TEXTS: Final = sorted(
     ((os.strerror(number).lower(), number) for number in errno.errorcode),
-    key=lambda text: -len(text[0]),  # One text may be a part of another
+    key=lambda text: -len(text[0]),
 )
+"""The text of each ``errno``. The longest is the first, since a text may be a part of another."""
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")
+_MOST_CHARACTERS: Final = 300  # Of the text of a foreign error
+_MOST_CAUSES: Final = 8  # Chains of causes may be circular
 
 
 def clean(text: str, secrets: Sequence[str] = ()) -> str:
@@ -205,7 +208,7 @@ def storage_error(
             # The class of this error decides, and not its status. For some errors of a connection,
             # aiohttp itself sets the status 400.
             break
-        code, status = _answer(link)
+        code, status = _code_and_status(link)
         if code == "NoSuchBucket":
             return StorageError(
                 key, f"there is no bucket {bucket!r}: create it, or correct the URL"
@@ -216,9 +219,11 @@ def storage_error(
             or (TransientStorageError if status >= 500 else None)
         )
         if kind is not None or status >= 400:
-            return (kind or StorageError)(key, clean(_text(code, status, error), secrets))
+            return (kind or StorageError)(key, clean(_message(code, status, error), secrets))
     kind = _by_class(error)
-    return kind(key, clean(f"{type(error).__name__}: {error}".rstrip(": ")[:300], secrets))
+    return kind(
+        key, clean(f"{type(error).__name__}: {error}".rstrip(": ")[:_MOST_CHARACTERS], secrets)
+    )
 
 
 def _by_class(error: BaseException) -> type[StorageError]:
@@ -228,8 +233,8 @@ def _by_class(error: BaseException) -> type[StorageError]:
     for link in _chain(error):
         if (status := _ntstatus(link)) is not None:
             return _BY_NTSTATUS.get(status, TransientStorageError)
-        if _is_reply_of_ftp(link):
-            return _by_reply(str(link))
+        if _is_ftp_reply(link):
+            return _by_ftp_reply(str(link))
         if isinstance(link, FileNotFoundError):
             return ObjectNotFound
         if isinstance(link, FileExistsError):
@@ -244,7 +249,7 @@ def _by_class(error: BaseException) -> type[StorageError]:
             return kind
         if isinstance(link, OSError) and (kind := BY_ERRNO.get(link.errno or 0)):
             return kind
-    if any(word in str(error).lower() for word in _FULL):
+    if any(word in str(error).lower() for word in _FULL_DISK_WORDS):
         return OutOfSpace
     # A failure that nobody knows says nothing about the object. As a plain ``StorageError`` of a
     # read, it would count as damage.
@@ -262,16 +267,18 @@ def _ntstatus(error: BaseException) -> int | None:
         return None
 
 
-def _is_reply_of_ftp(error: BaseException) -> bool:
+def _is_ftp_reply(error: BaseException) -> bool:
     return type(error).__module__ == "ftplib"
 
 
-def _by_reply(reply: str) -> type[StorageError]:
+def _by_ftp_reply(reply: str) -> type[StorageError]:
     """Return the class of the storage error for a reply of an FTP server. The code 550 stands for
     many failures, so its text is searched for words.
     """
+    # The codes of FTP are those of RFC 959: 452 and 552 mean lack of space, 530, 532 and 553 a
+    # denial, and 500 to 504 a request that the server does not take.
     code, text = reply[:3], reply.lower()
-    if code in ("452", "552") or any(word in text for word in _FULL):
+    if code in ("452", "552") or any(word in text for word in _FULL_DISK_WORDS):
         return OutOfSpace
     if code in ("530", "532", "553") or any(word in text for word in _DENIAL_WORDS):
         return AccessDenied
@@ -284,8 +291,8 @@ def _by_system_text(text: str) -> type[StorageError]:
     """Return the class for a text in lower case that may hold one that the system has for an
     ``errno``. A failure of the server's disk is no missing object.
     """
-    failures = [number for words, number in _SYSTEM_TEXTS if words in text]
-    return BY_ERRNO.get(failures[0], TransientStorageError) if failures else ObjectNotFound
+    number = next((number for words, number in _SYSTEM_TEXTS if words in text), None)
+    return ObjectNotFound if number is None else BY_ERRNO.get(number, TransientStorageError)
 
 
 def _class_of(error: BaseException) -> type[StorageError] | None:
@@ -297,7 +304,7 @@ def _class_of(error: BaseException) -> type[StorageError] | None:
     )
 
 
-def _answer(error: BaseException) -> tuple[str, int]:
+def _code_and_status(error: BaseException) -> tuple[str, int]:
     """Return the error code and the HTTP status of the server's answer: '' and 0 if the exception
     does not have them.
     """
@@ -316,7 +323,7 @@ def _answer(error: BaseException) -> tuple[str, int]:
     return "", 0
 
 
-def _text(code: str, status: int, error: BaseException) -> str:
+def _message(code: str, status: int, error: BaseException) -> str:
     """Return a message that has the status, the code and the text of ``error``, or for a code of
     ``_WAYS_OUT`` what to do in place of the text.
     """
@@ -325,13 +332,13 @@ def _text(code: str, status: int, error: BaseException) -> str:
     text = " ".join(
         part for part in (str(status or ""), code if code != str(status) else "") if part
     )
-    return f"{text}: {error}"[:300]
+    return f"{text}: {error}"[:_MOST_CHARACTERS]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield ``error`` and its causes."""
     link: BaseException | None = error
-    for _ in range(8):  # Chains may be circular
+    for _ in range(_MOST_CAUSES):
         if link is None:
             return
         yield link

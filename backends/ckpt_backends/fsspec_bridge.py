@@ -47,9 +47,10 @@ from ckpt_backends.temporary import is_hidden, temporary_beside
 
 PART_BYTES: Final = 8 << 20
 # On these stores, the server lets only one of several ``pipe_file(mode="create")`` succeed.
-_CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
-_RENAMES: Final = frozenset({"file", "local"})  # ``mv`` of these file systems is one rename
-_LOCAL: Final = frozenset({"memory", "file", "local"})
+_CONDITIONAL_PROTOCOLS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
+# ``mv`` of these file systems is one rename.
+_RENAME_PROTOCOLS: Final = frozenset({"file", "local"})
+_LOCAL_PROTOCOLS: Final = frozenset({"memory", "file", "local"})
 _TURN_SECONDS: Final = 60.0
 _DATE_FIELDS: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
 
@@ -94,11 +95,11 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
             f"{clean_url!r}: before release 2025.12, fsspec opens the folder of the option 'path' "
             "instead of that of the URL: leave the option out, or install a later release"
         )
-    _forget_listings(fs)
+    _disable_listings_cache(fs)
     return StorageBackendOnFsspec(fs, str(root), clean_url, secrets=secrets)
 
 
-def _forget_listings(fs: Any) -> None:
+def _disable_listings_cache(fs: Any) -> None:
     """Switch off the memory for listings of a file system and of those behind it.
 
     The option ``use_listings_cache`` cannot be given to each file system: some pass all options on
@@ -141,29 +142,29 @@ class StorageBackendOnFsspec:
     ) -> None:
         self._fs, self._root, self.url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
         *wrappers, target = _chain_of(fs)
-        names = _protocols(target)
-        local = bool(names & _LOCAL)
-        self._turn = threading.RLock() if not (local or _is_async(target)) else None
-        self._object_store = bool(names & OBJECT_STORES)
+        protocols = _protocols(target)
+        is_local = bool(protocols & _LOCAL_PROTOCOLS)
+        self._turn = threading.RLock() if not (is_local or _is_async(target)) else None
+        self._is_object_store = bool(protocols & OBJECT_STORES)
         # A cache may drop the mode of a put (``findings/simplecache-create.sh``).
-        passes_on = all(TRANSPARENT in _protocols(layer) for layer in wrappers)
-        self._creates = passes_on and bool(names & _CREATES)
-        self._renames = bool(names & _RENAMES)
+        passes_mode = all(TRANSPARENT in _protocols(layer) for layer in wrappers)
+        self._has_conditional_put = passes_mode and bool(protocols & _CONDITIONAL_PROTOCOLS)
+        self._puts_by_rename = bool(protocols & _RENAME_PROTOCOLS)
         self.capabilities = capabilities or Capabilities(
-            put_if_absent=self._creates,
-            shared=not local,
+            put_if_absent=self._has_conditional_put,
+            shared=not is_local,
             part_bytes=PART_BYTES,
-            parallel_parts=not self._object_store,
+            parallel_parts=not self._is_object_store,
         )
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         path, value = self.path_of(key), b"".join(parts)
-        if if_absent and not self._creates and is_there(self, key):
+        if if_absent and not self._has_conditional_put and is_there(self, key):
             raise ObjectExists(key)
-        mode = {"mode": "create"} if if_absent and self._creates else {}
+        mode = {"mode": "create"} if if_absent and self._has_conditional_put else {}
         with self.errors(key):
             self._make_folder(path)
-            if self._renames:
+            if self._puts_by_rename:
                 self._replace(path, value)
             else:
                 self._fs.pipe_file(path, value, **mode)
@@ -171,7 +172,7 @@ class StorageBackendOnFsspec:
 
     def upload(self, key: str, size: int) -> Upload:
         check_key(key)
-        if not self._object_store or size < 2 * self.capabilities.part_bytes:
+        if not self._is_object_store or size < 2 * self.capabilities.part_bytes:
             # Outside of object stores, a file may be visible while it is still written.
             return PutUpload(self, key, size)
         return _StreamUpload(self, key, size)
@@ -210,7 +211,7 @@ class StorageBackendOnFsspec:
             self._fs.invalidate_cache()
             infos = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
         for path, info in infos.items():
-            key = self._key(path)
+            key = self._key_of(path)
             if (
                 key.startswith(prefix)
                 and info["type"] == "file"
@@ -226,7 +227,7 @@ class StorageBackendOnFsspec:
             self._fs.invalidate_cache()
             infos = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True)
         for info in infos:
-            key = self._key(info["name"].rstrip("/"))
+            key = self._key_of(info["name"].rstrip("/"))
             if info["type"] == "directory" and key and key != folder:
                 yield posixpath.basename(key)
 
@@ -242,7 +243,7 @@ class StorageBackendOnFsspec:
         """Return the path of the object ``key`` in the file system, after a check of the key."""
         return f"{self._root}/{check_key(key)}"
 
-    def _key(self, path: str) -> str:
+    def _key_of(self, path: str) -> str:
         """Return the key of a path in the file system, or '' for the root itself and for paths
         outside of the root.
         """
@@ -256,7 +257,7 @@ class StorageBackendOnFsspec:
 
     def _make_folder(self, path: str) -> None:
         """Create the folder of the object at ``path``, except on object stores."""
-        if not self._object_store:  # ``makedirs`` would try to create the bucket there
+        if not self._is_object_store:  # ``makedirs`` would try to create the bucket there
             with suppress(NotImplementedError, FileExistsError):
                 self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
@@ -347,7 +348,7 @@ class _StreamUpload:
                     raise
         except StorageError:
             self.abort()
-            if not self._complete_anyway():
+            if not self._is_complete():
                 raise
         return ObjectInfo(key=self._key, size=self._size)
 
@@ -371,7 +372,7 @@ class _StreamUpload:
                 self.abort()
                 raise
 
-    def _complete_anyway(self) -> bool:
+    def _is_complete(self) -> bool:
         """Return True if the object is complete although the last request failed, because only its
         reply was lost. The bytes are compared, since an older object may have the same size.
         """

@@ -11,10 +11,10 @@ import random
 from functools import partial
 from typing import Any
 
-_DICE = random.SystemRandom()
+_SEPARATE_RANDOM = random.SystemRandom()
 
 
-def give_botocore_its_own_dice() -> None:
+def separate_jitter_of_botocore() -> None:
     """Make all clients of botocore and aiobotocore in this process use a separate random generator.
 
     Further calls have no effect.
@@ -23,10 +23,10 @@ def give_botocore_its_own_dice() -> None:
     from botocore.retries.standard import ExponentialBackoff
 
     module: Any = standard
-    module.ExponentialBackoff = partial(ExponentialBackoff, random=_DICE.random)
+    module.ExponentialBackoff = partial(ExponentialBackoff, random=_SEPARATE_RANDOM.random)
 
 
-def give_gcsfs_its_own_dice() -> None:
+def separate_jitter_of_gcsfs() -> None:
     """Make all file systems of gcsfs in this process use a separate random generator.
 
     Further calls have no effect.
@@ -34,4 +34,4 @@ def give_gcsfs_its_own_dice() -> None:
     from gcsfs import retry
 
     module: Any = retry
-    module.random = _DICE
+    module.random = _SEPARATE_RANDOM

@@ -139,11 +139,11 @@ class MemoryBackend:
         Raises:
             ObjectExists: ``if_absent`` is True and the key has an object.
         """
-        full = self._prefix + check_key(key)
+        path = self._prefix + check_key(key)
         with self._store.lock:
-            if if_absent and full in self._store.objects:
+            if if_absent and path in self._store.objects:
                 raise ObjectExists(key)
-            self._store.objects[full] = value
+            self._store.objects[path] = value
         return ObjectInfo(key=key, size=len(value))
 
     def _find(self, key: str) -> bytes | bytearray:

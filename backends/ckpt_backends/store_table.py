@@ -174,11 +174,13 @@ def _refusal(scheme: str) -> str:
             f"ckpt was never run on a store of the kind {scheme!r}, which may lose or damage "
             "checkpoints"
         )
-    return f"{scheme!r} is no store for checkpoints: {store.reason}" * (store.role == "no tier")
+    if store.role != "no tier":
+        return ""
+    return f"{scheme!r} is no store for checkpoints: {store.reason}"
 
 
 def schemes_of(url: str) -> list[str]:
     """Return the scheme of each part of a chained URL in lower case: "simplecache" and "s3" for
     ``simplecache::s3://b``.
     """
-    return [link.partition("://")[0].lower() for link in url.split("::")]
+    return [part.partition("://")[0].lower() for part in url.split("::")]

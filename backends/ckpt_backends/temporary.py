@@ -11,8 +11,8 @@ import secrets
 import time
 from typing import Final
 
-TEMPORARY: Final = re.compile(r"\.(.+)\.[0-9a-f]{12}(?:\.link)?\.tmp", re.DOTALL)
-"""The name of an unfinished write. The group is the name of the object."""
+TEMPORARY: Final = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}(?:\.link)?\.tmp", re.DOTALL)
+"""The name of an unfinished write. The group ``name`` is the name of the object."""
 _NAME_BYTES: Final = 250  # Leaves room for ".link"
 _ABANDONED_SECONDS: Final = 3600.0  # A live upload touches its file with every part
 

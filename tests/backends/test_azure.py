@@ -173,7 +173,7 @@ def test_a_url_without_container_is_refused():
 
 def test_a_page_of_a_listing_is_asked_for_when_the_one_before_it_was_taken(backend, monkeypatch):
     pages = []
-    ask = azure.AzureBackend._ask
+    ask = azure.AzureBackend._run
 
     def recorded(self, key, work):
         pages.append(key)
@@ -182,7 +182,7 @@ def test_a_page_of_a_listing_is_asked_for_when_the_one_before_it_was_taken(backe
     for number in range(5):
         backend.put(f"step-{number}/file", [b"x"])
     monkeypatch.setattr(azure, "_PAGE_KEYS", 2)
-    monkeypatch.setattr(azure.AzureBackend, "_ask", recorded)
+    monkeypatch.setattr(azure.AzureBackend, "_run", recorded)
     listed = backend.list("step-")
     assert [next(listed).key, next(listed).key] == ["step-0/file", "step-1/file"]
     assert len(pages) == 1

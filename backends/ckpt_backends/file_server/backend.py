@@ -262,22 +262,22 @@ def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBacke
 
     scheme, clean_url = url.partition("://")[0].lower(), clean(url)
     try:
-        kind: Any = get_filesystem_class(scheme)
-        dialect = cast(type[Connection], pkgutil.resolve_name(FILE_SERVERS[scheme]))
-        settings = {**dialect.DEFAULTS, **kind._get_kwargs_from_urls(url), **options}
-        root = str(kind._strip_protocol(url))
+        fs_class: Any = get_filesystem_class(scheme)
+        connection_class = cast(type[Connection], pkgutil.resolve_name(FILE_SERVERS[scheme]))
+        settings = {**connection_class.DEFAULTS, **fs_class._get_kwargs_from_urls(url), **options}
+        root = str(fs_class._strip_protocol(url))
     except ImportError as error:
         raise missing_extra(clean_url, error) from error
     except ValueError as error:
         raise ConfigError(f"{clean_url!r} cannot be opened: {clean(str(error))}") from None
     secrets = secrets_of(settings)
-    parameters = dict(list(signature(kind.__init__).parameters.items())[1:])  # Without ``self``
-    if (unknown := settings.keys() - parameters.keys()) and not dialect.PASSES_OPTIONS:
+    parameters = dict(list(signature(fs_class.__init__).parameters.items())[1:])  # Without ``self``
+    if (unknown := settings.keys() - parameters.keys()) and not connection_class.PASSES_OPTIONS:
         raise ConfigError(f"{clean_url!r} does not take the option {min(unknown)!r}")
     required = {
         parameter.name
         for parameter in parameters.values()
-        if parameter.default is parameter.empty and not _is_rest(parameter)
+        if parameter.default is parameter.empty and not _is_variadic(parameter)
     }
     if missing := required - settings.keys():
         name = min(missing)
@@ -288,7 +288,7 @@ def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBacke
 
     def connect() -> Connection:
         try:
-            return dialect(kind(skip_instance_cache=True, **settings))
+            return connection_class(fs_class(skip_instance_cache=True, **settings))
         except (TypeError, ValueError) as error:  # An option that the client does not take
             if isinstance(error.__cause__, OSError):
                 raise  # The client of SMB says so that the server does not answer
@@ -297,7 +297,7 @@ def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBacke
     return FileServerBackend(connect, f"/{root.strip('/')}", clean_url, secrets=secrets)
 
 
-def _is_rest(parameter: Parameter) -> bool:
+def _is_variadic(parameter: Parameter) -> bool:
     return parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
@@ -336,7 +336,7 @@ class FileServerBackend:
         if if_absent and is_there(self, key):
             raise ObjectExists(key)
         with self._connection(key) as connection, self._folders.use(path):
-            _place(connection, path, views)
+            _write_and_rename(connection, path, views)
         return ObjectInfo(key=key, size=sum(view.nbytes for view in views))
 
     def upload(self, key: str, size: int) -> Upload:
@@ -409,7 +409,7 @@ class FileServerBackend:
                     connection.remove_folder(folder)
                     folder = posixpath.dirname(folder)
                     continue
-            return
+            return  # The folder is in use or is not empty, or the server has refused
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -429,7 +429,7 @@ class FileServerBackend:
             raise type(error)(key, clean(error.detail, self._secrets)) from None
 
 
-def _place(connection: Connection, path: str, parts: Sequence[memoryview]) -> None:
+def _write_and_rename(connection: Connection, path: str, parts: Sequence[memoryview]) -> None:
     """Write a temporary file in the folder of ``path``, and rename it to ``path``. The folder and
     its parents are created if the server says that they are missing.
     """

@@ -47,14 +47,14 @@ class FtpConnection:
         with self._ftp.transfercmd(f"RETR {path}", rest=offset) as receiver:
             while total < out.nbytes and (count := receiver.recv_into(out[total:])):
                 total += count
-            whole = total < out.nbytes
-            if whole:
+            is_at_end = total < out.nbytes
+            if is_at_end:
                 _end_encryption(receiver)
         try:
             self._ftp.voidresp()
         except Error:
             # The server says that the transfer was cut, since the rest of the file is not read.
-            if whole:
+            if is_at_end:
                 raise
         return total
 
@@ -64,7 +64,7 @@ class FtpConnection:
             raise ObjectNotFound(path)
         date: float | None = None
         with suppress(error_perm):  # Servers need not have this command
-            date = _moment(self._ftp.sendcmd(f"MDTM {path}").partition(" ")[2])
+            date = _parse_time(self._ftp.sendcmd(f"MDTM {path}").partition(" ")[2])
         return Entry(posixpath.basename(path), size, date)
 
     def entries(self, path: str) -> list[Entry]:
@@ -77,7 +77,7 @@ class FtpConnection:
         finally:
             self._ftp.voidcmd("TYPE I")  # The listing was sent as text
         return [
-            Entry(name, size, _moment(facts.get("modify")))
+            Entry(name, size, _parse_time(facts.get("modify")))
             for name, facts in items
             if (kind := facts["type"].lower()) in ("dir", "file")
             for size in [int(facts["size"]) if kind == "file" else None]
@@ -109,7 +109,7 @@ def _end_encryption(transfer: Any) -> None:
         transfer.unwrap()
 
 
-def _moment(text: str | None) -> float | None:
+def _parse_time(text: str | None) -> float | None:
     """Return a time of the protocol, such as "20261128034500.123", in seconds since 1970."""
     with suppress(ValueError):
         return float(timegm(strptime((text or "").partition(".")[0], "%Y%m%d%H%M%S")))

@@ -14,6 +14,7 @@ from ckpt.errors import ObjectNotFound, TransientStorageError
 from ckpt_backends.file_server.backend import WAIT_SECONDS, Entry
 
 _ACCESS_DENIED: Final = 0xC0000022
+_SHARE_READS: Final = "r"  # Others may only read the file while it is open
 _SHARE_ALL: Final = "rwd"  # By default, the client opens a file for itself alone
 
 
@@ -66,7 +67,7 @@ class SmbConnection:
         smbclient.register_session(fs.host, **self._session)
 
     def write(self, path: str, parts: Sequence[memoryview]) -> None:
-        with self._open(path, "wb", "r") as file:
+        with self._open(path, "wb", _SHARE_READS) as file:
             for part in parts:
                 while part.nbytes:
                     part = part[file.write(part) :]
@@ -76,12 +77,12 @@ class SmbConnection:
         try:
             smbclient.replace(self._unc(source), self._unc(target), **self._session)
         except SMBOSError as error:
-            if error.ntstatus != _ACCESS_DENIED or not self._has(target):
+            if error.ntstatus != _ACCESS_DENIED or not self._exists(target):
                 raise
             # The server gives the same answer if somebody reads the target
             raise TransientStorageError(target, "it cannot be replaced now") from None
 
-    def _has(self, path: str) -> bool:
+    def _exists(self, path: str) -> bool:
         try:
             self.stat(path)
         except (SMBOSError, ObjectNotFound):

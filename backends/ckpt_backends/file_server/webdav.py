@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 from urllib.parse import quote
 
 from webdav4.client import ResourceAlreadyExists, ResourceConflict
@@ -13,6 +13,8 @@ from webdav4.client import ResourceAlreadyExists, ResourceConflict
 from ckpt.errors import ObjectNotFound, StorageError
 from ckpt_backends.file_server.backend import WAIT_SECONDS, Entry
 from ckpt_backends.temporary import TEMPORARY, is_abandoned, temporary_beside
+
+_BLOCK_BYTES: Final = 1 << 20
 
 
 class WebdavConnection:
@@ -23,7 +25,7 @@ class WebdavConnection:
 
     def __init__(self, fs: Any) -> None:
         self._client = fs.client
-        self._swept: set[str] = set()
+        self._swept: set[str] = set()  # Folders that ``_remove_abandoned`` has searched
 
     def write(self, path: str, parts: Sequence[memoryview]) -> None:
         length = str(sum(part.nbytes for part in parts))
@@ -82,7 +84,7 @@ class WebdavConnection:
         self._remove_abandoned(posixpath.dirname(path))
         trash = temporary_beside(path)
         self._client.move(quote(path), quote(trash))
-        self._remove_aside(trash, path)
+        self._remove_trash(trash, path)
 
     def _remove_abandoned(self, parent: str) -> None:
         """Remove from ``parent`` the renamed folders that killed processes have left."""
@@ -92,11 +94,11 @@ class WebdavConnection:
         for entry in self.entries(parent):
             match = TEMPORARY.fullmatch(entry.name)
             if match and entry.size is None and entry.modified and is_abandoned(entry.modified):
-                self._remove_aside(
-                    posixpath.join(parent, entry.name), posixpath.join(parent, match[1])
+                self._remove_trash(
+                    posixpath.join(parent, entry.name), posixpath.join(parent, match["name"])
                 )
 
-    def _remove_aside(self, trash: str, path: str) -> None:
+    def _remove_trash(self, trash: str, path: str) -> None:
         """Remove the folder ``trash``, which was renamed from ``path``. Its files, which another
         client has put since, go back.
         """
@@ -128,5 +130,5 @@ def _entry(item: Mapping[str, Any]) -> Entry:
 
 def _blocks(parts: Sequence[memoryview]) -> Iterator[bytes]:
     for part in parts:
-        for start in range(0, part.nbytes, 1 << 20):
-            yield bytes(part[start : start + (1 << 20)])
+        for start in range(0, part.nbytes, _BLOCK_BYTES):
+            yield bytes(part[start : start + _BLOCK_BYTES])

@@ -121,14 +121,18 @@ class DirectWriter:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``. The call may be repeated after an error."""
-        whole = data.nbytes - data.nbytes % ALIGNMENT
+        direct_bytes = data.nbytes - data.nbytes % ALIGNMENT
         if offset + data.nbytes != self._size:
             # Only the end of the file may be padded. Data of odd length before the end is not
-            # aligned, so all of it goes through the page cache.
-            whole = data.nbytes
-        count = self._write_direct(offset, data[:whole]) if whole else 0
+            # aligned, so ``_write_direct`` writes none of it.
+            direct_bytes = data.nbytes
+        count = self._write_direct(offset, data[:direct_bytes]) if direct_bytes else 0
         offset, data = offset + count, data[count:]
-        if 0 < data.nbytes < ALIGNMENT and count == whole and self._write_padded(offset, data):
+        if (
+            0 < data.nbytes < ALIGNMENT
+            and count == direct_bytes
+            and self._write_padded(offset, data)
+        ):
             return
         pwrite_all(self.fd, offset, data)
 
@@ -294,6 +298,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     counts = (ctypes.c_uint64 * 5)()
     if not nbytes or _LIBC.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, span, counts, 0):
         return False
+    # The first of ``counts`` is the number of pages of the range that are cached.
     pages = (offset + nbytes - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
     return counts[0] >= pages
 
@@ -306,6 +311,7 @@ def blocks_of(fd: int) -> tuple[int, int]:
     status = ctypes.create_string_buffer(256)
     statx = getattr(_LIBC, "statx", None)
     if statx is not None and not statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, status):
+        # The fields stx_mask, stx_dio_mem_align and stx_dio_offset_align of the struct statx
         mask, memory, offset = struct.unpack_from("=I148xII", status)
         if mask & _STATX_DIOALIGN and memory and offset:
             return memory, offset
@@ -339,7 +345,7 @@ def _without_first(outs: Sequence[memoryview], count: int) -> list[memoryview]:
 
 def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     """Read as ``read_at`` does, but only through the page cache."""
-    rest, total = _without_first(outs, 0), 0
+    rest, total = _without_first(outs, 0), 0  # Without empty targets
     while rest and (count := os.preadv(fd, rest[:_MOST_PARTS], offset + total)):
         rest, total = _without_first(rest, count), total + count
     return total
@@ -354,17 +360,21 @@ def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     """
     memory_block, block = blocks_of(fd)
 
-    def fits(part: tuple[memoryview, int]) -> bool:
-        """Return True if bytes can be read straight into a target: it is large and aligned."""
+    def is_straight(part: tuple[memoryview, int]) -> bool:
+        """Return True if bytes can be read straight into a target: it is large, and the memory for
+        its first whole block of the file is aligned.
+        """
         out, start = part
         return out.nbytes >= STRAIGHT_BYTES and not (address(out) + -start % block) % memory_block
 
     starts = accumulate((out.nbytes for out in outs), initial=offset)
     end = offset
-    for straight, group in groupby(zip(outs, starts, strict=False), fits):
+    # ``starts`` has one item more than ``outs``: the end of the last target.
+    for straight, group in groupby(zip(outs, starts, strict=False), is_straight):
         parts = [out for out, _ in group]
+        read = _read_straight if straight else _read_by_buffer
         for targets in [[part] for part in parts] if straight else [parts]:
-            count = (_read_straight if straight else _read_through)(fd, end, targets, block)
+            count = read(fd, end, targets, block)
             end += count
             if count < sum(out.nbytes for out in targets):
                 return end - offset
@@ -393,18 +403,19 @@ def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int)
     return min(max(count - lead, 0), out.nbytes)
 
 
-def _read_through(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
+def _read_by_buffer(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
     """Fill ``outs`` through the buffer of the thread. Return the number of bytes filled."""
     buffer = _buffer.get()
     rest, total, nbytes = list(outs), 0, sum(out.nbytes for out in outs)
     while total < nbytes:
         lead = (offset + total) % block
-        room = min(buffer.nbytes, -(-(lead + nbytes - total) // block) * block)
-        count = _pread_direct(fd, [buffer[:room]], offset + total - lead)
-        useful = min(max(count - lead, 0), nbytes - total)
-        rest = _pour(buffer[lead : lead + useful], rest)
-        total += useful
-        if count < room:
+        # The rest, rounded up to whole blocks, as far as the buffer holds it
+        request_bytes = min(buffer.nbytes, -(-(lead + nbytes - total) // block) * block)
+        count = _pread_direct(fd, [buffer[:request_bytes]], offset + total - lead)
+        target_bytes = min(max(count - lead, 0), nbytes - total)
+        rest = _pour(buffer[lead : lead + target_bytes], rest)
+        total += target_bytes
+        if count < request_bytes:
             break
     return total
 

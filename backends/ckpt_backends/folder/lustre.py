@@ -20,9 +20,9 @@ from typing import Final
 from ckpt.errors import ConfigError
 
 _log = logging.getLogger("ckpt")
-_COUNT: Final = 4
+_DEFAULT_COUNT: Final = 4
 _MOST_TARGETS: Final = 2000  # Lustre stripes a file over at most this many targets
-_SECONDS: Final = 10.0
+_TIMEOUT_SECONDS: Final = 10.0
 
 
 class Striping:
@@ -51,20 +51,22 @@ class Striping:
         """
         with self._lock:  # Other threads wait here until it is known whether to set layouts
             if not self._has_looked:
-                self._lfs = self._find()
+                self._lfs = self._find_lfs()
                 self._has_looked = True
             lfs = self._lfs
         if lfs is None:
             return
-        count = str(self._count or _COUNT)
+        count = str(self._count or _DEFAULT_COUNT)
+        # -E: the end of an extent; -c: its number of targets; -S: the size of a stripe
         layout = ["-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c", count, "-S", "4M"]
-        if (error := _run([lfs, "setstripe", *layout, folder])[1]) is not None:
+        _, error = _run([lfs, "setstripe", *layout, folder])
+        if error is not None:
             with self._lock:
                 is_first, self._lfs = self._lfs is not None, None  # Do not try again
             if is_first:
                 _log.warning("ckpt: no striping on %s: %s", folder, error)
 
-    def _find(self) -> str | None:
+    def _find_lfs(self) -> str | None:
         """Return the path of the program ``lfs`` if it must set layouts, else None."""
         if not (lfs := shutil.which("lfs")):
             return None
@@ -72,7 +74,8 @@ class Striping:
             folder = self._root
             while not os.path.isdir(folder):
                 folder = os.path.dirname(folder)
-            if _run([lfs, "getstripe", "-d", "-c", folder])[0].strip() != "1":
+            output, _ = _run([lfs, "getstripe", "-d", "-c", folder])
+            if output.strip() != "1":
                 return None  # The folder has a striping. A composite one prints no single number
         return lfs
 
@@ -101,7 +104,7 @@ def _run(command: list[str]) -> tuple[str, str | None]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:

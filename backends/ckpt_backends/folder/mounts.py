@@ -9,7 +9,10 @@ from typing import Final
 
 MOUNTS: Final = "/proc/self/mounts"
 _MOUNT_ROOTS: Final = "/proc/self/mountinfo"
-_NETWORK: Final = frozenset(
+_MOUNTS_POINT: Final = 1
+_MOUNT_ROOTS_POINT: Final = 4
+"""The columns of the mount points in ``MOUNTS`` and ``_MOUNT_ROOTS``, counted from 0."""
+_NETWORK_KINDS: Final = frozenset(
     [
         "nfs",
         "nfs4",
@@ -39,7 +42,7 @@ def is_network(kind: str) -> bool:
     """Return True for the type of a network file system, which other machines may see too. File
     systems of FUSE count as network file systems.
     """
-    return kind in _NETWORK or _is_program(kind)
+    return kind in _NETWORK_KINDS or _is_fuse_kind(kind)
 
 
 def keeps_inode_numbers(path: str) -> bool:
@@ -55,7 +58,7 @@ def keeps_numbers(kind: str) -> bool:
     """Return True for the type of a file system with lasting numbers. See
     ``keeps_inode_numbers``.
     """
-    return kind != "overlay" and not _is_program(kind)
+    return kind != "overlay" and not _is_fuse_kind(kind)
 
 
 def is_fuse(path: str) -> bool:
@@ -63,10 +66,10 @@ def is_fuse(path: str) -> bool:
 
     The type "fuseblk" does not count, since it is that of a local disk, such as one of ntfs-3g.
     """
-    return _is_program(kind_of(path))
+    return _is_fuse_kind(kind_of(path))
 
 
-def _is_program(kind: str) -> bool:
+def _is_fuse_kind(kind: str) -> bool:
     # A program may name the type of its file system, as sshfs does, or not, as bindfs does.
     return kind == "fuse" or kind.startswith("fuse.")
 
@@ -75,14 +78,15 @@ def kind_of(path: str, mounts: str = MOUNTS) -> str:
     """Return the type of the file system that holds ``path``, such as "ext4", or '' if the table of
     mounts does not give it.
     """
-    return _mount_of(os.path.realpath(path), mounts, 1)[2]
+    _point, _device, kind = _mount_of(os.path.realpath(path), mounts, _MOUNTS_POINT)
+    return kind
 
 
 def path_in_mount(path: str) -> str:
     """Return the resolved ``path`` as seen from the root of its file system, which is the same for
     all mounts of the file system, or '' if the table of mounts does not give it.
     """
-    point, root, _ = _mount_of(path, _MOUNT_ROOTS, 4)
+    point, root, _options = _mount_of(path, _MOUNT_ROOTS, _MOUNT_ROOTS_POINT)
     return os.path.normpath(os.path.join(root, os.path.relpath(path, point))) if point else ""
 
 

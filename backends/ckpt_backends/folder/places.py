@@ -30,17 +30,17 @@ def place_of(path: str) -> str:
 
 
 @lru_cache(_MOST_REMEMBERED)
-def _place_of(path: str, mount: int, number: int) -> str:
-    """Return what ``place_of`` returns for the resolved ``path``, on the device ``mount``. The
-    table of mounts, which may be long, is read once for each folder.
+def _place_of(path: str, device_number: int, inode: int) -> str:
+    """Return what ``place_of`` returns for the resolved ``path``, which is the folder ``inode`` on
+    the device. The table of mounts, which may be long, is read once for each folder.
     """
     kind = kind_of(path)
-    device = "" if is_network(kind) else str(mount)
+    device = "" if is_network(kind) else str(device_number)
     if keeps_numbers(kind) and kind not in _OWN_NUMBERS:
-        return f"{device}:{number}::"
+        return f"{device}:{inode}::"
     inner = path_in_mount(path)
     digest = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
-    return f"{device}::{mount if digest else ''}:{digest}"
+    return f"{device}::{device_number if digest else ''}:{digest}"
 
 
 def mark_of(path: str) -> str | None:
@@ -64,9 +64,8 @@ def are_apart(place: str, other_place: str) -> bool:
     certainly describe two folders.
     """
     parts, other_parts = place.split(":"), other_place.split(":")
-    if (
-        len(parts) != len(other_parts) or "/" in other_place
-    ):  # The URL of a store, or a text of another release
+    # ``other_place`` may be the URL of a store, or a text of another release.
+    if len(parts) != len(other_parts) or "/" in other_place:
         return False
     (device, number, mount, path), (device_2, number_2, mount_2, path_2) = parts, other_parts
     return (
@@ -77,4 +76,5 @@ def are_apart(place: str, other_place: str) -> bool:
 
 
 def _differ(text_a: str, text_b: str) -> bool:
+    """Return True if two parts of places differ. An empty part identifies no folder."""
     return "" not in (text_a, text_b) and text_a != text_b

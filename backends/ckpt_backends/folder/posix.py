@@ -54,7 +54,7 @@ from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporar
 
 _PART_BYTES: Final = 8 << 20
 _TRIES: Final = 32
-_FLAGS: Final = frozenset({"put_if_absent", "shared", "direct", "reserve"})
+_BOOL_OPTIONS: Final = frozenset({"put_if_absent", "shared", "direct", "reserve"})
 _NOWHERE: Final = "nowhere"
 """What stands for the identity of a root that does not exist. No root has it."""
 
@@ -77,10 +77,10 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
     """
     flags = {name: value for name, value in options.items() if name != "stripe_count"}
     for name, value in flags.items():
-        if name not in _FLAGS or not isinstance(value, bool):
+        if name not in _BOOL_OPTIONS or not isinstance(value, bool):
             raise ConfigError(
-                f"a folder takes the options {', '.join(sorted(_FLAGS))} (true or false) and "
-                f"stripe_count (a number), not {name} of type {type(value).__name__}"
+                f"a folder takes the options {', '.join(sorted(_BOOL_OPTIONS))} (true or false) "
+                f"and stripe_count (a number), not {name} of type {type(value).__name__}"
             )
     count = stripe_count(options["stripe_count"]) if "stripe_count" in options else None
     root = _path_of(url)
@@ -189,7 +189,7 @@ class PosixBackend:
         return status.f_bavail * status.f_frsize
 
     @contextmanager
-    def full_disk_told(self, nbytes: int) -> Generator[None]:
+    def report_full_disk(self, nbytes: int) -> Generator[None]:
         """Turn EIO into ENOSPC if a mount by FUSE has less than ``nbytes`` free, which is the size
         of the file that the block writes. sshfs reports a full disk by EIO.
         """
@@ -212,7 +212,7 @@ class PosixBackend:
             fd = self._create(temporary)
             try:
                 try:
-                    with self.full_disk_told(sum(memoryview(part).nbytes for part in parts)):
+                    with self.report_full_disk(sum(memoryview(part).nbytes for part in parts)):
                         size = write_all(fd, parts)
                         os.fsync(fd)
                 finally:
@@ -245,14 +245,15 @@ class PosixBackend:
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
         path = self._readable(check_key(key))
-        self._file(key, path)  # Refuse a named pipe, since opening it would wait for a writer
+        # Refuse a named pipe, since opening it would wait for a writer.
+        self._file_status(key, path)
         parts = [out.cast("B") for out in outs]
         with storage_errors(key):
             count = read_at(path, offset, parts, direct=self._direct)
         check_read(key, offset, count, sum(part.nbytes for part in parts))
 
     def head(self, key: str) -> ObjectInfo:
-        status = self._file(key, self._readable(check_key(key)))
+        status = self._file_status(key, self._readable(check_key(key)))
         return ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -288,23 +289,23 @@ class PosixBackend:
                 and (status := _status(entry, key))  # None if the write has ended meanwhile
             ):
                 yield UnfinishedWrite(
-                    key=f"{folder}/{match[1]}" if folder else match[1],
+                    key=f"{folder}/{match['name']}" if folder else match["name"],
                     name=key,
                     size=status.st_blocks * 512,
                     modified=status.st_mtime,
                     abandoned=is_abandoned(status.st_mtime),
                 )
 
-    def discard(self, status: UnfinishedWrite) -> None:
-        path = self._writable(status.name)
-        with storage_errors(status.key), suppress(FileNotFoundError, NotADirectoryError):
+    def discard(self, write: UnfinishedWrite) -> None:
+        path = self._writable(write.name)
+        with storage_errors(write.key), suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
         self._remove_empty(os.path.dirname(path))
 
     def close(self) -> None:
         """Do nothing, since nothing stays open between calls."""
 
-    def _file(self, key: str, path: str) -> os.stat_result:
+    def _file_status(self, key: str, path: str) -> os.stat_result:
         """Return the status of the file at ``path``. Raise ``ObjectNotFound`` if it is no file."""
         with storage_errors(key):
             status = os.stat(path, follow_symlinks=False)
@@ -504,6 +505,8 @@ def _status(entry: os.DirEntry[str], key: str) -> os.stat_result | None:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
+    """The paths of the file of an upload, before and after ``finish``."""
+
     temporary: str
     target: str
 
@@ -532,7 +535,7 @@ class _PosixUpload:
             )
         with (
             storage_errors(self._key, missing=StorageError),
-            self._backend.full_disk_told(self._size),
+            self._backend.report_full_disk(self._size),
         ):
             self._writer.write(offset, data)
         self._part_sizes[offset] = data.nbytes
@@ -549,7 +552,7 @@ class _PosixUpload:
         try:
             size = check_written(self._key, sum(self._part_sizes.values()), self._size, size)
             with storage_errors(self._key, missing=StorageError):
-                with self._backend.full_disk_told(size):
+                with self._backend.report_full_disk(size):
                     self._writer.sync(size)
                     self._writer.close()
                 self._backend.publish(self._paths.temporary, self._paths.target, if_absent=False)
@@ -589,8 +592,8 @@ def _path_of(url: str) -> str:
 def _remove_abandoned(folder: str) -> None:
     """Remove abandoned temporary files from ``folder`` if it holds nothing but temporary files.
 
-    A crash leaves such files, which may have tens of GiB. A file is abandoned if it was not changed
-    for ``_ABANDONED_SECONDS``.
+    A crash leaves such files, which may have tens of GiB. ``is_abandoned`` says
+    from which age on a file is abandoned.
     """
     with suppress(OSError), os.scandir(folder) as entries:
         files = list(entries)

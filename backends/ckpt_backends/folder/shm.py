@@ -32,7 +32,7 @@ from ckpt_backends.temporary import temporary_beside
 
 # Other users may write to /dev/shm, so the folder of each store has the mode 0700.
 _SHM: Final = "/dev/shm"  # noqa: S108
-_NAME: Final = re.compile(r"shm://([A-Za-z0-9][A-Za-z0-9._-]{0,79})/?", re.IGNORECASE)
+_URL: Final = re.compile(r"shm://([A-Za-z0-9][A-Za-z0-9._-]{0,79})/?", re.IGNORECASE)
 _NOT_OWN: Final = "not a folder of this user alone"
 _TRIES: Final = 32
 _log = logging.getLogger("ckpt")
@@ -46,7 +46,7 @@ def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
         ConfigError: The name is invalid, ``options`` is not empty, or the machine has no
             ``/dev/shm``.
     """
-    match = _NAME.fullmatch(url)
+    match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(
             f"{url!r}: a store in memory is shm://NAME, of letters, digits, '.', '_' and '-'"
@@ -63,30 +63,30 @@ def stores() -> list[str]:
 
     A folder with the name of a store that other users own or may use is left out, and logged.
     """
-    prefix = _folder("")
+    prefix = _folder_name("")
     try:
         with os.scandir(_SHM) as entries:
-            status = sorted(entries, key=lambda entry: entry.name)
+            folders = sorted(entries, key=lambda folder: folder.name)
     except OSError:
         return []
     urls: list[str] = []
-    for entry in status:
-        url = f"shm://{entry.name.removeprefix(prefix)}"
+    for folder in folders:
+        url = f"shm://{folder.name.removeprefix(prefix)}"
         if not (
-            entry.name.startswith(prefix)
-            and _NAME.fullmatch(url)
-            and entry.is_dir(follow_symlinks=False)
+            folder.name.startswith(prefix)
+            and _URL.fullmatch(url)
+            and folder.is_dir(follow_symlinks=False)
         ):
             continue
         with suppress(FileNotFoundError):  # A job that has ended may have removed its empty folder
-            if _is_own(entry.stat(follow_symlinks=False)):
+            if _is_own(folder.stat(follow_symlinks=False)):
                 urls.append(url)
             else:
-                _log.warning("ckpt: %s/%s is left out: it is %s", _SHM, entry.name, _NOT_OWN)
+                _log.warning("ckpt: %s/%s is left out: it is %s", _SHM, folder.name, _NOT_OWN)
     return urls
 
 
-def _folder(name: str) -> str:
+def _folder_name(name: str) -> str:
     """Return the name of the folder in ``/dev/shm`` for the store ``name`` of this user."""
     return f"ckpt-memory-{os.getuid()}-{name}"
 
@@ -109,7 +109,7 @@ class ShmBackend(PosixBackend):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{_SHM}/{_folder(name)}", is_shared=False, direct=False)
+        super().__init__(f"{_SHM}/{_folder_name(name)}", is_shared=False, direct=False)
         self._name = name
         self.url = f"shm://{name}"
         self.capabilities = replace(self.capabilities, alignment=1)
@@ -121,7 +121,9 @@ class ShmBackend(PosixBackend):
         Another thread may still use a path through an earlier descriptor, so all of them stay open
         until ``close``.
         """
-        self._let_go = weakref.finalize(self, _let_go, self._root, self._descriptors, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _close_folder, self._root, self._descriptors, os.getpid()
+        )
         self._has_warned = False
         with suppress(StorageError):  # If the folder cannot be used, later calls report it
             self._top()
@@ -135,7 +137,7 @@ class ShmBackend(PosixBackend):
         """
         with storage_errors("", missing=StorageError):
             status = os.stat(self._top())
-        return f"{status.st_dev}:{_folder(self._name)}"
+        return f"{status.st_dev}:{_folder_name(self._name)}"
 
     def place(self) -> str:
         """Return the place with the name of the folder instead of the inode number, as
@@ -143,7 +145,7 @@ class ShmBackend(PosixBackend):
         """
         with storage_errors("", missing=StorageError):
             device = os.stat(self._top()).st_dev
-        return f"{device}::{device}:{_folder(self._name)}"
+        return f"{device}::{device}:{_folder_name(self._name)}"
 
     def free_bytes(self) -> int:
         """Return the free bytes of the file system, or the available memory of the machine if that
@@ -151,17 +153,22 @@ class ShmBackend(PosixBackend):
         """
         with storage_errors("", missing=StorageError), open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)
-        kib = lines.get("MemAvailable", "").split()
-        return min(super().free_bytes(), int(kib[0]) << 10) if kib else super().free_bytes()
+        available = lines.get("MemAvailable", "").split()  # A number of KiB, and its unit
+        return (
+            min(super().free_bytes(), int(available[0]) << 10)
+            if available
+            else super().free_bytes()
+        )
 
     def close(self) -> None:
         """Close the descriptors of the folder, and remove the folder if it is empty."""
-        self._let_go()
+        self._finalizer()
 
     def open_file(self, key: str) -> BinaryIO:
         """Return the file of an object, open for reading. The caller closes it."""
         path = self._readable(check_key(key))
-        self._file(key, path)  # Otherwise ``open`` refuses a folder and leaves its descriptor open
+        # Without this check, ``open`` refuses a folder and leaves its descriptor open.
+        self._file_status(key, path)
         with storage_errors(key):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
 
@@ -177,13 +184,13 @@ class ShmBackend(PosixBackend):
             StorageError: The store is closed, or the folder cannot be created.
         """
         with self._lock, storage_errors("", missing=StorageError):
-            if not self._let_go.alive:
+            if not self._finalizer.alive:
                 raise StorageError("", "the store is closed")
             try:
                 if (
                     not self._descriptors or os.fstat(self._descriptors[-1]).st_nlink == 0
                 ):  # Removed
-                    self._descriptors.append(_hold(self._root))
+                    self._descriptors.append(_open_folder(self._root))
                 if not _is_own(os.fstat(self._descriptors[-1])):
                     raise AccessDenied("", f"{self._root} is {_NOT_OWN}")
             except AccessDenied as error:
@@ -274,7 +281,7 @@ class ShmBackend(PosixBackend):
         return ObjectInfo(key=key, size=size)
 
 
-def _hold(path: str) -> int:
+def _open_folder(path: str) -> int:
     """Create the folder at ``path`` if it does not exist, and return a descriptor of the folder.
 
     Raises:
@@ -296,12 +303,13 @@ def _hold(path: str) -> int:
     raise StorageError("", f"{path} is removed as often as it is made")
 
 
-def _let_go(path: str, descriptors: list[int], owner: int) -> None:
+def _close_folder(path: str, descriptors: list[int], owner_pid: int) -> None:
     """Close ``descriptors``, and remove the folder at ``path`` if it is empty.
 
-    ``owner`` is the id of the process that opened the store. Only this process removes the folder.
+    ``owner_pid`` is the id of the process that opened the store. Only this process removes the
+    folder.
     """
-    if os.getpid() == owner:  # A fork closes its own descriptors only
+    if os.getpid() == owner_pid:  # A fork closes its own descriptors only
         with suppress(OSError):
             os.rmdir(path)
     while descriptors:

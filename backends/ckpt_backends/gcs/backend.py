@@ -40,10 +40,10 @@ from ckpt_backends.client_options import (
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, modified_of
 from ckpt_backends.gcs.upload import ResumableUpload
-from ckpt_backends.jitter import give_gcsfs_its_own_dice
+from ckpt_backends.jitter import separate_jitter_of_gcsfs
 
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
-_SINGLE_REQUEST: Final = 1 << 62
+_ONE_CHUNK_BYTES: Final = 1 << 62  # A size of chunks that makes gcsfs send one request
 _METADATA_HOST: Final = "169.254.169.254"  # Gives a virtual machine of Google its identity
 _METADATA_SECONDS: Final = 2.0
 _TRIES: Final = 3
@@ -87,7 +87,7 @@ def _file_system(settings: dict[str, Any]) -> Any:
     """Return the file system of gcsfs for these options, with fewer retries than by default."""
     from gcsfs.retry import retry_request
 
-    give_gcsfs_its_own_dice()
+    separate_jitter_of_gcsfs()
     # gcsfs itself reads this variable.
     emulator = settings.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")  # noqa: TID251
     if emulator:
@@ -130,7 +130,7 @@ def _find_credentials() -> str | None:
         return "google_default"
     if os.path.exists(os.path.expanduser("~/.gcs_tokens")):
         return None  # An older gcsfs stored credentials there, and gcsfs still reads them
-    if not _on_google(os.environ.get(environment_vars.GCE_METADATA_HOST) or _METADATA_HOST):  # noqa: TID251
+    if not _is_on_google(os.environ.get(environment_vars.GCE_METADATA_HOST) or _METADATA_HOST):  # noqa: TID251
         raise ConfigError(
             "no Google credentials were found: run 'gcloud auth application-default login', set "
             "GOOGLE_APPLICATION_CREDENTIALS to a key file, "
@@ -139,7 +139,7 @@ def _find_credentials() -> str | None:
     return "google_default"
 
 
-def _on_google(host: str) -> bool:
+def _is_on_google(host: str) -> bool:
     """Return True if Google's metadata server answers at ``host``.
 
     Other clouds have servers at the same address, so the header of the answer is checked.
@@ -184,7 +184,7 @@ class GCSBackend(StorageBackendOnFsspec):
         try:
             with self.errors(key):
                 self._fs.pipe_file(
-                    path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_SINGLE_REQUEST
+                    path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_ONE_CHUNK_BYTES
                 )
         except (ObjectExists, TransientStorageError):
             # If the object has the token of this call, the put succeeded, but its reply was lost.
@@ -239,7 +239,8 @@ class GCSBackend(StorageBackendOnFsspec):
             response: Any = sync(
                 self._fs.loop, send, self._fs, method, url, headers=headers, data=data
             )
-        return response[0], response[1]
+        status, reply_headers, *_ = response
+        return status, reply_headers
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(check_prefix(prefix)):

@@ -22,6 +22,7 @@ from ckpt.storage.api import Capabilities, ObjectInfo, check_written
 
 STEP_BYTES: Final = 256 << 10
 """The lengths of all parts of an upload but the last must be multiples of this number of bytes."""
+_GONE: Final = 410  # The status for an upload that the server has forgotten
 
 
 class Server(Protocol):
@@ -65,9 +66,9 @@ class ResumableUpload:
     def __init__(self, backend: Server, key: str, size: int, location: str, token: str) -> None:
         self._backend, self._key, self._size, self._location = backend, key, size, location
         self._token = token
-        self._early: dict[int, memoryview] = {}
+        self._early_parts: dict[int, memoryview] = {}
         self._offset = 0
-        self._is_lost = self._is_over = False
+        self._is_lost = False
 
     @property
     def part_bytes(self) -> int:
@@ -79,28 +80,28 @@ class ResumableUpload:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
-        self._check()
+        self._check_known()
         if offset + data.nbytes > self._offset:  # Otherwise the server already has this part
             # Keep a part that is early, and a part of odd length. The latter is the last one, and
             # must be sent with the size of the whole object, which only ``finish`` knows.
             if offset > self._offset or data.nbytes % STEP_BYTES:
-                self._early[offset] = memoryview(bytes(data))
+                self._early_parts[offset] = memoryview(bytes(data))
             else:
                 self._send(offset, data)
-        while (part := self._next()).nbytes and not part.nbytes % STEP_BYTES:
+        while (part := self._next_bytes()).nbytes and not part.nbytes % STEP_BYTES:
             self._send(self._offset, part)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        self._check()
-        rest = self._next()
+        self._check_known()
+        rest = self._next_bytes()
         pending = sum(
             min(part.nbytes, offset + part.nbytes - self._offset)
-            for offset, part in self._early.items()
+            for offset, part in self._early_parts.items()
         )
         size = check_written(self._key, self._offset + pending, self._size, size)
         span = f"bytes {self._offset}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
         try:
-            self._ask(span, rest)
+            self._send_range(span, rest)
         except TransientStorageError:
             # If only the reply was lost, the server has ended the session, and the object has the
             # token of this upload. Otherwise the caller may call ``finish`` again.
@@ -112,17 +113,17 @@ class ResumableUpload:
         raise TransientStorageError(self._key, "is not what was sent: it must be sent again")
 
     def abort(self) -> None:
-        self._early.clear()
+        self._early_parts.clear()
         with suppress(StorageError):
             self._backend.request(self._key, "DELETE", self._location)
 
-    def _next(self) -> memoryview:
+    def _next_bytes(self) -> memoryview:
         """Return the bytes from ``_offset`` to the end of the kept part that contains them; empty
         if no kept part does. Let the parts go that the server has.
         """
-        for offset, part in sorted(self._early.items()):
+        for offset, part in sorted(self._early_parts.items()):
             if offset + part.nbytes <= self._offset:
-                del self._early[offset]
+                del self._early_parts[offset]
             elif offset <= self._offset:
                 return part[self._offset - offset :]
         return memoryview(b"")
@@ -133,20 +134,20 @@ class ResumableUpload:
         """
         while self._offset < offset + data.nbytes:
             previous, rest = self._offset, data[self._offset - offset :]
-            self._ask(f"bytes {self._offset}-{self._offset + rest.nbytes - 1}/*", rest)
+            self._send_range(f"bytes {self._offset}-{self._offset + rest.nbytes - 1}/*", rest)
             if self._offset <= previous:
                 raise TransientStorageError(
                     self._key, f"the server takes no more than {previous} bytes"
                 )
 
-    def _check(self) -> None:
+    def _check_known(self) -> None:
         """Raise ``TransientStorageError`` if the server no longer knows the upload."""
         if self._is_lost:
             raise TransientStorageError(
                 self._key, "the server has forgotten this upload: it must be sent again"
             )
 
-    def _ask(self, span: str, data: memoryview) -> None:
+    def _send_range(self, span: str, data: memoryview) -> None:
         """Send one request with ``span`` as its Content-Range. If the upload is not complete after
         it, store in ``_offset`` the number of bytes that the server reports to have.
 
@@ -165,9 +166,9 @@ class ResumableUpload:
             )
         except StorageError as error:
             self._is_lost = isinstance(error, ObjectNotFound) or bool(
-                re.search(r"\b410\b", error.detail)
+                re.search(rf"\b{_GONE}\b", error.detail)
             )
-            self._check()
+            self._check_known()
             raise
         if status not in (200, 201):
             self._offset = _stored_bytes(answer)

@@ -47,8 +47,8 @@ from ckpt_backends.client_options import (
 )
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
-from ckpt_backends.jitter import give_botocore_its_own_dice
-from ckpt_backends.s3.bulk import S3Bulk, bulk_of, expect_nothing, session_of
+from ckpt_backends.jitter import separate_jitter_of_botocore
+from ckpt_backends.s3.bulk import S3Bulk, bulk_of, remove_expect_header, session_of
 from ckpt_backends.s3.obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3.options import TOKEN, check_options
 from ckpt_backends.s3.orphans import Orphans
@@ -58,7 +58,7 @@ _MOST_PARTS: Final = 10_000
 _CONCURRENCY: Final = 16
 _ORPHAN_HOURS: Final = 24.0
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_CLIENT: Final[Mapping[str, object]] = {
+_CLIENT_CONFIG: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
     # On a slow network, the buffers of the system still hold megabytes of a part when botocore has
     # written its last byte. The answer arrives only after these megabytes are sent.
@@ -127,7 +127,7 @@ def _hours(value: object, clean_url: str) -> float:
     try:
         hours = float(str(value))
     except ValueError:
-        hours = -1.0
+        hours = -1.0  # Is refused below
     if not 0 <= hours < math.inf:
         raise ConfigError(
             f"{clean_url!r}: abort_uploads_after_hours={value!r}: give a number of hours, such as "
@@ -142,12 +142,12 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     """
     import s3fs
 
-    give_botocore_its_own_dice()
+    separate_jitter_of_botocore()
     if "session" in settings:
         raise ValueError("a session cannot be shared: give profile, or key, secret and token")
     check_options(settings)
     endpoint = _endpoint(settings)
-    config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
+    config: dict[str, Any] = {**_CLIENT_CONFIG, **settings.pop("config_kwargs", {})}
     if not endpoint.startswith("http://"):
         # With TLS, the connection itself detects damaged bytes. Over http, only a signed SHA-256 of
         # the body does.
@@ -204,7 +204,7 @@ class S3Clients:
 
 
 @contextmanager
-def _listing() -> Generator[None]:
+def _listing_errors() -> Generator[None]:
     """Add to the error of a listing that the credentials do not permit which permission it needs.
 
     Servers of S3 do not say so.
@@ -249,9 +249,9 @@ class S3Backend(StorageBackendOnFsspec):
         )
         self._bucket, self._prefix = place.bucket, f"{place.prefix}/" if place.prefix else ""
         self._bulk, self._writer = clients.bulk, clients.writer
-        self._quiet_client: object = None
+        self._changed_client: object = None
         age = timedelta(hours=orphan_hours)
-        self._orphans = Orphans(self._about_bucket, self._prefix, age)
+        self._orphans = Orphans(self._call_bucket, self._prefix, age)
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         value = b"".join(parts)
@@ -261,9 +261,10 @@ class S3Backend(StorageBackendOnFsspec):
             # This check also protects an existing object on servers that ignore the condition.
             if is_there(self, key):
                 raise ObjectExists(key)
-            (self._put_if_none if self.capabilities.put_if_absent else self._put_and_compare)(
-                key, value
-            )
+            if self.capabilities.put_if_absent:
+                self._put_if_none(key, value)
+            else:
+                self._put_and_compare(key, value)
         return ObjectInfo(key=key, size=len(value))
 
     def upload(self, key: str, size: int) -> Upload:
@@ -333,19 +334,19 @@ class S3Backend(StorageBackendOnFsspec):
         check_key(key)
         with self.errors(key):
             if method == "put_object":
-                self._ask_no_leave()
+                self._send_without_asking()
             return self._fs.call_s3(
                 method, Bucket=self._bucket, Key=self._prefix + key, **arguments
             )
 
-    def _ask_no_leave(self) -> None:
+    def _send_without_asking(self) -> None:
         """Keep puts of s3fs from sending the header ``Expect: 100-continue``. With this header,
         aiohttp would wait without a time limit for the server's answer to the header.
         """
         client = self._fs.connect()
-        if client is not self._quiet_client:
-            client.meta.events.register_last("before-call.s3", expect_nothing)
-            self._quiet_client = client
+        if client is not self._changed_client:
+            client.meta.events.register_last("before-call.s3", remove_expect_header)
+            self._changed_client = client
 
     def abort_uploads(self, key: str) -> None:
         """Abort all unfinished uploads of exactly this key. Never raise."""
@@ -364,7 +365,7 @@ class S3Backend(StorageBackendOnFsspec):
     def discard(self, write: UnfinishedWrite) -> None:
         self._orphans.abort(write)
 
-    def _about_bucket(self, method: str, **arguments: object) -> Any:
+    def _call_bucket(self, method: str, **arguments: object) -> Any:
         """Make one request about the bucket. Errors are raised as storage errors."""
         with self.errors(""):
             return self._fs.call_s3(method, Bucket=self._bucket, **arguments)
@@ -426,7 +427,7 @@ class S3Backend(StorageBackendOnFsspec):
         """Yield the pages of a listing of the keys below the root that start with ``prefix``."""
         token: dict[str, object] = {}
         while True:
-            with _listing(), self.errors(prefix):
+            with _listing_errors(), self.errors(prefix):
                 page = self._fs.call_s3(
                     "list_objects_v2",
                     Bucket=self._bucket,
@@ -466,10 +467,11 @@ class _S3Upload:
         self._backend, self._key, self._size = backend, key, size
         self._id, self.part_bytes = upload_id, part_bytes
         self._parts: dict[int, tuple[dict[str, Any], int]] = {}
+        """The entry of each part for ``complete_multipart_upload`` and its bytes, by its number."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        number, odd = divmod(offset, self.part_bytes)
-        if odd or offset + data.nbytes > self._size:
+        number, remainder = divmod(offset, self.part_bytes)
+        if remainder or offset + data.nbytes > self._size:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
@@ -486,7 +488,7 @@ class _S3Upload:
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except StorageError as error:
-            if not self._complete_anyway():
+            if not self._is_complete():
                 if isinstance(error, ObjectNotFound):
                     raise self._lost_upload_error(error) from error
                 raise
@@ -507,7 +509,7 @@ class _S3Upload:
             f"the server has forgotten this upload: it must be sent again ({error.detail})",
         )
 
-    def _complete_anyway(self) -> bool:
+    def _is_complete(self) -> bool:
         """Return True if the upload was completed although the request failed, because only its
         reply was lost.
 

@@ -170,7 +170,7 @@ class S3Bulk:
         client = session.create_client("s3", config=Config(**self._config), **self._arguments)
         # With the header "Expect: 100-continue", each part would wait for a second if the server
         # does not answer the header.
-        client.meta.events.register_last("before-call.s3", expect_nothing)
+        client.meta.events.register_last("before-call.s3", remove_expect_header)
         return client
 
 
@@ -284,7 +284,7 @@ def _loader() -> Any:
     return Session().get_component("data_loader")
 
 
-def expect_nothing(params: dict[str, Any], **_: object) -> None:
+def remove_expect_header(params: dict[str, Any], **_: object) -> None:
     """Remove the header ``Expect`` of a request, so that the client sends the body without asking
     the server first. This is a handler of botocore's event ``before-call``.
     """

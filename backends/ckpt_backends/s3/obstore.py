@@ -21,10 +21,10 @@ from ckpt_backends.s3.options import TOKEN
 
 _PARTS_AT_ONCE: Final = 8
 _REQUEST_SECONDS: Final = 120
-_PATIENCE_SECONDS: Final = 120
+_RETRY_SECONDS: Final = 120
 _TRIES: Final = 8
 _CREDENTIALS_SECONDS: Final = 300
-_DENIAL: Final = re.compile(
+_DENIAL_TEXT: Final = re.compile(
     r"\b40[13] |AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
 
@@ -112,7 +112,7 @@ class ObstoreWriter:
             },
             retry_config={
                 "max_retries": _TRIES,
-                "retry_timeout": timedelta(seconds=_PATIENCE_SECONDS),
+                "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
             },
         )
 
@@ -149,35 +149,35 @@ class ObstoreUpload:
         self._token = token_hex(16)
         with bucket.errors(key):
             self._file: Any = writer.open(path, part_bytes, {TOKEN: self._token})
-        self._early: dict[int, bytes] = {}
+        self._early_parts: dict[int, bytes] = {}
         self._offset = 0
 
     def write(self, offset: int, data: memoryview) -> None:
-        self._open_file()
+        self._usable_file()
         if offset < self._offset:
             return  # obstore has already taken this part
         if offset > self._offset:
-            self._early[offset] = bytes(data)
+            self._early_parts[offset] = bytes(data)
             return
         self._send(data.cast("B"))
-        while (part := self._early.pop(self._offset, None)) is not None:
+        while (part := self._early_parts.pop(self._offset, None)) is not None:
             self._send(memoryview(part))
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        self._open_file()
+        self._usable_file()
         self._size = check_written(self._key, self._offset, self._size, size)
         try:
             with self._bucket.errors(self._key), _as_known_error():
-                self._open_file().close()
+                self._usable_file().close()
             self._file = None
         except StorageError:
-            if not self._complete_anyway():
+            if not self._is_complete():
                 self.abort()
                 raise
         return ObjectInfo(key=self._key, size=self._size)
 
     def abort(self) -> None:
-        self._early.clear()
+        self._early_parts.clear()
         if self._file is not None:
             self._file = None  # Do not close the file, which would make a cut object visible
             self._bucket.abort_uploads(self._key)
@@ -186,19 +186,19 @@ class ObstoreUpload:
         """Append ``part`` to the file. Abort the upload if that fails."""
         try:
             with self._bucket.errors(self._key), _as_known_error():
-                self._open_file().write(part)
+                self._usable_file().write(part)
         except StorageError:
             self.abort()
             raise
         self._offset += part.nbytes
 
-    def _open_file(self) -> Any:
+    def _usable_file(self) -> Any:
         """Return the file. Raise ``TransientStorageError`` if an error has ended the upload."""
         if self._file is None:
             raise TransientStorageError(self._key, "the upload broke off and must start again")
         return self._file
 
-    def _complete_anyway(self) -> bool:
+    def _is_complete(self) -> bool:
         """Return True if the object is complete although the last request failed, because only its
         reply was lost.
 
@@ -219,4 +219,6 @@ def _as_known_error() -> Generator[None]:
         yield
     except OSError as error:
         text = str(error)
-        raise (PermissionError(text) if _DENIAL.search(text) else ConnectionError(text)) from None
+        raise (
+            PermissionError(text) if _DENIAL_TEXT.search(text) else ConnectionError(text)
+        ) from None

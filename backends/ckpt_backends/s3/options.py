@@ -16,8 +16,8 @@ from ckpt.errors import ConfigError
 TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of metadata, not a secret
 """The name in the metadata of an object under which a put or an upload stores a random token."""
 _OWN_OPTIONS: Final = {"region", "checksums"}
-_OF_THE_SESSION: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
-_NOT_TO_BE_SET: Final = {"self", "kwargs", "session", "asynchronous", "loop", "args"}
+_SESSION_OPTIONS: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
+_RESERVED_OPTIONS: Final = {"self", "kwargs", "session", "asynchronous", "loop", "args"}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -32,13 +32,17 @@ def check_options(options: Mapping[str, Any]) -> None:
     settings = {
         *inspect.signature(S3FileSystem.__init__).parameters,
         *_OWN_OPTIONS,
-        *_OF_THE_SESSION,
-    } - _NOT_TO_BE_SET
+        *_SESSION_OPTIONS,
+    } - _RESERVED_OPTIONS
     for name in options:
         if name not in settings:
-            near = get_close_matches(name, settings, n=1, cutoff=0.5)
-            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(settings))}"
-            raise ConfigError(f"options.{name} is not a setting: {way}")
+            similar = get_close_matches(name, settings, n=1, cutoff=0.5)
+            hint = (
+                f"did you mean {similar[0]}?"
+                if similar
+                else f"known are {', '.join(sorted(settings))}"
+            )
+            raise ConfigError(f"options.{name} is not a setting: {hint}")
     for name in ("endpoint_url", "region", "profile"):
         if options.get(name) is not None and not isinstance(options[name], str):
             raise ValueError(f"{name} is not text, but of type {type(options[name]).__name__}")

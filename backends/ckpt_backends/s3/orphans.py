@@ -19,8 +19,8 @@ from typing import Any, Final
 from ckpt.errors import ObjectNotFound, StorageError
 from ckpt.storage.api import UnfinishedWrite
 
-_OWN_KEY: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)?")
-_LEADS: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
+_RANK_KEY: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)?")
+_RANK_0_KEY: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
 
 
 class Orphans:
@@ -32,13 +32,13 @@ class Orphans:
         call: Makes a request about the bucket. It takes the name of the method of botocore's S3
             client and the arguments of the method, and raises ``StorageError``.
         prefix: The prefix of the root with a slash at its end; '' for the whole bucket.
-        age: The age from which an upload counts as abandoned. If it is zero, ``abort_once``
+        max_age: The age from which an upload counts as abandoned. If it is zero, ``abort_once``
             aborts nothing.
     """
 
-    def __init__(self, call: Callable[..., Any], prefix: str, age: timedelta) -> None:
-        self._call, self._prefix, self.max_age = call, prefix, age
-        self._is_done = not age
+    def __init__(self, call: Callable[..., Any], prefix: str, max_age: timedelta) -> None:
+        self._call, self._prefix, self.max_age = call, prefix, max_age
+        self._is_done = not max_age
         self._lock = threading.Lock()
 
     def abort_once(self, key: str) -> None:
@@ -46,12 +46,12 @@ class Orphans:
         most once in the life of this object. Never raise.
         """
         with self._lock:
-            if self._is_done or not _LEADS.fullmatch(key):
+            if self._is_done or not _RANK_0_KEY.fullmatch(key):
                 return
             self._is_done = True
         with suppress(StorageError):
             for upload in self.unfinished_uploads(""):
-                if upload.abandoned and _OWN_KEY.fullmatch(upload.key):
+                if upload.abandoned and _RANK_KEY.fullmatch(upload.key):
                     with suppress(StorageError):
                         self.abort(upload)
 

@@ -131,7 +131,7 @@ def test_threads_that_make_folders_at_once_all_stripe_them_or_warn_once(
     looks, is_made = threading.Event(), threading.Event()
     striping = Striping(str(tmp_path / "scratch"), 8)
     made = [tmp_path / "scratch" / name for name in ("one", "two")]
-    find = striping._find
+    find = striping._find_lfs
 
     def find_slowly() -> str | None:
         looks.set()
@@ -143,7 +143,7 @@ def test_threads_that_make_folders_at_once_all_stripe_them_or_warn_once(
         striping.apply(str(folder))
         is_made.set()
 
-    monkeypatch.setattr(striping, "_find", find_slowly)
+    monkeypatch.setattr(striping, "_find_lfs", find_slowly)
     threads = [threading.Thread(target=make, args=[folder]) for folder in made]
     threads[0].start()
     assert looks.wait(10)
