@@ -31,7 +31,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import is_damage
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import stores_in_memory
-from ckpt.storage.tiers import on_two_servers, resolve_tier, server_of, tier_at, urls_of
+from ckpt.storage.tiers import resolve_tier, same_url_error, server_of, tier_at, urls_of
 
 T = TypeVar("T")
 
@@ -453,7 +453,7 @@ def open_each(
     urls = [store.url for store in stores]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
         servers = {server_of(tier) for tier, url in zip(tiers, urls, strict=True) if url == twice}
-        raise on_two_servers(twice) if len(servers) > 1 else ConfigError(f"{twice} is named twice")
+        raise same_url_error(twice) if len(servers) > 1 else ConfigError(f"{twice} is named twice")
     return stores
 
 

@@ -51,7 +51,7 @@ from ckpt.save.trained import Trainable
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
-from ckpt.storage.tiers import OpenTier, warn_of_first
+from ckpt.storage.tiers import OpenTier, warn_of_unconditional_puts
 
 _log = logging.getLogger("ckpt")
 _LOOK_SECONDS: Final = 1.0
@@ -97,7 +97,7 @@ class Saver:
         self._replicas = NodeReplicas.of(tiers, coordinator, config, reports.observers)
         self._coordinator, self._config, self._reports = coordinator, config, reports
         self._is_leader = coordinator.rank == LEADER
-        warn_of_first(tiers if self._is_leader else ())
+        warn_of_unconditional_puts(tiers if self._is_leader else ())
         durable = [tier for tier in tiers if not tier.in_memory]
         # On a tier that is local to each node, the leader sees only the files of its own node.
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes

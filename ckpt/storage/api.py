@@ -482,10 +482,12 @@ def check_written(key: str, total: int, limit: int, size: int | None) -> int:
     Raises:
         StorageError: The final size is not ``total``, or is larger than ``limit``.
     """
-    whole = limit if size is None else size
-    if total != whole or whole > limit:
-        raise StorageError(key, f"{total} of {whole} bytes were written, {limit} were announced")
-    return whole
+    final_size = limit if size is None else size
+    if total != final_size or final_size > limit:
+        raise StorageError(
+            key, f"{total} of {final_size} bytes were written, {limit} were announced"
+        )
+    return final_size
 
 
 class PutUpload:

@@ -44,19 +44,19 @@ class LocatedStore:
         self._stores: dict[str, StorageBackend] = {}
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        store, name = self._place(key)
+        store, name = self._find_file(key)
         store.read_into(name, offset, out)
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
-        store, name = self._place(key)
+        store, name = self._find_file(key)
         assert isinstance(store, ScatterReads)
         store.read_parts(name, offset, outs)
 
     def head(self, key: str) -> ObjectInfo:
-        store, name = self._place(key)
+        store, name = self._find_file(key)
         return store.head(name)
 
-    def _place(self, location: str) -> tuple[StorageBackend, str]:
+    def _find_file(self, location: str) -> tuple[StorageBackend, str]:
         """Return the store of the folder that a file is in, and the name of the file."""
         folder, name = os.path.split(path_of(self.url, location))
         if folder not in self._stores:
@@ -86,10 +86,10 @@ def location_of(root: str, path: str) -> str:
     path = os.path.realpath(path)
     if not is_folder(root):
         return path
-    top = os.path.realpath(local_path(root))
-    parent = os.path.dirname(top)
+    root_path = os.path.realpath(local_path(root))
+    parent = os.path.dirname(root_path)
     is_near = parent != "/" and path.startswith(f"{parent}/")
-    return os.path.relpath(path, top) if is_near else path
+    return os.path.relpath(path, root_path) if is_near else path
 
 
 def store_with(backend: StorageBackend, location: str) -> ReadableStore:

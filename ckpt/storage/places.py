@@ -85,8 +85,8 @@ def _canonical(url: str, absolute: Callable[[str], str] = os.path.realpath) -> s
     """
     if is_folder(url):
         return os.path.join(absolute(local_path(url)), "")
-    scheme, mark, path = url.partition("://")
-    if not mark:
+    scheme, separator, path = url.partition("://")
+    if not separator:
         return f"{url.rstrip('/')}/"
     return f"{_ALIASES.get(scheme.lower(), scheme.lower())}://{path.rstrip('/')}/"
 

@@ -41,7 +41,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "webdav": "ckpt_backends.file_server.backend:open_file_server",
 }
 FALLBACK: Final = "ckpt_backends.fsspec_bridge:open_fsspec"
-_GROUP: Final = "ckpt.backends"
+_ENTRY_POINT_GROUP: Final = "ckpt.backends"
 _SCHEME: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -99,12 +99,12 @@ def _factory(url: str, scheme: str) -> BackendFactory:
         return cast(BackendFactory, pkgutil.resolve_name(target))
     from importlib.metadata import entry_points  # here, since the import takes 50 ms
 
-    for entry in entry_points(group=_GROUP, name=scheme):
+    for entry in entry_points(group=_ENTRY_POINT_GROUP, name=scheme):  # The first of them serves
         return cast(BackendFactory, entry.load())
     if scheme == "fsspec" or _fsspec_knows(scheme):
         return cast(BackendFactory, pkgutil.resolve_name(FALLBACK))
     raise UnknownScheme(
-        url, sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=_GROUP))})
+        url, sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=_ENTRY_POINT_GROUP))})
     )
 
 

@@ -56,6 +56,7 @@ libraries use the first variable that is set.
 """
 
 _SERVER_OPTIONS: Final = ("account_host", "account_name", "base_url")
+"""The options of Azure and WebDAV that name the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +224,13 @@ def tier_at(url: str, tiers: Sequence[Tier]) -> Tier:
     """
     tiers = [tier for tier in tiers if MEMORY not in (url, tier.url)]
     with_query = (tier for tier in tiers if is_spelling_of(url, tier.url))
-    bare = (tier for tier in tiers if is_spelling_of(url, without_query(tier.url)))
+    without_options = (tier for tier in tiers if is_spelling_of(url, without_query(tier.url)))
     via_link = (
         tier
         for tier in tiers
         if is_folder(tier.url) and is_spelling_of(url, tier.url, follows_links=True)
     )
-    return next(chain(with_query, bare, via_link), None) or Tier(url)
+    return next(chain(with_query, without_options, via_link), None) or Tier(url)
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
@@ -258,7 +259,7 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
     return tuple(hierarchy)
 
 
-def warn_of_first(tiers: Sequence[OpenTier]) -> None:
+def warn_of_unconditional_puts(tiers: Sequence[OpenTier]) -> None:
     """Log a warning if the nearest durable tier is a store in which two puts *if absent* of one key
     may both succeed, unless the options of the tier say so.
     """
@@ -287,12 +288,12 @@ def closed_on_error(tiers: Sequence[OpenTier]) -> Generator[None]:
 def urls_of(tiers: Sequence[Tier]) -> list[str]:
     """Return the URL of each tier, with "memory" replaced by the URL of the store that it means."""
     return [
-        _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url
+        _memory_url(tiers[index + 1 :]) if tier.url == MEMORY else tier.url
         for index, tier in enumerate(tiers)
     ]
 
 
-def _memory_of(farther_tiers: Sequence[Tier]) -> str:
+def _memory_url(farther_tiers: Sequence[Tier]) -> str:
     """Return the URL of the store that the tier "memory" stands for. ``farther_tiers`` has the
     tiers after this tier.
 
@@ -336,12 +337,10 @@ def _check_apart(tier: OpenTier, other_tier: OpenTier) -> None:
     """Raise ``ConfigError`` if two tiers have the same URL, or one root is inside of the other.
     Otherwise each tier would treat the files of the other tier as its own.
     """
-    position, is_one_server = (
-        relation(tier.url, other_tier.url),
-        server_of(tier.tier) == server_of(other_tier.tier),
-    )
+    position = relation(tier.url, other_tier.url)
+    is_one_server = server_of(tier.tier) == server_of(other_tier.tier)
     if position == "same" and not is_one_server:
-        raise on_two_servers(other_tier.url)
+        raise same_url_error(other_tier.url)
     if position == "same":
         note = f", once as {tier.url}" if tier.url != other_tier.url else ""
         raise ConfigError(f"the tier {other_tier.url} is named twice{note}")
@@ -353,7 +352,7 @@ def _check_apart(tier: OpenTier, other_tier: OpenTier) -> None:
         )
 
 
-def on_two_servers(url: str) -> ConfigError:
+def same_url_error(url: str) -> ConfigError:
     """Return the error for two tiers that have the same ``url`` on different servers.
 
     Such tiers are refused because the handle of a save, the journal and the output of commands

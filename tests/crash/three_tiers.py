@@ -56,7 +56,7 @@ def tiers(root: Path) -> list[Tier]:
 
 
 def memory_url(root: Path) -> str:
-    return ckpt.storage.tiers._memory_of([Tier(str(root / "disk"))])
+    return ckpt.storage.tiers._memory_url([Tier(str(root / "disk"))])
 
 
 def kind(url: str) -> str:

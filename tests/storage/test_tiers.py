@@ -17,7 +17,7 @@ from ckpt.storage.tiers import (
     resolve_tiers,
     tier_at,
     urls_of,
-    warn_of_first,
+    warn_of_unconditional_puts,
 )
 
 
@@ -168,7 +168,7 @@ def test_a_store_without_an_atomic_create_is_named_if_it_comes_first(
 ) -> None:
     tiers = open_tiers([Tier(url) for url in urls])
     try:
-        warn_of_first(tiers)
+        warn_of_unconditional_puts(tiers)
     finally:
         for tier in tiers:
             tier.backend.close()

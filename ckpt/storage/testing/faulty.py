@@ -151,13 +151,13 @@ class _Ledger:
             if self.has_crashed:
                 raise SimulatedCrash(f"{call.verb} {call.key} after the crash")
             self.calls.append(call)
-            hit: list[Fault] = []
+            faults: list[Fault] = []
             for index, rule in enumerate(self.rules):
                 if rule.matches(call.verb, call.key):
                     self.match_counts[index] = self.match_counts.get(index, 0) + 1
                     if rule.strikes(self.match_counts[index]):
-                        hit.append(rule.fault)
-            return hit
+                        faults.append(rule.fault)
+            return faults
 
     def crash(self, call: Call) -> None:
         """Raise ``SimulatedCrash`` now and at every later call."""
@@ -252,7 +252,7 @@ class FaultyBackend:
         result = work()
         for fault in faults:
             if isinstance(fault, Truncate):
-                _keep(self.inner, call.key, fault.nbytes)
+                _truncate(self.inner, call.key, fault.nbytes)
             elif isinstance(fault, LoseReply):
                 raise _error(fault.error, call.key)
             elif fault == Crash("after"):
@@ -299,7 +299,7 @@ def flip_byte(backend: StorageBackend, key: str, offset: int) -> None:
     backend.put(key, [content])
 
 
-def _keep(backend: StorageBackend, key: str, nbytes: int) -> None:
+def _truncate(backend: StorageBackend, key: str, nbytes: int) -> None:
     """Truncate an object to its first ``nbytes`` bytes."""
     backend.put(key, [_content(backend, key)[:nbytes]])
 

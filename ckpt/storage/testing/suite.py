@@ -81,11 +81,11 @@ class Suite:
         """Yield ``open_root``. Close all backends that it opened when the test ends."""
         backends: list[StorageBackend] = []
 
-        def open_one(name: str) -> StorageBackend:
+        def open_and_note(name: str) -> StorageBackend:
             backends.append(open_root(name))
             return backends[-1]
 
-        yield open_one
+        yield open_and_note
         for backend in backends:
             backend.close()
 
