@@ -146,7 +146,7 @@ class ChunkReader:
 
     def __init__(self, backend: ReadableStore, retry: RetryPolicy) -> None:
         self._backend, self._retry = backend, retry
-        self._foreign: ChunkReader | None = None
+        self._foreign_reader: ChunkReader | None = None
         self._alignment = backend.capabilities.alignment
         self._buffers, self._decode_buffers = _Buffers(), _Buffers()
 
@@ -179,10 +179,10 @@ class ChunkReader:
             if reach is None:
                 raise
             if reach is Reach.CHUNK and len(run.reads) > 1:
-                singly = coalesce(run.reads, most_bytes=0, gap_bytes=0)
+                single_runs = coalesce(run.reads, most_bytes=0, gap_bytes=0)
                 return [
                     miss
-                    for single_run in singly
+                    for single_run in single_runs
                     for miss in self.read(single_run, file, sink, on_proven)
                 ]
             cause = self._cause_of(error, file)
@@ -190,9 +190,9 @@ class ChunkReader:
 
     def _read_foreign(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Misses:
         """Do what ``read`` does for a file of another program."""
-        if self._foreign is None:
-            self._foreign = ChunkReader(LocatedStore(self._backend.url), self._retry)
-        misses = self._foreign.read(run, file, sink, on_proven)
+        if self._foreign_reader is None:
+            self._foreign_reader = ChunkReader(LocatedStore(self._backend.url), self._retry)
+        misses = self._foreign_reader.read(run, file, sink, on_proven)
         return [(read, as_change(error, file.location)) for read, error in misses]
 
     def _cause_of(self, error: Exception, file: StoredFile) -> Exception:
@@ -216,16 +216,16 @@ class ChunkReader:
         if isinstance(self._backend, ScatterReads) and not needs_decoding:
             places = [sink.direct(read) for read in run.reads]
             parts = self._read_scattered(run, file.key, self._backend, places)
-        elif needs_decoding or self._alignment > 1 or not (pieces := _one_piece(run, sink)):
+        elif needs_decoding or self._alignment > 1 or not (pieces := _adjacent_targets(run, sink)):
             parts = self._read_buffered(run, file)
         else:
-            whole = join_adjacent(pieces)
-            self._retry.call(partial(self._backend.read_into, file.key, run.offset, *whole))
+            [whole] = join_adjacent(pieces)
+            self._retry.call(partial(self._backend.read_into, file.key, run.offset, whole))
             places = parts = pieces
         misses: Misses = []
         for read, place, data in zip(run.reads, places, parts, strict=True):
             try:
-                raw = self._prove(read, data, file, sink)
+                raw = self._verify(read, data, file, sink)
             except ChecksumMismatch as error:
                 misses.append((read, error))
                 continue
@@ -243,11 +243,11 @@ class ChunkReader:
         Chunks whose place is None, and unneeded bytes between chunks, are read into the thread's
         buffer, at the same offset as they have in the run.
         """
-        straight = sum(place.nbytes for place in places if place is not None)
-        phase = run.offset % self._alignment
+        direct_bytes = sum(place.nbytes for place in places if place is not None)
+        phase = run.offset % self._alignment  # The buffer is aligned as the file
         buffer = (
             self._buffers.get(phase + run.nbytes)[phase:]
-            if straight < run.nbytes
+            if direct_bytes < run.nbytes
             else memoryview(b"")
         )
         outs: list[memoryview] = []
@@ -272,7 +272,9 @@ class ChunkReader:
         self._retry.call(partial(self._backend.read_into, file.key, start, buffer))
         return [buffer[read.offset - start :][: read.stored_nbytes] for read in run.reads]
 
-    def _prove(self, read: ChunkRead, data: memoryview, file: StoredFile, sink: Sink) -> memoryview:
+    def _verify(
+        self, read: ChunkRead, data: memoryview, file: StoredFile, sink: Sink
+    ) -> memoryview:
         """Verify a chunk, whose bytes in the file are ``data``, and return its raw bytes.
 
         An encoded chunk whose raw bytes are needed is also delivered to ``sink``: it is decoded
@@ -298,7 +300,7 @@ class ChunkReader:
         return raw
 
 
-def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
+def _adjacent_targets(run: Run, sink: Sink) -> list[memoryview]:
     """Return the memory that each chunk of a run is to fill, if these pieces are adjacent and as
     long as the run. Otherwise return an empty list.
     """
@@ -307,8 +309,8 @@ def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
         if (place := sink.direct(read)) is None:
             return []
         pieces.append(place)
-    whole = join_adjacent(pieces)
-    return pieces if len(whole) == 1 and whole[0].nbytes == run.nbytes else []
+    spans = join_adjacent(pieces)
+    return pieces if len(spans) == 1 and spans[0].nbytes == run.nbytes else []
 
 
 def join_adjacent(pieces: Sequence[memoryview]) -> list[memoryview]:

@@ -72,11 +72,13 @@ def write_encoded(
     """
     source, retry = write.source, write.retry
     upload = retry.call(lambda: backend.upload(write.key, source.size))
-    abilities = backend.capabilities
-    file = _File(upload, retry, parallel=abilities.parallel_parts, reuse=abilities.takes_parts)
+    capabilities = backend.capabilities
+    file = _File(
+        upload, retry, parallel=capabilities.parallel_parts, reuse=capabilities.takes_parts
+    )
     job = _Job(write, encoder, widths, file)
     try:
-        check_room(source, write.chunks, 0, takes_parts=abilities.takes_parts, key=write.key)
+        check_room(source, write.chunks, 0, takes_parts=capabilities.takes_parts, key=write.key)
         write.workers.run_all(partial(job.take, index) for index in range(len(write.chunks)))
         file.flush()
         retry.call(lambda: upload.finish(file.size))
@@ -127,12 +129,12 @@ class _Job:
             )
             pieces = self._encoder.encode(view, self._widths[index])
             with self._file.turn(index):
-                full = self._file.append(pieces)
+                full_parts = self._file.append(pieces)
                 self.table.append(chunk)
                 self.lengths.append(sum(piece.nbytes for piece in pieces))
             self._source.note_written(start, end)
             self._source.note_hashed(start, end)
-            for offset, part in full:
+            for offset, part in full_parts:
                 self._file.write(offset, part)
             self._on_bytes(end - start)
 
@@ -156,15 +158,15 @@ class _File:
 
     def __init__(self, upload: Upload, retry: RetryPolicy, *, parallel: bool, reuse: bool) -> None:
         self.size = 0
-        self._upload, self._retry, self._reuse = upload, retry, reuse
+        self._upload, self._retry, self._reuses_memory = upload, retry, reuse
         self._write_lock: AbstractContextManager[object] = (
             nullcontext() if parallel else threading.Lock()
         )
-        self._change = threading.Condition()
-        self._next = 0
+        self._turn_end = threading.Condition()
+        self._next_index = 0
         self._error: CkptError | None = None
         self._part = memoryview(b"")
-        self._free: list[memoryview] = []  # list.append and list.pop are atomic
+        self._free_parts: list[memoryview] = []  # Without a lock: append and pop are atomic
 
     @contextmanager
     def turn(self, index: int) -> Generator[None]:
@@ -174,54 +176,54 @@ class _File:
         Raises:
             CkptError: Another chunk failed with this error, so the file cannot become whole.
         """
-        with self._change:
-            self._change.wait_for(lambda: self._error or self._next == index)
+        with self._turn_end:
+            self._turn_end.wait_for(lambda: self._error or self._next_index == index)
             if self._error:
                 raise self._error
         yield
-        with self._change:
-            self._next += 1
-            self._change.notify_all()
+        with self._turn_end:
+            self._next_index += 1
+            self._turn_end.notify_all()
 
     def fail(self, error: CkptError) -> None:
         """Make ``turn`` raise ``error`` in all threads that wait for their turn, now or later."""
-        with self._change:
+        with self._turn_end:
             self._error = self._error or error
-            self._change.notify_all()
+            self._turn_end.notify_all()
 
     def append(self, pieces: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
         """Copy ``pieces`` to the end of the file. Return the parts that are full now, each with its
         offset in the file.
         """
-        full: list[tuple[int, memoryview]] = []
+        full_parts: list[tuple[int, memoryview]] = []
         for piece in pieces:
             rest = piece
             while rest.nbytes:
-                begin = self.size % self._upload.part_bytes
-                if not begin:
-                    self._part = self._fresh()
-                head = rest[: self._part.nbytes - begin]
-                self._part[begin : begin + head.nbytes] = head
+                part_offset = self.size % self._upload.part_bytes
+                if not part_offset:
+                    self._part = self._part_memory()
+                head = rest[: self._part.nbytes - part_offset]
+                self._part[part_offset : part_offset + head.nbytes] = head
                 self.size, rest = self.size + head.nbytes, rest[head.nbytes :]
-                if begin + head.nbytes == self._part.nbytes:
-                    full.append((self.size - self._part.nbytes, self._part))
-        return full
+                if part_offset + head.nbytes == self._part.nbytes:
+                    full_parts.append((self.size - self._part.nbytes, self._part))
+        return full_parts
 
     def write(self, offset: int, part: memoryview) -> None:
         """Write a part to the upload, with retries."""
         with self._write_lock:
             self._retry.call(lambda: self._upload.write(offset, part))
-        if self._reuse:
-            self._free.append(part)
+        if self._reuses_memory:
+            self._free_parts.append(part)
 
     def flush(self) -> None:
         """Write the last part if it is only partly filled."""
         if rest := self.size % self._upload.part_bytes:
             self.write(self.size - rest, self._part[:rest])
 
-    def _fresh(self) -> memoryview:
+    def _part_memory(self) -> memoryview:
         """Return memory for a part: new memory, or that of an earlier part that is written."""
         try:
-            return self._free.pop()
+            return self._free_parts.pop()
         except IndexError:
             return aligned_memory(self._upload.part_bytes)

@@ -156,9 +156,13 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
             key=key,
         )
         if backend.capabilities.parallel_parts:
-            workers.run_all(job.in_turn() if source.capacity < source.size else job.hash_last())
+            workers.run_all(
+                job.calls_in_file_order()
+                if source.capacity < source.size
+                else job.calls_with_late_hashes()
+            )
         else:
-            job.one_by_one(workers, ahead=bool(known_chunks))
+            job.write_one_by_one(workers, ahead=bool(known_chunks))
         retry.call(upload.finish)
     except BaseException:
         upload.abort()
@@ -237,8 +241,8 @@ def check_room(
 
 
 @contextmanager
-def loss_reports(*report: Callable[[CkptError], None]) -> Generator[None]:
-    """Call each function of ``report`` with the error that ends the ``with`` block, and raise it.
+def loss_reports(*reports: Callable[[CkptError], None]) -> Generator[None]:
+    """Call each function of ``reports`` with the error that ends the ``with`` block, and raise it.
 
     The functions keep other threads from waiting for the bytes that this block did not process. An
     error that is not a ``CkptError`` is reported as a ``StagingError``.
@@ -251,8 +255,8 @@ def loss_reports(*report: Callable[[CkptError], None]) -> Generator[None]:
             if isinstance(error, CkptError)
             else StagingError(f"a part of it was lost: {error!r}")
         )
-        for call in report:
-            call(loss)
+        for report in reports:
+            report(loss)
         raise
 
 
@@ -282,19 +286,19 @@ class _Job:
         self._source, self._chunks, self._upload = source, chunks, upload
         self._retry, self._on_bytes = retry, on_bytes
 
-    def hash_last(self) -> list[partial[None]]:
+    def calls_with_late_hashes(self) -> list[partial[None]]:
         """Return the calls that write and hash an image that is in memory as a whole, in the order
         in which they should begin: first one half of the parts, and then the other half alternating
         with the hashing of chunks.
         """
-        work = list(self.in_turn())
+        work = list(self.calls_in_file_order())
         parts = [task for task in work if task.func == self.write]
         chunks = [task for task in work if task.func == self.hash]
         half = len(parts) // 2
         turns = itertools.zip_longest(parts[half:], chunks)
         return parts[:half] + [task for turn in turns for task in turn if task is not None]
 
-    def in_turn(self) -> Iterator[partial[None]]:
+    def calls_in_file_order(self) -> Iterator[partial[None]]:
         """Yield the calls that write and hash an image in file order: the write of each part, and
         after it the hashing of the chunks that begin in this part.
         """
@@ -309,7 +313,7 @@ class _Job:
                 yield partial(self.hash, start, index, last)
             index, start = last, end
 
-    def one_by_one(self, workers: Workers, *, ahead: bool) -> None:
+    def write_one_by_one(self, workers: Workers, *, ahead: bool) -> None:
         """Write the parts one after another in the calling thread, and let a worker hash the chunks
         meanwhile.
 
@@ -329,6 +333,7 @@ class _Job:
                         )
                     )
                 self.write(offset, part)
+                # The first future is the hashing; a second one has the bytes of the next part.
                 part = futures.pop().result() if len(futures) > 1 else None
         except BaseException:
             # The memory of the image may be reused soon, so wait for the calls that read from it.

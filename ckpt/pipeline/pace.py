@@ -24,7 +24,7 @@ class Pace:
         self._seconds_per_byte = 1e-6 / mb_per_s if mb_per_s else 0.0
         self._hurry, self._lock = threading.Event(), threading.Lock()
         self.is_stopped = False
-        self._free_at = 0.0
+        self._free_at = 0.0  # The time at which the limit allows further bytes
 
     def end(self, *, at_once: bool) -> None:
         """Lift the limit, and wake the threads that wait in ``spend``.

@@ -27,7 +27,7 @@ from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
 
-_dice = random.SystemRandom()
+_jitter_random = random.SystemRandom()
 """The random generator for jitter. tenacity would draw from Python's global generator, and so
 change the random numbers of the training.
 """
@@ -74,16 +74,16 @@ class RetryPolicy:
 
     def _wait(self, state: RetryCallState) -> float:
         backoff = wait_exponential(multiplier=self.first_seconds, max=self.most_seconds)
-        return backoff(state) + _dice.uniform(0, self.first_seconds)
+        return backoff(state) + _jitter_random.uniform(0, self.first_seconds)
 
     def _sleep(self, seconds: float) -> None:
-        if self.hurry.is_set():
+        if self.hurry.is_set():  # ``wait`` would return at once
             time.sleep(seconds)
         else:
             self.hurry.wait(seconds)
 
 
-_RETRY: Final = RetryPolicy()
+_DEFAULT_POLICY: Final = RetryPolicy()
 
 
 def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
@@ -92,4 +92,4 @@ def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
     Transient errors are retried. A storage error names the store.
     """
     with errors_of(backend.url):
-        return _RETRY.call(work)
+        return _DEFAULT_POLICY.call(work)

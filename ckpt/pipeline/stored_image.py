@@ -17,7 +17,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend, fresh_memory
 
-_LOCKS: Final = 16
+_LOCK_COUNT: Final = 16  # Chunks with the same index modulo this number share a lock
 
 Read = Callable[[Sequence[ChunkRead], Sink], object]
 """A function that reads consecutive chunks into a sink, and raises if one of them is not intact.
@@ -49,7 +49,7 @@ class StoredImage:
         self.lengths = [chunk.box.shape[0] for chunk in chunks]
         self._starts = list(accumulate(self.lengths, initial=0))
         self.size = self.capacity = self._starts[-1]
-        self._one_of_them = [threading.Lock() for _ in range(_LOCKS)]
+        self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
         self._cache: dict[int, tuple[memoryview, int]] = {}
         """The chunks in memory, by index: the bytes of the chunk, and how many of them ``view`` has
         not returned yet.
@@ -108,11 +108,11 @@ class StoredImage:
         """Return the bytes from ``start`` to ``end``, which belong to the chunk ``index``."""
         begin = self._starts[index]
         # Two threads may ask for parts of one chunk at once.
-        with self._one_of_them[index % _LOCKS]:
-            memory, rest = self._cache.pop(index, (None, self.lengths[index]))
+        with self._locks[index % _LOCK_COUNT]:
+            memory, unread_bytes = self._cache.pop(index, (None, self.lengths[index]))
             if memory is None:
                 memory = fresh_memory(self.lengths[index])
                 self._read(self._chunks[index : index + 1], BytesSink(memory, begin))
-            if (rest := rest - (end - start)) > 0:
-                self._cache[index] = memory, rest
+            if (unread_bytes := unread_bytes - (end - start)) > 0:
+                self._cache[index] = memory, unread_bytes
         return memory[start - begin : end - begin]

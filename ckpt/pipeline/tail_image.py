@@ -24,7 +24,7 @@ class TailImage:
 
     def __init__(self, image: Source, start: int, header: bytes) -> None:
         self._image, self._header = image, memoryview(header)
-        self._shift = start - len(header)
+        self._shift = start - len(header)  # From a position in the file to that in the image
         self.size = image.size - self._shift
         self.resident_bytes = len(header)
         is_whole = image.capacity >= image.size
@@ -39,31 +39,31 @@ class TailImage:
         if len(parts := self.parts(start, end)) == 1:
             return parts[0]
         memory = aligned_memory(end - start)
-        place = 0
+        offset = 0
         for part in parts:
-            memory[place : place + part.nbytes] = part
-            place += part.nbytes
+            memory[offset : offset + part.nbytes] = part
+            offset += part.nbytes
         return memory
 
     def parts(self, start: int, end: int) -> Sequence[memoryview]:
         """Do what ``view`` does, without a copy."""
         header = self._header[start:end]
-        data = self._range(start, end)
-        parts = self._image.parts(*data) if data else ()
+        image_range = self._image_range(start, end)
+        parts = self._image.parts(*image_range) if image_range else ()
         return [header, *parts] if header.nbytes else parts
 
     def note_written(self, start: int, end: int) -> None:
-        if data := self._range(start, end):
-            self._image.note_written(*data)
+        if image_range := self._image_range(start, end):
+            self._image.note_written(*image_range)
 
     def note_hashed(self, start: int, end: int) -> None:
-        if data := self._range(start, end):
-            self._image.note_hashed(*data)
+        if image_range := self._image_range(start, end):
+            self._image.note_hashed(*image_range)
 
     def note_loss(self, error: CkptError) -> None:
         self._image.note_loss(error)
 
-    def _range(self, start: int, end: int) -> tuple[int, int] | None:
+    def _image_range(self, start: int, end: int) -> tuple[int, int] | None:
         """Return the bytes of the image among those of the file from ``start`` to ``end``."""
         begin = max(start, self._header.nbytes)
         return (begin + self._shift, end + self._shift) if begin < end else None

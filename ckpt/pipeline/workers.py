@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 THREAD_PREFIX: Final = "ckpt-"
 """The begin of the names of all threads of ckpt."""
-_PR_SET_NAME: Final = 15
+_PR_SET_NAME: Final = 15  # Of ``prctl``
 _log = logging.getLogger("ckpt")
 
 
@@ -75,7 +75,7 @@ class Workers:
     ) -> None:
         self.name, self.count = name, count
         self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
-        self._settle = partial(_settle, name, nice, self._cpus)
+        self._configure_thread = partial(_configure_thread, name, nice, self._cpus)
         self._queue: _Queue = SimpleQueue()
         # One item for each call that has not ended. The queue is written in C, so that Ctrl-C
         # cannot leave its lock taken (see ``ckpt.locks``).
@@ -145,7 +145,10 @@ class Workers:
             return True
         name = f"{THREAD_PREFIX}{self.name}_{len(self._threads)}"
         thread = threading.Thread(
-            target=_run, args=(self._queue, self._open_calls, self._settle), name=name, daemon=True
+            target=_run,
+            args=(self._queue, self._open_calls, self._configure_thread),
+            name=name,
+            daemon=True,
         )
         try:
             thread.start()
@@ -220,8 +223,8 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close(cancel=exc[0] is not None)
+    def __exit__(self, kind: object, *_details: object) -> None:
+        self.close(cancel=kind is not None)
 
 
 def _run(queue: _Queue, open_calls: SimpleQueue[None], settle: Callable[[], None]) -> None:
@@ -237,7 +240,7 @@ def _run(queue: _Queue, open_calls: SimpleQueue[None], settle: Callable[[], None
     queue.put(None)  # Another thread of the group takes this and ends, too
 
 
-def _settle(group: str, nice: int, cpus: frozenset[int] | None) -> None:
+def _configure_thread(group: str, nice: int, cpus: frozenset[int] | None) -> None:
     """Set the name, the niceness and the cores of the calling thread. Ignore settings that the
     system refuses.
     """
@@ -313,10 +316,10 @@ def close_at_exit(owner: Closes) -> None:
     The call happens just before Python stops starting new threads. An error of the call is only
     logged, since no caller remains to handle it.
     """
-    alive = weakref.ref(owner)
+    reference = weakref.ref(owner)
 
     def close() -> None:
-        if (instance := alive()) is not None:
+        if (instance := reference()) is not None:
             try:
                 error = _last_exception()
                 instance.__exit__(type(error) if error else None, error, None)
