@@ -31,18 +31,21 @@ Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HEAD: Final = struct.Struct("<BBBB")
+"""The bytes of an element, the bits of the shift, the exponent that was subtracted, and a zero.
+The lengths of the planes follow.
+"""
 _MOST_SHIFT: Final = 2
 """The most bits by which elements are shifted. A third bit would save only 0.07 % more of a model's
 weights (docs/decisions/0011).
 """
-_BLOCK: Final = 1 << 18
+_BLOCK_ELEMENTS: Final = 1 << 18
 """The number of elements that are rotated at once, so that they stay in the processor's cache."""
-_SAMPLE: Final = 4096
-_SAMPLES: Final = 16
-"""The number of runs of ``_SAMPLE`` elements that are compressed on trial, to find out which planes
-become shorter.
+_RUN_ELEMENTS: Final = 4096
+_SAMPLE_RUNS: Final = 16
+"""The number of runs of ``_RUN_ELEMENTS`` elements that are compressed on trial, to find out which
+planes become shorter.
 """
-_WORTH: Final = 0.98
+_MOST_RATIO: Final = 0.98
 """A plane is compressed only if compression makes its sample shorter than this fraction of the
 length that the sample has without its free bits.
 """
@@ -51,7 +54,7 @@ _MOST_LEVEL: Final = 12
 """The highest level that a setting may name. At higher levels, zstd takes hundreds of MiB per
 thread.
 """
-_MOST_BYTES: Final = 64 << 20
+_MOST_CHUNK_BYTES: Final = 64 << 20
 """The size of the largest chunk that is encoded. Larger chunks are stored raw."""
 
 
@@ -71,31 +74,36 @@ class BytePlanes:
 
     def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
         """Encode a chunk whose elements have ``width`` bytes. See ``registry.Encode``."""
-        if not width < chunk.nbytes <= _MOST_BYTES or chunk.nbytes % width:
+        if not width < chunk.nbytes <= _MOST_CHUNK_BYTES or chunk.nbytes % width:
             return [chunk]
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
-        room = self._room(words)
-        sample, shift, _ = _split(_sample(words), room)
-        plans = [
-            self._plan(plane, width, 0 if index else shift) for index, plane in enumerate(sample)
+        memory = self._plane_memory(words)
+        # Choose the compressors on a sample. Only the lowest plane has free bits.
+        sample, shift, _ = _split(_sample(words), memory)
+        compressors = [
+            self._best_compressor(plane, width, 0 if index else shift)
+            for index, plane in enumerate(sample)
         ]
-        if not any(plans) and not shift:
+        if not any(compressors) and not shift:
             return [chunk]
-        planes, shift, base = _split(words, room)
+        planes, shift, base = _split(words, memory)
         shifts = [shift, *[0] * (width - 1)]
-        body = [
-            _shortest(*arguments, room) for arguments in zip(planes, plans, shifts, strict=True)
+        encoded_planes = [
+            _encode_plane(*arguments, memory)
+            for arguments in zip(planes, compressors, shifts, strict=True)
         ]
         head = _HEAD.pack(width, shift, base, 0) + struct.pack(
-            f"<{width}I", *(arguments.nbytes for arguments in body)
+            f"<{width}I", *(plane.nbytes for plane in encoded_planes)
         )
-        pieces = [memoryview(head), *body]
+        pieces = [memoryview(head), *encoded_planes]
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
 
-    def _plan(self, sample: Bytes, width: int, shift: int) -> zstandard.ZstdCompressor | None:
+    def _best_compressor(
+        self, sample: Bytes, width: int, shift: int
+    ) -> zstandard.ZstdCompressor | None:
         """Return the compressor that makes ``sample`` shortest. Return None if the result is not
-        clearly shorter (see ``_WORTH``) than ``sample`` without the ``shift`` free bits of each
-        byte.
+        clearly shorter (see ``_MOST_RATIO``) than ``sample`` without the ``shift`` free bits of
+        each byte.
         """
         huffman, level = self._compressors()
         compressors = (
@@ -105,19 +113,19 @@ class BytePlanes:
         best = min(lengths)
         return (
             compressors[lengths.index(best)]
-            if best < _WORTH * sample.nbytes * (8 - shift) / 8
+            if best < _MOST_RATIO * sample.nbytes * (8 - shift) / 8
             else None
         )
 
-    def _room(self, words: Words) -> Bytes:
+    def _plane_memory(self, words: Words) -> Bytes:
         """Return memory for the planes of ``words``. All chunks of a thread share this memory,
         since the first touch of fresh memory takes longer than the split into planes.
         """
         nbytes = words.itemsize * _padded_size(words.size)
-        room: Bytes | None = getattr(self._local, "room", None)
-        if room is None or room.size < nbytes:
-            room = self._local.room = np.empty(nbytes, dtype=np.uint8)
-        return room
+        memory: Bytes | None = getattr(self._local, "memory", None)
+        if memory is None or memory.size < nbytes:
+            memory = self._local.memory = np.empty(nbytes, dtype=np.uint8)
+        return memory
 
     def _compressors(self) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
         if (compressors := getattr(self._local, "compressors", None)) is None:
@@ -150,11 +158,11 @@ def decode(data: memoryview, out: memoryview) -> None:
 
 
 def _decode(data: memoryview, out: memoryview) -> None:
-    width, shift, base, zero = _HEAD.unpack_from(data)
+    width, shift, base, reserved = _HEAD.unpack_from(data)
     if (
         width not in (1, 2, 4, 8)
         or shift > (_MOST_SHIFT if width > 1 else 0)
-        or zero
+        or reserved
         or out.nbytes % width
     ):
         raise ValueError("not the head of an encoded chunk")
@@ -164,12 +172,15 @@ def _decode(data: memoryview, out: memoryview) -> None:
         raise ValueError("the lengths of its planes do not add up")
     planes: list[Bytes] = []
     for index, length in enumerate(lengths):
-        planes.append(_plane(data[start : start + length], size, 0 if index else shift))
+        planes.append(_decode_plane(data[start : start + length], size, 0 if index else shift))
         start += length
     _join(planes, np.frombuffer(out, dtype=f"<u{width}"), shift, base)
 
 
-def _plane(data: memoryview, size: int, shift: int) -> Bytes:
+def _decode_plane(data: memoryview, size: int, shift: int) -> Bytes:
+    """Return the plane of ``size`` bytes from which ``_encode_plane`` made ``data``. The length of
+    ``data`` tells how it is stored.
+    """
     if data.nbytes == size:
         return np.frombuffer(data, dtype=np.uint8)
     if shift and data.nbytes == _packed_bytes(size, shift):
@@ -177,11 +188,11 @@ def _plane(data: memoryview, size: int, shift: int) -> Bytes:
     return np.frombuffer(content_of(data, size), dtype=np.uint8)
 
 
-def _shortest(
-    plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes
+def _encode_plane(
+    plane: Bytes, compressor: zstandard.ZstdCompressor | None, shift: int, memory: Bytes
 ) -> memoryview:
-    """Return the shortest form of ``plane``: compressed by ``plan``, packed without its ``shift``
-    free bits, or unchanged.
+    """Return the shortest form of ``plane``: compressed by ``compressor``, packed without its
+    ``shift`` free bits, or unchanged.
 
     A reader distinguishes the three forms by their lengths. So the compressed form is used only if
     it is shorter than the packed form, and the packed form only if it is shorter than the plane.
@@ -189,43 +200,48 @@ def _shortest(
     least = plane.size
     if shift:
         least = min(least, _packed_bytes(plane.size, shift))
-    if plan is not None and len(code := plan.compress(plane.data)) < least:
+    if compressor is not None and len(code := compressor.compress(plane.data)) < least:
         return memoryview(code)
-    return plane.data if least == plane.size else _pack(room, plane.size, shift)
+    if least == plane.size:
+        return plane.data
+    return _pack(memory, plane.size, shift)  # The lowest plane is the begin of ``memory``
 
 
 def _sample(words: Words) -> Words:
-    """Return one array of ``_SAMPLES`` runs of ``_SAMPLE`` elements, taken at equal distances from
-    ``words``. Return ``words`` itself if it has no more elements than these runs.
+    """Return one array of ``_SAMPLE_RUNS`` runs of ``_RUN_ELEMENTS`` elements, taken at equal
+    distances from ``words``. Return ``words`` itself if it has no more elements than these runs.
     """
-    if words.size <= _SAMPLES * _SAMPLE:
+    if words.size <= _SAMPLE_RUNS * _RUN_ELEMENTS:
         return words
-    starts = np.linspace(0, words.size - _SAMPLE, _SAMPLES, dtype=np.int64)
-    return np.concatenate([words[start : start + _SAMPLE] for start in starts])
+    starts = np.linspace(0, words.size - _RUN_ELEMENTS, _SAMPLE_RUNS, dtype=np.int64)
+    return np.concatenate([words[start : start + _RUN_ELEMENTS] for start in starts])
 
 
-def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
+def _split(words: Words, memory: Bytes) -> tuple[Sequence[Bytes], int, int]:
     """Return the byte planes of ``words`` (lowest first), the number of bits by which the rotated
     elements were shifted, and the exponent that was subtracted from them before.
 
-    The planes are views of ``room``, except for elements of one byte, which are a plane already.
+    The planes are views of ``memory``, except for elements of one byte, which are a plane already.
     """
     width = words.itemsize
     if width == 1:
         return [words.view(np.uint8)], 0, 0
     scalar, bits = words.dtype.type, 8 * width
-    base, shift = _span(words)
-    planes = room[: width * _padded_size(words.size)].reshape(width, -1)[:, : words.size]
-    scratch = np.empty((2, min(_BLOCK, words.size)), dtype=words.dtype)
+    base, shift = _base_and_shift(words)
+    planes = memory[: width * _padded_size(words.size)].reshape(width, -1)[:, : words.size]
+    scratch = np.empty((2, min(_BLOCK_ELEMENTS, words.size)), dtype=words.dtype)
     # Work on whole words, since NumPy has no vector instructions to shift bytes.
-    for start in range(0, words.size, _BLOCK):
-        block = slice(start, start + _BLOCK)
+    for start in range(0, words.size, _BLOCK_ELEMENTS):
+        block = slice(start, start + _BLOCK_ELEMENTS)
         part = words[block]
         buffer, sign = scratch[:, : part.size]
+        # In an element, the byte ``index`` of the rotated and shifted element begins one bit and
+        # ``shift`` bits lower. The lowest byte is made below: the rotation puts the sign at its
+        # end, and the shift puts the free bits after the sign.
         for index in range(1, width):
             np.right_shift(part, scalar(8 * index - 1 - shift), out=buffer)
             np.copyto(planes[index, block], buffer, casting="unsafe")
-        planes[-1, block] -= np.uint8(base << shift & 255)
+        planes[-1, block] -= np.uint8(base << shift & 255)  # Both modulo 256
         np.right_shift(part, scalar(bits - 1), out=sign)
         np.left_shift(sign, scalar(shift), out=sign)
         np.left_shift(part, scalar(1 + shift), out=buffer)
@@ -234,17 +250,18 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
     return list(planes), shift, base
 
 
-def _span(words: Words) -> tuple[int, int]:
+def _base_and_shift(words: Words) -> tuple[int, int]:
     """Return the smallest exponent (the top byte of a rotated element), and the number of bits (at
     most ``_MOST_SHIFT``) that its subtraction frees at the top of every element.
 
     Returns (0, 0) if the subtraction frees no bit, since it would then save nothing.
     """
     scalar, bits = words.dtype.type, 8 * words.itemsize
+    # Without the sign, the top byte of the rotated element begins at the bit ``bits - 9``.
     mask = scalar(2 ** (bits - 1) - 1)
     lowest, highest = 2 ** (bits - 1), 0
-    for start in range(0, words.size, _BLOCK):
-        part = words[start : start + _BLOCK] & mask
+    for start in range(0, words.size, _BLOCK_ELEMENTS):
+        part = words[start : start + _BLOCK_ELEMENTS] & mask
         lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
     base = lowest >> (bits - 9)
     shift = min(_MOST_SHIFT, 8 - ((highest >> (bits - 9)) - base).bit_length())
@@ -261,7 +278,7 @@ def _packed_bytes(size: int, shift: int) -> int:
     return _run_words(size, shift) * 8 * (8 // shift - 1)
 
 
-def _masks(shift: int) -> np.uint64:
+def _low_bits(shift: int) -> np.uint64:
     """Return a mask of the lowest ``shift`` bits of each of eight bytes."""
     return np.uint64(((1 << shift) - 1) * 0x0101010101010101)
 
@@ -273,29 +290,29 @@ def _padded_size(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def _pack(room: Bytes, size: int, shift: int) -> memoryview:
+def _pack(memory: Bytes, size: int, shift: int) -> memoryview:
     """Pack the lowest plane in place, and return the packed plane.
 
-    The plane is the first ``size`` bytes of ``room``. The lowest ``shift`` bits of each byte are
+    The plane is the first ``size`` bytes of ``memory``. The lowest ``shift`` bits of each byte are
     zero. The plane is cut into 8 / ``shift`` runs of equal length, and the bits of the last run are
     put into the zero bits of the other runs.
     """
     count, words = 8 // shift, _run_words(size, shift)
-    whole = room[: count * words * 8]
-    whole[size:] = 0
-    runs = whole.view("<u8").reshape(count, words)
+    padded = memory[: count * words * 8]
+    padded[size:] = 0
+    runs = padded.view("<u8").reshape(count, words)
     for index, run in enumerate(runs[:-1], 1):
-        run |= (runs[-1] >> np.uint64(shift * index)) & _masks(shift)
-    return whole[: (count - 1) * words * 8].data
+        run |= (runs[-1] >> np.uint64(shift * index)) & _low_bits(shift)
+    return padded[: (count - 1) * words * 8].data
 
 
 def _unpack(data: memoryview, size: int, shift: int) -> Bytes:
     """Return the lowest plane, of ``size`` bytes, from which ``_pack`` made ``data``."""
     runs = np.frombuffer(data, dtype="<u8").reshape(8 // shift - 1, -1)
     plane = np.zeros((8 // shift, runs.shape[1]), dtype="<u8")
-    np.bitwise_and(runs, ~_masks(shift), out=plane[:-1])
+    np.bitwise_and(runs, ~_low_bits(shift), out=plane[:-1])
     for index, run in enumerate(runs, 1):
-        plane[-1] |= (run & _masks(shift)) << np.uint64(shift * index)
+        plane[-1] |= (run & _low_bits(shift)) << np.uint64(shift * index)
     return plane.reshape(-1).view(np.uint8)[:size]
 
 
@@ -310,9 +327,9 @@ def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
         out[:] = planes[0]
         return
     scalar, bits = out.dtype.type, 8 * width
-    scratch = np.empty(min(_BLOCK, out.size), dtype=out.dtype)
-    for start in range(0, out.size, _BLOCK):
-        block = slice(start, start + _BLOCK)
+    scratch = np.empty(min(_BLOCK_ELEMENTS, out.size), dtype=out.dtype)
+    for start in range(0, out.size, _BLOCK_ELEMENTS):
+        block = slice(start, start + _BLOCK_ELEMENTS)
         part = out[block]
         buffer = scratch[: part.size]
         np.copyto(part, planes[-1][block])
@@ -320,6 +337,7 @@ def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
             np.left_shift(part, scalar(8), out=part)
             np.copyto(buffer, plane[block])
             np.bitwise_or(part, buffer, out=part)
+        # Undo the shift and the rotation, and add the exponent again.
         np.right_shift(part, scalar(1 + shift), out=part)
         np.add(part, scalar(base << (bits - 9)), out=part)
         np.right_shift(buffer, scalar(shift), out=buffer)  # The lowest plane holds the sign bit

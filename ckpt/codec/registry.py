@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: Final[Mapping[str, str]] = {"zstd": "ckpt.codec.byte_planes:CODEC"}
 NO_CODEC: Final = "none"
-_GROUP: Final = "ckpt.codecs"
+_ENTRY_POINT_GROUP: Final = "ckpt.codecs"
 _SETTING: Final = re.compile(r"([a-z0-9][a-z0-9_-]*)(?::([0-9]{1,2}))?")
 
 Encode = Callable[[memoryview, int], list[memoryview]]
@@ -72,11 +72,11 @@ class Encoder:
 
 def is_known(name: str) -> bool:
     """Return True if there is a codec called ``name``. The codec is not imported."""
-    return name in BUILT_IN or name in _foreign()
+    return name in BUILT_IN or name in _entry_point_names()
 
 
 @cache
-def _foreign() -> frozenset[str]:
+def _entry_point_names() -> frozenset[str]:
     """Return the names of the codecs of other distributions. They are cached, since reading the
     entry points takes milliseconds.
     """
@@ -89,7 +89,7 @@ def _entry_points() -> EntryPoints:
     """
     from importlib.metadata import entry_points
 
-    return entry_points(group=_GROUP)
+    return entry_points(group=_ENTRY_POINT_GROUP)
 
 
 @cache
@@ -134,7 +134,7 @@ def parse_codec(setting: object) -> tuple[str, int | None]:
     levels = {codec_name: codec_named(codec_name).levels for codec_name in codec_names}
     if name in levels and (level is None or level in levels[name]):
         return name, level
-    names = [NO_CODEC, *BUILT_IN, *sorted(_foreign())]
+    names = [NO_CODEC, *BUILT_IN, *sorted(_entry_point_names())]
     level_choices = "".join(
         f", or '{codec_name}:LEVEL' with a level from {bounds[0]} to {bounds[-1]}"
         for codec_name, bounds in levels.items()

@@ -20,6 +20,8 @@ import zstandard
 from ckpt.codec.frames import content_of
 
 _HEAD: Final = struct.Struct("<BIII")
+"""The size of a word, the number of changed words, the bytes of the gaps, and those of their frame.
+"""
 _WIDTHS: Final = (1, 2, 4, 8)
 _MOST_SHARE: Final = 0.5
 """The largest share of changed words. Above it, the difference would not be clearly shorter than
@@ -64,10 +66,11 @@ def apply_difference(code: memoryview, data: memoryview, *, is_reverse: bool = F
     if not code.nbytes:
         return
     try:
-        width, count, gap_bytes, length = _HEAD.unpack_from(code)
+        width, count, gap_bytes, gap_frame_bytes = _HEAD.unpack_from(code)
         if width not in _WIDTHS or data.nbytes % width:
             raise ValueError("not a difference of a chunk of this length")
-        words, end = _words(data, width), _HEAD.size + length
+        words, end = _words(data, width), _HEAD.size + gap_frame_bytes
+        # The gaps have a byte for each change, and one more for each long gap.
         if count > words.size or gap_bytes > count + words.size // _LONG_GAP:
             raise ValueError("more changes than there are words")
         gaps = np.frombuffer(content_of(code[_HEAD.size : end], gap_bytes), dtype=np.uint8)
@@ -104,6 +107,11 @@ def _pack_gaps(positions: Positions) -> Bytes:
 
 
 def _unpack_gaps(code: Bytes) -> Positions:
+    """Return the positions of the changed words, from which ``_pack_gaps`` made ``code``.
+
+    Each position is the sum of all bytes up to the last byte of its gap, and of the changed words
+    before it.
+    """
     is_last = code != _LONG_GAP
     ends = np.cumsum(code, dtype=np.int64) + np.cumsum(is_last, dtype=np.int64)
     positions: Positions = ends[is_last] - 1
@@ -111,14 +119,19 @@ def _unpack_gaps(code: Bytes) -> Positions:
 
 
 def _zigzag(changes: Words) -> Words:
-    """Return small numbers for changes that are small up or down."""
-    is_down = changes >> changes.dtype.type(8 * changes.itemsize - 1)
-    return (changes << changes.dtype.type(1)) ^ (~is_down + changes.dtype.type(1))
+    """Return small numbers for changes that are small up or down: 0, -1, 1, -2 become 0, 1, 2, 3.
+
+    ``~sign + 1`` has no bit set for a change up, and all bits for a change down.
+    """
+    sign = changes >> changes.dtype.type(8 * changes.itemsize - 1)
+    return (changes << changes.dtype.type(1)) ^ (~sign + changes.dtype.type(1))
 
 
 def _unzigzag(codes: Words) -> Words:
-    bit = codes.dtype.type(1)
-    return (codes >> bit) ^ (~(codes & bit) + bit)
+    """Return the changes from which ``_zigzag`` made ``codes``."""
+    unit = codes.dtype.type(1)
+    sign = codes & unit
+    return (codes >> unit) ^ (~sign + unit)
 
 
 def _compressor() -> zstandard.ZstdCompressor:
