@@ -18,8 +18,8 @@ from functools import cache
 
 import numpy as np
 
-_PRIMES = (2**31 - 1, 2**31 - 19)
-_MOST_PAIRS, _PAIRS_PER_BOX = 1 << 16, 16
+_PRIMES = (2**31 - 1, 2**31 - 19)  # ``_covers_once`` computes modulo each of them
+_MOST_PAIRS, _PAIRS_PER_BOX = 1 << 16, 16  # The most pairs that the search for an overlap compares
 _EVEN = 1.05  # The largest accepted ratio of the largest slab to the mean slab
 
 
@@ -47,8 +47,10 @@ class Box:
         """Return the common region of both boxes, or None if they have no common element."""
         offsets = tuple(map(max, self.offsets, box.offsets))
         ends = (
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.shape, box.offsets, box.shape, strict=True)
+            min(start + n, box_start + box_n)
+            for start, n, box_start, box_n in zip(
+                self.offsets, self.shape, box.offsets, box.shape, strict=True
+            )
         )
         shape = tuple(end - start for start, end in zip(offsets, ends, strict=True))
         return Box(offsets, shape) if all(n > 0 for n in shape) else None
@@ -56,7 +58,10 @@ class Box:
     def relative_to(self, outer: Box) -> Box:
         """Return this box with offsets that count from the first element of ``outer``."""
         return Box(
-            tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape
+            tuple(
+                start - origin for start, origin in zip(self.offsets, outer.offsets, strict=True)
+            ),
+            self.shape,
         )
 
     def slices(self) -> tuple[slice, ...]:
@@ -98,7 +103,7 @@ def split_rows(box: Box, limit: int) -> list[Box]:
         for start in range(0, box.shape[dim], rows):
             length = min(rows, box.shape[dim] - start)
             offsets = (
-                *(o + i for o, i in zip(box.offsets, index, strict=False)),
+                *(origin + i for origin, i in zip(box.offsets, index, strict=False)),
                 box.offsets[dim] + start,
                 *box.offsets[dim + 1 :],
             )
@@ -112,14 +117,16 @@ def flat_start(part: Box, whole: Box) -> int | None:
 
     Returns None if the elements of ``part`` are not contiguous in that order.
     """
-    start, row, is_whole = 0, 1, True
-    rows = zip(part.offsets, part.shape, whole.offsets, whole.shape, strict=True)
-    for offset, length, origin, size in reversed(list(rows)):
-        if not is_whole and length != 1:
+    # From the last dimension on. Once ``part`` has only a piece of a dimension, it must have one
+    # index in each dimension before it.
+    start, row_length, is_whole_row = 0, 1, True
+    dims = zip(part.offsets, part.shape, whole.offsets, whole.shape, strict=True)
+    for offset, length, origin, size in reversed(list(dims)):
+        if not is_whole_row and length != 1:
             return None
-        start += (offset - origin) * row
-        row *= size
-        is_whole = is_whole and length == size
+        start += (offset - origin) * row_length
+        row_length *= size
+        is_whole_row = is_whole_row and length == size
     return start
 
 
@@ -160,10 +167,11 @@ def even_slab(box: Box, count: int, index: int) -> Box | None:
     mean, because cuts along earlier dimensions give more contiguous slabs. If there is no such
     dimension, the cut is along the one that gives the most equal slabs.
     """
-    excess = {d: -(-n // count) * count / n for d, n in enumerate(box.shape) if n >= count}
-    if not excess:
+    # The ratio of the largest slab to the mean slab, for each dimension that can be cut
+    ratios = {d: -(-n // count) * count / n for d, n in enumerate(box.shape) if n >= count}
+    if not ratios:
         return None
-    dim = next((d for d in excess if excess[d] <= _EVEN), min(excess, key=lambda d: (excess[d], d)))
+    dim = next((d for d in ratios if ratios[d] <= _EVEN), min(ratios, key=lambda d: (ratios[d], d)))
     start, end = (box.shape[dim] * k // count for k in (index, index + 1))
     return Box(
         (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :]),
@@ -182,11 +190,11 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if not box.is_inside(shape):
             return f"box {box.offsets}+{box.shape} is not inside the shape {tuple(shape)}"
-    solid = [box for box in boxes if box.numel]
-    total, count = math.prod(shape), sum(box.numel for box in solid)
-    if count == total and (len(solid) < 2 or _covers_once(shape, solid)):
+    nonempty = [box for box in boxes if box.numel]
+    total, count = math.prod(shape), sum(box.numel for box in nonempty)
+    if count == total and (len(nonempty) < 2 or _covers_once(shape, nonempty)):
         return None
-    if (overlap := _an_overlap(solid)) is not None:
+    if (overlap := _find_overlap(nonempty)) is not None:
         return f"boxes overlap at {overlap}"
     return (
         f"{total - count} of {total} elements are in no box" if count < total else "boxes overlap"
@@ -211,7 +219,7 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         if not low.any() and (high == size).all():
             continue  # Every box extends over the whole dimension
         edges, index = np.unique(np.stack([low, high]), return_inverse=True)
-        low, high = index.reshape(2, -1)
+        low, high = index.reshape(2, -1)  # From here on, the indices of the edges
         for row, prime in zip(products, _PRIMES, strict=True):
             numbers = _generator().integers(0, prime, len(edges))
             row *= (numbers[high] - numbers[low]) % prime
@@ -229,7 +237,7 @@ def _generator() -> np.random.Generator:
     return np.random.default_rng()
 
 
-def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
+def _find_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
     """Return the offsets of the common region of two boxes that overlap, for the error message.
 
     Returns None if no two boxes overlap, or if the search would take too long.
@@ -267,15 +275,17 @@ class BoxIndex:
         self._is_sorted = len(boxes) > _MOST_COMPARED and bool(boxes[0].shape)
         if not self._is_sorted:
             return
-        solid = np.array([i for i, box in enumerate(boxes) if box.numel], dtype=np.int64)
+        nonempty = np.array([i for i, box in enumerate(boxes) if box.numel], dtype=np.int64)
         dims = len(boxes[0].shape)
-        starts = np.array([boxes[i].offsets for i in solid], dtype=np.int64).reshape(-1, dims)
-        ends = starts + np.array([boxes[i].shape for i in solid], dtype=np.int64).reshape(-1, dims)
+        starts = np.array([boxes[i].offsets for i in nonempty], dtype=np.int64).reshape(-1, dims)
+        ends = starts + np.array([boxes[i].shape for i in nonempty], dtype=np.int64).reshape(
+            -1, dims
+        )
         self._dim = max(range(dims), key=lambda dim: len(np.unique(starts[:, dim])))
         order = np.argsort(starts[:, self._dim], kind="stable")
-        self._numbers, self._starts, self._ends = solid[order], starts[order], ends[order]
-        self._lowest: list[int] = self._starts[:, self._dim].tolist()
-        # The largest end of each box and all boxes before it
+        self._numbers, self._starts, self._ends = nonempty[order], starts[order], ends[order]
+        self._dim_starts: list[int] = self._starts[:, self._dim].tolist()
+        # In the dimension ``_dim``, the largest end of each box and all boxes before it
         self._reach: list[int] = np.maximum.accumulate(self._ends[:, self._dim]).tolist()
 
     def search(self, box: Box) -> list[int]:
@@ -283,13 +293,14 @@ class BoxIndex:
         ascending order.
         """
         if not self._is_sorted:
-            return [i for i, candidate in enumerate(self._boxes) if candidate.intersect(box)]
+            return [i for i, other_box in enumerate(self._boxes) if other_box.intersect(box)]
         if not box.numel:
             return []
         start, end = np.array(box.offsets), np.array(box.offsets) + np.array(box.shape)
-        near = slice(
+        # The boxes that begin before ``box`` ends, without the first ones, which all end before it.
+        candidates = slice(
             bisect_right(self._reach, int(start[self._dim])),
-            bisect_left(self._lowest, int(end[self._dim])),
+            bisect_left(self._dim_starts, int(end[self._dim])),
         )
-        meets = ((self._starts[near] < end) & (self._ends[near] > start)).all(axis=1)
-        return sorted(self._numbers[near][meets].tolist())
+        is_met = ((self._starts[candidates] < end) & (self._ends[candidates] > start)).all(axis=1)
+        return sorted(self._numbers[candidates][is_met].tolist())

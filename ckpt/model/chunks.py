@@ -39,7 +39,7 @@ def split_box(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
     return split_rows(box, target)
 
 
-def lengths_like(shape: tuple[int, ...], first_length: int, *, at_most: int) -> list[int] | None:
+def chunk_lengths(shape: tuple[int, ...], first_length: int, *, at_most: int) -> list[int] | None:
     """Return the number of elements of each chunk of a box of ``shape`` whose first chunk has
     ``first_length`` elements. The box must have elements.
 
@@ -49,14 +49,15 @@ def lengths_like(shape: tuple[int, ...], first_length: int, *, at_most: int) -> 
     if not 0 < first_length <= math.prod(shape):
         return None
     shape = shape or (1,)
-    rows = _rows(shape)
-    dim = next(dim for dim, row in enumerate(rows) if row <= first_length)
-    rows_per_chunk, remainder = divmod(first_length, rows[dim])
-    whole, rest = divmod(shape[dim], rows_per_chunk)
+    row_lengths = _row_lengths(shape)
+    dim = next(dim for dim, row in enumerate(row_lengths) if row <= first_length)
+    rows_per_chunk, remainder = divmod(first_length, row_lengths[dim])
+    whole_count, rest = divmod(shape[dim], rows_per_chunk)
     outer = math.prod(shape[:dim])
-    if remainder or not whole or outer * (whole + bool(rest)) > at_most:
+    if remainder or not whole_count or outer * (whole_count + bool(rest)) > at_most:
         return None
-    return ([first_length] * whole + [rest * rows[dim]] * bool(rest)) * outer
+    last_length = [rest * row_lengths[dim]] if rest else []
+    return ([first_length] * whole_count + last_length) * outer
 
 
 def _whole_rows(shape: tuple[int, ...], target: int, limit: int) -> int:
@@ -67,15 +68,16 @@ def _whole_rows(shape: tuple[int, ...], target: int, limit: int) -> int:
     elements. Otherwise it is the length of several rows, whose number is chosen so that the last
     chunk is not much smaller than the others.
     """
-    rows = _rows(shape)
-    larger = [row for row in rows if target <= row <= min(limit, 2 * target)]
+    row_lengths = _row_lengths(shape)
+    larger = [row for row in row_lengths if target <= row <= min(limit, 2 * target)]
     if larger:
         return larger[-1]
-    dim, row = next((dim, row) for dim, row in enumerate(rows) if row <= target)
+    dim, row = next((dim, row) for dim, row in enumerate(row_lengths) if row <= target)
     count = min(limit // row, -(-target // row))
-    return -(-shape[dim] // -(-shape[dim] // count)) * row
+    chunk_count = -(-shape[dim] // count)
+    return -(-shape[dim] // chunk_count) * row  # The rows are divided evenly
 
 
-def _rows(shape: tuple[int, ...]) -> list[int]:
+def _row_lengths(shape: tuple[int, ...]) -> list[int]:
     """Return for each dimension the number of elements that one index of it spans."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

@@ -53,11 +53,11 @@ def local_regions(boxes: Sequence[Box]) -> list[Box]:
     """Return the region of the local tensor that holds each box. ``boxes`` is a result of
     ``cut_boxes``, and the regions are in the same order.
     """
-    starts: list[dict[int, int]] = []
+    starts: list[dict[int, int]] = []  # For each dimension: the start of a run -> its local start
     for runs in zip(*(zip(box.offsets, box.shape, strict=True) for box in boxes), strict=True):
         lengths = dict(sorted(runs))
-        ends = itertools.accumulate(lengths.values(), initial=0)
-        starts.append(dict(zip(lengths, ends, strict=False)))
+        local_offsets = itertools.accumulate(lengths.values(), initial=0)  # And the local length
+        starts.append(dict(zip(lengths, local_offsets, strict=False)))
     return [
         Box(
             tuple(
@@ -71,18 +71,23 @@ def local_regions(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _apply_cut(runs: Sequence[Run], cut: Cut) -> list[Run]:
+    """Return the runs that ``cut`` keeps of the indices of ``runs``. If it keeps none, return one
+    run of no indices.
+    """
     selection: list[Run] = []
     for piece in range(cut.pieces):
-        piece_start, count = _chunk((0, sum(n for _, n in runs)), cut.pieces, piece)
-        for start, n in _select(runs, _chunk((piece_start, count), cut.parts, cut.index)):
-            if selection and sum(selection[-1]) == start:
-                selection[-1] = (selection[-1][0], selection[-1][1] + n)
+        piece_start, count = _part_of_run((0, sum(n for _, n in runs)), cut.pieces, piece)
+        for start, n in _select(runs, _part_of_run((piece_start, count), cut.parts, cut.index)):
+            if selection and sum(selection[-1]) == start:  # The last run ends where this one begins
+                last_start, last_n = selection[-1]
+                selection[-1] = (last_start, last_n + n)
             else:
                 selection.append((start, n))
     return selection or [(sum(runs[-1]), 0)]
 
 
-def _chunk(run: Run, count: int, index: int) -> Run:
+def _part_of_run(run: Run, count: int, index: int) -> Run:
+    """Return the part number ``index`` of ``count`` parts of a run, as `Cut` describes them."""
     start, n = run
     size = -(-n // count)
     offset = min(n, size * index)
@@ -92,7 +97,7 @@ def _chunk(run: Run, count: int, index: int) -> Run:
 def _select(runs: Iterable[Run], positions: Run) -> Iterable[Run]:
     """Yield runs of the indices at ``positions`` in the list of all indices of ``runs``."""
     begin, count = positions
-    position = 0
+    position = 0  # That of the first index of the next run
     for start, n in runs:
         low, high = max(begin, position), min(begin + count, position + n)
         if low < high:

@@ -34,6 +34,7 @@ class DType:
 
 
 def _table() -> dict[str, DType]:
+    """Return the element types by name. See ``DType`` for the columns of the rows."""
     rows: list[tuple[str, int, str, int]] = [
         ("float64", 8, "F64", 1),
         ("float32", 4, "F32", 1),
@@ -83,9 +84,10 @@ _FLOATS: Final = frozenset(
     )
 )
 _COMPLEX: Final = frozenset(("complex128", "complex64", "complex32"))
-_BITS: Final = {
+_INTEGERS: Final = {
     f"{sign}int{bits}": (sign == "", bits) for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
+"""The integer types, each with whether it is signed, and its bits."""
 
 
 def safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> tuple[Entry, int]:
@@ -123,9 +125,9 @@ def converts(source: str, target: str) -> bool:
     """
     if source in _FLOATS or source in _COMPLEX:
         return target in (_FLOATS if source in _FLOATS else _COMPLEX)
-    if source not in _BITS or target not in _BITS:
+    if source not in _INTEGERS or target not in _INTEGERS:
         return False
-    (from_signed, from_bits), (to_signed, to_bits) = _BITS[source], _BITS[target]
+    (from_signed, from_bits), (to_signed, to_bits) = _INTEGERS[source], _INTEGERS[target]
     if from_signed == to_signed:
         return from_bits <= to_bits
     return to_signed and from_bits < to_bits

@@ -31,7 +31,7 @@ A reader refuses a frame that states a larger unpacked size, so that a small for
 much memory. A record that would exceed the ratio is stored uncompressed.
 """
 
-_COMPRESS_FROM: Final = 1 << 20
+_COMPRESS_FROM_BYTES: Final = 1 << 20
 _FRAME_PREFIX: Final = b"ckpt-zstd "
 _PREFIX_BYTES: Final = len(_FRAME_PREFIX) + 2 * CHECKSUM_BYTES + 1  # Includes the end of the line
 
@@ -47,18 +47,18 @@ class _Version(msgspec.Struct):
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
-_json = msgspec.json.Encoder(order="deterministic")
-_envelope = msgspec.json.Decoder(_Envelope)
-_version = msgspec.json.Decoder(_Version)
+_json_encoder = msgspec.json.Encoder(order="deterministic")
+_envelope_decoder = msgspec.json.Decoder(_Envelope)
+_version_decoder = msgspec.json.Decoder(_Version)
 _decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
 _creation_lock = threading.Lock()
 
 
 def pack(record: msgspec.Struct) -> bytes:
     """Return the bytes of a record. The same record gives the same bytes on every machine."""
-    body = _json.encode(record)
+    body = _json_encoder.encode(record)
     text = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
-    if len(text) < _COMPRESS_FROM:
+    if len(text) < _COMPRESS_FROM_BYTES:
         return text
     frame = compress(text)
     if len(text) > MAX_EXPANSION * len(frame):
@@ -104,13 +104,13 @@ def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
     """
     raw = _open_frame(data, key) if data.startswith(_FRAME_PREFIX) else data
     try:
-        envelope = _envelope.decode(raw)
+        envelope = _envelope_decoder.decode(raw)
         body = bytes(envelope.body)
         if checksum(body) != envelope.checksum:
             raise ManifestCorrupt(
                 key, "its checksum does not match its content (truncated or damaged)"
             )
-        version = _version.decode(envelope.body).format
+        version = _version_decoder.decode(envelope.body).format
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
     # The JSON reader accepts some changed bytes, for example white space.
@@ -120,6 +120,7 @@ def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
 
 
 def _open_frame(data: bytes, key: str) -> bytes:
+    """Return the JSON of a compressed record. Raises ``ManifestCorrupt`` if a byte has changed."""
     frame = data[_PREFIX_BYTES:]
     if data[:_PREFIX_BYTES] != _FRAME_PREFIX + checksum(frame).encode() + b"\n":
         raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")

@@ -44,8 +44,8 @@ def ranks_of(manifest: Manifest, regions: Iterable[tuple[str, Iterable[Box]]]) -
                 runs = manifest.layouts[index]
                 if index not in extents:
                     extents[index] = BoxIndex([extent(run) for run in runs])
-                near = [runs[position] for position in extents[index].search(box)]
-                ranks_by_box[index, box] = ranks_meeting(near, box)
+                runs_near_box = [runs[position] for position in extents[index].search(box)]
+                ranks_by_box[index, box] = ranks_meeting(runs_near_box, box)
                 ranks |= ranks_by_box[index, box]
     return ranks
 
@@ -86,6 +86,7 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
         ManifestCorrupt: The manifest was not merged from these fragments, or the boxes of a tensor
             overlap or leave a hole.
     """
+    # ``manifest`` has files without chunks, and encodings with one length, the size of the file.
     files, encodings, files_by_rank = list[File](), list[Encoding](), manifest.file_map()
     locations = {location.rank: (location,) for location in manifest.locations}
     for rank, part in fragments.items():
@@ -94,33 +95,33 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
         if part.locations != locations.get(rank, ()):
             raise ManifestCorrupt(key, f"the fragment of rank {rank} names another location")
     for file in manifest.files:
-        own = fragments.get(file.rank)
-        files.append(file if own is None or own.file is None else own.file)
+        fragment = fragments.get(file.rank)
+        files.append(file if fragment is None or fragment.file is None else fragment.file)
     for increment in manifest.increments:
-        own = fragments.get(increment.rank)
-        if own is not None and own.increments != (increment,):
+        fragment = fragments.get(increment.rank)
+        if fragment is not None and fragment.increments != (increment,):
             raise ManifestCorrupt(key, f"the fragment of rank {increment.rank} has another base")
     for encoding in manifest.encoded:
-        own_part = fragments.get(encoding.rank)
-        if own_part is None:
+        fragment = fragments.get(encoding.rank)
+        if fragment is None:
             encodings.append(encoding)
             continue
         if [
-            replace(own_encoding, lengths=(own_encoding.size,)) for own_encoding in own_part.encoded
+            replace(own_encoding, lengths=(own_encoding.size,)) for own_encoding in fragment.encoded
         ] != [encoding]:
             raise ManifestCorrupt(key, f"the fragment of rank {encoding.rank} is encoded otherwise")
-        encodings += own_part.encoded
-    whole = len(fragments) == manifest.world_size
+        encodings += fragment.encoded
+    is_whole = len(fragments) == manifest.world_size
     return replace(
         manifest,
         files=tuple(files),
         encoded=tuple(encodings),
-        tensors=_Filler(manifest, fragments, key).tensors(whole),
+        tensors=_Filler(manifest, fragments, key).tensors(is_whole),
         per_rank={
             **manifest.per_rank,
             **{str(rank): part.per_rank for rank, part in fragments.items()},
         },
-        is_filled=whole,
+        is_filled=is_whole,
     )
 
 
@@ -150,7 +151,9 @@ class _Filler:
         tensors: list[Tensor] = []
         for tensor, layout in zip(self._manifest.tensors, self._manifest.layout_of, strict=True):
             shards = [
-                shard for rank in self._tensors_of for shard in self._of(tensor, layout, rank)
+                shard
+                for rank in self._tensors_of
+                for shard in self._shards_of(tensor, layout, rank)
             ]
             if len(shards) > 1:
                 shards.sort(key=lambda shard: shard.box)
@@ -161,7 +164,12 @@ class _Filler:
             tensors.append(replace(tensor, shards=tuple(shards)))
         return tuple(tensors)
 
-    def _of(self, tensor: Tensor, layout: int, rank: int) -> Sequence[Shard]:
+    def _shards_of(self, tensor: Tensor, layout: int, rank: int) -> Sequence[Shard]:
+        """Return the shards of a tensor that the manifest names on ``rank``.
+
+        Raises:
+            ManifestCorrupt: The fragment of the rank has another tensor or other boxes.
+        """
         own_tensor = self._tensors_of[rank].get(tensor.name)
         if own_tensor is not None and (own_tensor.dtype, own_tensor.shape) != (
             tensor.dtype,

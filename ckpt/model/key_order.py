@@ -42,27 +42,28 @@ class KeyOrder:
         order.
         """
         keys: tuple[str, ...] = ()
-        fit: set[tuple[str, ...]] = set()
+        orders_within: set[tuple[str, ...]] = set()
+        # Add the keys of each order at the end of ``keys`` if the order then is within ``keys``.
         for order in dict.fromkeys(orders.values()):
             wider = (*keys, *(key for key in order if key not in keys))
             if _is_within(order, wider):
                 keys = wider
-                fit.add(order)
-        own = {path: order for path, order in orders.items() if order not in fit}
-        return cls(keys, own, () if parameters in (None, list(orders)) else tuple(parameters))
+                orders_within.add(order)
+        keys_of = {path: order for path, order in orders.items() if order not in orders_within}
+        return cls(keys, keys_of, () if parameters in (None, list(orders)) else tuple(parameters))
 
     @classmethod
     def from_node(cls, node: Mapping[str, Node]) -> Self:
         """Return the order that ``node``, the node of an optimizer, has; empty if it has none."""
-        own = {path: tuple(keys) for path, keys in node.get("keys_of", {}).items()}
-        return cls(tuple(node.get("keys", ())), own, tuple(node.get("order", ())))
+        keys_of = {path: tuple(keys) for path, keys in node.get("keys_of", {}).items()}
+        return cls(tuple(node.get("keys", ())), keys_of, tuple(node.get("order", ())))
 
     def node(self) -> dict[str, Node]:
         """Return the fields for the node of the optimizer."""
-        own = {path: list(keys) for path, keys in self.keys_of.items()}
+        keys_of = {path: list(keys) for path, keys in self.keys_of.items()}
         return {
             **({"keys": list(self.keys)} if self.keys else {}),
-            **({"keys_of": own} if own else {}),
+            **({"keys_of": keys_of} if keys_of else {}),
             **({"order": list(self.parameters)} if self.parameters else {}),
         }
 
@@ -76,11 +77,12 @@ class KeyOrder:
         if not self.keys:
             return replace(second, parameters=parameters)
         new_keys = {path: second.of_parameter(path) for path in paths}
+        # Keys of ``second`` that are the first ones of this order need no lists of their own.
         is_prefix = second.keys == self.keys[: len(second.keys)]
-        own = {
+        new_keys_of = {
             path: keys for path, keys in new_keys.items() if not is_prefix or path in second.keys_of
         }
-        return KeyOrder(self.keys, {**self.keys_of, **own}, parameters)
+        return KeyOrder(self.keys, {**self.keys_of, **new_keys_of}, parameters)
 
     def of_parameter(self, path: str) -> tuple[str, ...]:
         """Return the keys of the parameter at ``path`` in their order. It may have only some of
@@ -95,10 +97,11 @@ def in_order(values: Iterable[T], keys: Sequence[str], text: Callable[[T], str])
 
     ``text`` returns the text that stands for a key in a name.
     """
-    place = {key: index for index, key in enumerate(keys)}
-    return sorted(values, key=lambda key: place.get(text(key), len(place)))
+    position_of = {key: index for index, key in enumerate(keys)}
+    return sorted(values, key=lambda key: position_of.get(text(key), len(position_of)))
 
 
 def _is_within(order: Sequence[str], keys: Sequence[str]) -> bool:
-    rest = iter(keys)
+    """Return True if ``keys`` has all keys of ``order``, in the same order."""
+    rest = iter(keys)  # Each search goes on after the key that was found last
     return all(key in rest for key in order)

@@ -225,13 +225,13 @@ def step_of(state: object, step: object, *, last: int | None) -> int:
         ConfigError: The number is not an integer from 0 to 10**18 - 1.
     """
     if step is None:
-        own = state.get("step") if isinstance(state, Mapping) else None
-        counts = isinstance(own, int | Integral) and not isinstance(own, bool)
-        step = own if counts else 0 if last is None else last + 1
+        state_step = state.get("step") if isinstance(state, Mapping) else None
+        is_integer = isinstance(state_step, int | Integral) and not isinstance(state_step, bool)
+        step = state_step if is_integer else 0 if last is None else last + 1
     try:
         number = -1 if isinstance(step, bool) else index(cast(SupportsIndex, step))
     except TypeError:
-        number = -1
+        number = -1  # Is refused below
     if not 0 <= number < 10**18:
         raise ConfigError(
             f"step={step!r}: a step is a whole number from 0 on, with at most 18 digits"

@@ -34,14 +34,14 @@ MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "C
 """The types of mappings by the tags of their nodes, which have a list of pairs. A dict whose keys
 are names needs no tag.
 """
-_TAGS: Final = {kind: tag for tag, kind in MAPPINGS.items()}
+_TAG_BY_TYPE: Final = {kind: tag for tag, kind in MAPPINGS.items()}
 CONTAINERS: Final[frozenset[type]] = frozenset({dict, list, tuple, OrderedDict, Counter})
-_FORMS: Final[dict[str | None, type]] = {
+_FORM_BY_TAG: Final[dict[str | None, type]] = {
     None: dict,
     "tuple": tuple,
     **dict.fromkeys(MAPPINGS, Mapping),
 }
-_NODES: Final = frozenset({dict, list})  # The types of nodes that contain nodes
+_NODE_TYPES: Final = frozenset({dict, list})  # The types of nodes that contain nodes
 MOST_COLLISIONS: Final = 16
 """The most members of a set, or keys of a dict, that may have the same hash.
 
@@ -49,7 +49,7 @@ Building a set or dict takes quadratic time in the number of members with the sa
 """
 _LARGE: Final = 1 << 10
 """The most values of a level that is never looked at for shared containers."""
-_MOST_TIMES: Final = 128
+_MOST_REPEATS: Final = 128
 """How many times more values a large level may have than all distinct containers together. A
 default that 100,000 entries share has a few times more.
 """
@@ -58,6 +58,9 @@ _MANY: Final = 1 << 18
 values takes a fraction of a second.
 """
 _NOT_PLAIN: Final = UnsupportedValue("", "value that is not plain")
+"""The error of ``node_of``. Its caller walks over the value again, for an error with the name."""
+MODULE_VERSIONS: Final = "m"
+"""The key of the versions of modules, which torch gives to an ``OrderedDict``, in its node."""
 INDEX_CHARS: Final = 8
 """The most characters that the index of a list adds to a name, or a number as the key of a dict."""
 
@@ -111,7 +114,7 @@ class Growth:
         others again and again.
         """
         self.distinct(containers)
-        return size_of(containers) <= max(_MANY, _MOST_TIMES * self._total)
+        return size_of(containers) <= max(_MANY, _MOST_REPEATS * self._total)
 
     def count(self, number: int, keys: Iterable[str]) -> None:
         """Count the values of one level, with the keys of its dicts. The node of a tuple takes two
@@ -133,8 +136,10 @@ def contents(containers: Mapping[type, Sequence[Any]]) -> list[Any]:
     """
     values: list[Any] = []
     for kind, members in containers.items():
-        full = filter(None, members)
-        values += chain.from_iterable(map(kind.values, full) if issubclass(kind, dict) else full)
+        nonempty = filter(None, members)
+        values += chain.from_iterable(
+            map(kind.values, nonempty) if issubclass(kind, dict) else nonempty
+        )
     return values
 
 
@@ -160,10 +165,10 @@ def is_text(value: str) -> bool:
 
 def by_type(values: Sequence[Any], kinds: AbstractSet[type]) -> dict[type, Sequence[Any]]:
     """Return the values of each of ``kinds`` among ``values``, in their order."""
-    return _groups(values, set(map(type, values)), kinds)
+    return _group_by_type(values, set(map(type, values)), kinds)
 
 
-def _groups(
+def _group_by_type(
     values: Sequence[Any], types: AbstractSet[type], kinds: AbstractSet[type]
 ) -> dict[type, Sequence[Any]]:
     """Return what ``by_type`` returns. ``types`` are the types of all values."""
@@ -182,7 +187,7 @@ def is_plain(value: Any, leaves: AbstractSet[type], deepest: int) -> bool:
         types = set(map(type, level))
         if not types <= plain:
             return False
-        containers = _groups(level, types, CONTAINERS)
+        containers = _group_by_type(level, types, CONTAINERS)
         if not containers:
             return True
         level = contents(growth.distinct(containers))
@@ -244,12 +249,12 @@ def _nodes(
 ) -> Sequence[Any]:
     """Return the node of each value. The result is ``values`` itself if all are their own nodes."""
     types = set(map(type, values))
-    groups = _groups(values, types, types)
+    groups = _group_by_type(values, types, types)
     containers: dict[type, Sequence[Any]] = {
         kind: group for kind, group in groups.items() if kind in CONTAINERS
     }
     nodes: dict[type, Sequence[Any]] = {
-        kind: _leaves(kind, group, depth, leaf)
+        kind: _leaf_nodes(kind, group, depth, leaf)
         for kind, group in groups.items()
         if kind not in containers
     }
@@ -266,47 +271,48 @@ def _nodes(
         return values
     if len(groups) == 1:
         return next(iter(nodes.values()))
-    turns = {kind: iter(group) for kind, group in nodes.items()}
-    return list(map(next, map(turns.__getitem__, map(type, values))))
+    # Put the nodes into the order of ``values`` again.
+    node_iterators = {kind: iter(group) for kind, group in nodes.items()}
+    return list(map(next, map(node_iterators.__getitem__, map(type, values))))
 
 
 def _container_nodes(
     containers: Mapping[type, Sequence[Any]],
     growth: Growth,
-    inner: Callable[[Sequence[Any]], Sequence[Any]],
+    nodes_of: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> dict[type, Sequence[Any]]:
-    """Return the nodes of containers, by their types. ``inner`` returns the nodes of the values
+    """Return the nodes of containers, by their types. ``nodes_of`` returns the nodes of the values
     inside of them.
     """
-    full = {kind: list(filter(None, members)) for kind, members in containers.items()}
-    if not growth.is_bounded(full):
+    nonempty = {kind: list(filter(None, members)) for kind, members in containers.items()}
+    if not growth.is_bounded(nonempty):
         raise _NOT_PLAIN
-    names = set(chain.from_iterable(full.get(dict, ())))
-    flags = {
-        kind: _in_pairs(kind, members, names)
+    names = set(chain.from_iterable(nonempty.get(dict, ())))
+    pair_flags = {
+        kind: _pair_flags(kind, members, names)
         for kind, members in containers.items()
         if issubclass(kind, dict)
     }
-    pairs = [list(compress(containers[kind], flags[kind])) for kind in flags]
-    items = contents(full)
-    number = len(items)
-    if any(pairs):
+    paired_mappings = [list(compress(containers[kind], pair_flags[kind])) for kind in pair_flags]
+    items = contents(nonempty)
+    item_count = len(items)
+    if any(paired_mappings):
         growth.name_chars = math.inf
-        items += chain.from_iterable(chain.from_iterable(pairs))
+        items += chain.from_iterable(chain.from_iterable(paired_mappings))  # Their keys
     else:
-        growth.count(number + 2 * len(containers.get(tuple, ())), names)
-    nodes = inner(items)
-    rest, keys = iter(nodes), islice(nodes, number, None)
-    is_own = nodes is items and not any(pairs)
+        growth.count(item_count + 2 * len(containers.get(tuple, ())), names)
+    nodes = nodes_of(items)
+    item_nodes, key_nodes = iter(nodes), islice(nodes, item_count, None)
+    is_own = nodes is items and not any(paired_mappings)
     return {
-        kind: _mapping_nodes(_TAGS[kind], members, flags[kind], rest, keys)
-        if any(flags.get(kind, ()))
-        else _sized_nodes(kind, members, rest, is_own=is_own, is_compact=growth.is_compact)
+        kind: _mapping_nodes(_TAG_BY_TYPE[kind], members, pair_flags[kind], item_nodes, key_nodes)
+        if any(pair_flags.get(kind, ()))
+        else _sized_nodes(kind, members, item_nodes, is_own=is_own, is_compact=growth.is_compact)
         for kind, members in containers.items()
     }
 
 
-def _in_pairs(kind: type, members: Sequence[Any], keys: AbstractSet[Any]) -> Sequence[bool]:
+def _pair_flags(kind: type, members: Sequence[Any], keys: AbstractSet[Any]) -> Sequence[bool]:
     """Return for each mapping whether its node has a list of pairs, and nothing if none has. A
     dict has none if all of its keys are text that does not begin with "$". ``keys`` are those of
     all dicts.
@@ -320,10 +326,10 @@ def _in_pairs(kind: type, members: Sequence[Any], keys: AbstractSet[Any]) -> Seq
         names = keys if types <= {str} else {key for key in keys if type(key) is str}
         if not (all(map(str.isascii, names)) or all(map(is_text, names))):
             raise _NOT_PLAIN
-        odd_keys = {*(keys - names), *compress(names, map(str.startswith, names, repeat("$")))}
-        if not odd_keys:
+        keys_in_pairs = {*(keys - names), *compress(names, map(str.startswith, names, repeat("$")))}
+        if not keys_in_pairs:
             return ()
-        flags = list(map(not_, map(odd_keys.isdisjoint, members)))
+        flags = list(map(not_, map(keys_in_pairs.isdisjoint, members)))
     if any(collide(member) for member in compress(members, flags) if len(member) > 1):
         raise _NOT_PLAIN
     return flags
@@ -339,6 +345,7 @@ def _mapping_nodes(
     """Return the nodes of mappings. A mapping whose flag is True becomes a list of pairs. ``items``
     has the nodes of the values of all mappings, and ``keys`` those of the keys in pairs.
     """
+    # ``zip`` asks its first argument first, so that it takes no item more than the mapping has.
     return [
         {"$": tag, "v": list(map(list, zip(islice(keys, len(member)), islice(items, len(member)))))}  # noqa: B905
         if flag
@@ -368,7 +375,10 @@ def _sized_nodes(
     return list(parts) if kind is list else [{"$": "tuple", "v": part} for part in parts]
 
 
-def _leaves(kind: type, values: Sequence[Any], depth: int, leaf: Leaf) -> Sequence[Any]:
+def _leaf_nodes(kind: type, values: Sequence[Any], depth: int, leaf: Leaf) -> Sequence[Any]:
+    """Return the nodes of values of one type, which is no container. The result is ``values``
+    itself if all are their own nodes.
+    """
     if kind is bool or kind is type(None):
         return values
     if kind is float:
@@ -390,7 +400,7 @@ def value_of(node: Any, tagged: Tagged) -> Any:
 
 def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     """Return the value of each node. The result is ``nodes`` itself if there is no container."""
-    groups = by_type(nodes, _NODES)
+    groups = by_type(nodes, _NODE_TYPES)
     if not groups:
         return nodes
     lists, all_dicts = groups.get(list, ()), groups.get(dict, ())
@@ -401,27 +411,33 @@ def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     )
     tuples = list(map(itemgetter("v"), tuples))
     pairs = list(chain.from_iterable(map(itemgetter("v"), mappings)))
-    inner = contents({list: lists, tuple: tuples, dict: dicts})
-    number = len(inner)
-    inner += [item for _, item in pairs]
-    inner += [key for key, _ in pairs]
-    values = _values(inner, tagged)
-    is_flat = values is inner
-    items = islice(values, number if is_flat else 0, None)
+    items = contents({list: lists, tuple: tuples, dict: dicts})
+    item_count = len(items)
+    items += [item for _, item in pairs]
+    items += [key for key, _ in pairs]
+    values = _values(items, tagged)
+    is_flat = values is items
+    # If all items are their own values, ``_containers`` copies the members and takes no item.
+    item_values = islice(values, item_count if is_flat else 0, None)
     results: dict[type, Sequence[Any]] = {
-        list: _containers(list, lists, items, is_flat=is_flat),
-        tuple: _containers(tuple, tuples, items, is_flat=is_flat),
-        dict: _containers(dict, dicts, items, is_flat=is_flat),
-        Mapping: _mappings(mappings, items, islice(values, number + len(pairs), None)),
+        list: _containers(list, lists, item_values, is_flat=is_flat),
+        tuple: _containers(tuple, tuples, item_values, is_flat=is_flat),
+        dict: _containers(dict, dicts, item_values, is_flat=is_flat),
+        Mapping: _mappings(mappings, item_values, islice(values, item_count + len(pairs), None)),
     }
     for members in results.values():
         if len(members) == len(nodes):
             return members
-    turns: dict[type, Iterator[Any]] = {form: iter(group) for form, group in results.items()}
-    turns[object] = map(tagged, leaf_nodes)
-    form_turn = iter(forms) if forms else repeat(dict)
+    # The nodes are of several forms. Put their values into the order of ``nodes`` again.
+    value_iterators: dict[type, Iterator[Any]] = {
+        form: iter(group) for form, group in results.items()
+    }
+    value_iterators[object] = map(tagged, leaf_nodes)
+    form_iterator = iter(forms) if forms else repeat(dict)
     return [
-        next(turns[next(form_turn) if kind is dict else list]) if kind in _NODES else node
+        next(value_iterators[next(form_iterator) if kind is dict else list])
+        if kind in _NODE_TYPES
+        else node
         for node, kind in zip(nodes, map(type, nodes), strict=True)
     ]
 
@@ -466,14 +482,15 @@ def _forms(dicts: Sequence[Any]) -> Sequence[type] | None:
     keys = set(chain.from_iterable(dicts))
     if "$" not in keys:
         return None
-    forms = list(map(_FORMS.get, map(dict.get, dicts, repeat("$")), repeat(object)))
-    if "m" not in keys:
+    forms = list(map(_FORM_BY_TAG.get, map(dict.get, dicts, repeat("$")), repeat(object)))
+    if MODULE_VERSIONS not in keys:
         return forms
     return [
-        object if form is Mapping and "m" in node else form
+        object if form is Mapping and MODULE_VERSIONS in node else form
         for form, node in zip(forms, dicts, strict=True)
     ]
 
 
 def _of_form(form: type, dicts: Sequence[Any], forms: Sequence[type]) -> Sequence[Any]:
+    """Return those of ``dicts`` that stand for ``form``; none if ``forms`` is empty."""
     return list(compress(dicts, map(is_, forms, repeat(form))))

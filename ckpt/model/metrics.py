@@ -30,7 +30,7 @@ def as_metrics(metrics: object) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping):
         raise ConfigError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 1.2}}')
-    return {_name(name): _number(name, value) for name, value in metrics.items()}
+    return {_check_name(name): _as_float(name, value) for name, value in metrics.items()}
 
 
 def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
@@ -38,6 +38,7 @@ def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
     The result is empty if the metadata has no metrics or is invalid.
     """
     try:
+        # Values of other kinds in the metadata become None.
         metrics = decode(parse(metadata, "metadata"), lambda _tag, _node: None)[METRICS]
         return {
             name: float(value) for name, value in metrics.items() if type(value) in (int, float)
@@ -73,13 +74,14 @@ def modes_of(tiers: Iterable[Tier]) -> dict[str, Mode]:
     return {tier.best.metric: tier.best.mode for tier in tiers if tier.best is not None}
 
 
-def _name(name: object) -> str:
+def _check_name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"metrics: {name!r} is not a name: give a string")
     return name
 
 
-def _number(name: object, value: object) -> float:
+def _as_float(name: object, value: object) -> float:
+    """Return a metric as a float. Raise ``ConfigError`` if it is not a number."""
     # A loss may be a tensor that requires gradients, and ``float`` warns about such a tensor.
     value = getattr(value, "detach", lambda: value)()
     if isinstance(value, SupportsFloat) and not isinstance(value, bool):

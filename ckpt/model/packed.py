@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_BYTES
-from ckpt.model.chunks import lengths_like
+from ckpt.model.chunks import chunk_lengths
 from ckpt.model.dtype import DTYPES
 from ckpt.model.encoding import MAX_EXPANSION, compress, decompress, unpack
 from ckpt.model.manifest import Chunk, Encoding, Fragment, Packed, Shard, Tensor
@@ -130,15 +130,15 @@ def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
     rows: list[list[int]] = []
     offsets: list[list[int]] = []
     for index, tensor in enumerate(tensors):
-        fill = dims - len(tensor.shape)
+        padding = dims - len(tensor.shape)
         for shard in tensor.shards:
-            rows.append([index, shard.offset, *shard.shape, *[1] * fill])
-            offsets.append([*shard.offsets, *[0] * fill])
+            rows.append([index, shard.offset, *shard.shape, *[1] * padding])
+            offsets.append([*shard.offsets, *[0] * padding])
     headings = msgspec.json.encode(
         [(tensor.name, tensor.dtype, tensor.shape, tensor.order) for tensor in tensors]
     )
-    form = Form(msgspec.Raw(headings), dims, _bytes(rows), _bytes(list(chunks)))
-    return Frames(compress(msgspec.json.encode(form)), compress(_bytes(offsets)))
+    form = Form(msgspec.Raw(headings), dims, _column_bytes(rows), _column_bytes(list(chunks)))
+    return Frames(compress(msgspec.json.encode(form)), compress(_column_bytes(offsets)))
 
 
 def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
@@ -159,7 +159,7 @@ def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
         encoded=tuple(
             Encoding(encoding.rank, encoding.codec, (encoding.size,)) for encoding in encodings
         ),
-        lengths=_bytes([length for encoding in encodings for length in encoding.lengths]),
+        lengths=_column_bytes([length for encoding in encodings for length in encoding.lengths]),
     )
 
 
@@ -202,8 +202,10 @@ def fragment_of(record: Packed, *, key: str) -> Fragment:
         columns.shape.tolist(),
         strict=True,
     ):
-        own = dims[index]
-        shards[index].append(Shard(record.rank, place, tuple(start[:own]), tuple(shape[:own])))
+        own_dims = dims[index]
+        shards[index].append(
+            Shard(record.rank, place, tuple(start[:own_dims]), tuple(shape[:own_dims]))
+        )
     digests = record.checksums.hex()
     width = 2 * CHECKSUM_BYTES
     chunks = tuple(
@@ -211,7 +213,7 @@ def fragment_of(record: Packed, *, key: str) -> Fragment:
         for i, nbytes in enumerate(columns.chunks.tolist())
     )
     file = record.file
-    lengths = tuple(_numbers(record.lengths, key).tolist())
+    lengths = tuple(_column(record.lengths, key).tolist())
     return Fragment(
         **_common_fields(record),
         file=replace(file, chunks=chunks) if file else None,
@@ -259,16 +261,16 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, tables: Tables | None
     dims, tables = content.dims, {} if tables is None else tables
     table_key = bytes(content.tensors), dims
     if table_key not in tables:
-        tables[table_key] = _table(content.tensors, dims, key)
-    headings, itemsize, whole, least = tables[table_key]
-    rows, chunks = _numbers(content.shards, key), _numbers(content.chunks, key)
+        tables[table_key] = _make_table(content.tensors, dims, key)
+    headings, itemsize, global_shape, least_shape = tables[table_key]
+    rows, chunks = _column(content.shards, key), _column(content.chunks, key)
     require(len(rows) % (2 + dims) == 0, key, "a row of its shards is cut")
     table = rows.reshape(-1, 2 + dims)
     tensor, place, shape = table[:, 0], table[:, 1], table[:, 2:]
     require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
     require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
-    require(bool((shape >= least[tensor]).all()), key, "a shard of less than nothing")
-    max_offsets = whole[tensor] - shape
+    require(bool((shape >= least_shape[tensor]).all()), key, "a shard of less than nothing")
+    max_offsets = global_shape[tensor] - shape
     require(bool((max_offsets >= 0).all()), key, "a box is not inside the shape of its tensor")
     starts, counts = _chunks_of(itemsize[tensor], place, shape, chunks, chunk_bytes, key)
     return Columns(
@@ -293,7 +295,7 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
         ManifestCorrupt: The number of offsets is wrong, or a box is not inside its tensor.
     """
     count = len(columns.tensor) * columns.dims
-    numbers = _numbers(_unpack(frame, key, at_least=8 * count), key)
+    numbers = _column(_unpack(frame, key, at_least=8 * count), key)
     require(len(numbers) == count, key, "its offsets are not those of its form")
     offsets = (
         numbers.reshape(-1, columns.dims)
@@ -331,14 +333,14 @@ def check_packed(record: Packed, columns: Columns, *, key: str) -> Packed:
     if record.increments:
         _check_increment(record, columns, key)
     if record.encoded or record.lengths:
-        lengths = _numbers(record.lengths, key)
+        lengths = _column(record.lengths, key)
         require(
             len(record.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk"
         )
         # A reader allocates memory for the raw bytes of a chunk before it decodes the chunk, so
         # an encoded chunk may not claim more than ``MAX_CHUNK_BYTES``.
-        small = (lengths < columns.chunks) & (columns.chunks <= MAX_CHUNK_BYTES)
-        fits = (lengths > 0) & (small | (lengths == columns.chunks))
+        is_encoded = (lengths < columns.chunks) & (columns.chunks <= MAX_CHUNK_BYTES)
+        fits = (lengths > 0) & (is_encoded | (lengths == columns.chunks))
         require(bool(fits.all()), key, "an encoded chunk is too long")
         require(record.encoded[0].lengths == (_total(lengths),), key, "its encoded size is another")
     return record
@@ -348,7 +350,7 @@ def _check_increment(record: Packed, columns: Columns, key: str) -> None:
     """Raise ``ManifestCorrupt`` if the entry of an increment does not fit the chunks."""
     increment = record.increments[0]
     require(increment.count < len(columns.chunks), key, "an increment without a chunk of its own")
-    lengths = _numbers(record.lengths, key) if record.encoded else columns.chunks
+    lengths = _column(record.lengths, key) if record.encoded else columns.chunks
     own_size = increment.lead + _total(lengths[increment.count :])
     require(own_size == increment.size, key, "its increment has another size")
     base_size = _total(lengths[: increment.count])
@@ -368,25 +370,27 @@ def _chunks_of(
     # The product is below 2**63, since the shard is inside a shape that ``check_tensor`` has
     # checked.
     nbytes = np.prod(shape, axis=1, dtype=np.int64) * itemsize
-    solid = nbytes > 0
-    starts = np.searchsorted(edges, place)
-    on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == place)
+    has_bytes = nbytes > 0
+    starts = np.searchsorted(edges, place)  # The first chunk of each shard, if it begins a chunk
+    is_on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == place)
     require(
-        bool((on_edge | ~solid).all()), key, "a shard is not aligned with the chunks of its file"
+        bool((is_on_edge | ~has_bytes).all()),
+        key,
+        "a shard is not aligned with the chunks of its file",
     )
-    starts = np.where(solid, starts, 0)
-    counts = solid.astype(np.int64)
-    first_lengths = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
+    starts = np.where(has_bytes, starts, 0)
+    counts = has_bytes.astype(np.int64)
+    first_lengths = np.where(has_bytes, chunks[starts] if len(chunks) else 0, 0)
     require(bool((first_lengths <= chunk_bytes).all()), key, "a chunk is too long")
-    rest_count = len(chunks)  # The most chunks that the remaining shards can have together
-    for row in np.flatnonzero(first_lengths != nbytes).tolist():
+    most_count = len(chunks)  # The most chunks that the remaining shards can have together
+    for row in np.flatnonzero(first_lengths != nbytes).tolist():  # Shards of several chunks
         start = int(starts[row])
         size, box_shape = int(itemsize[row]), tuple(shape[row].tolist())  # Padding changes no chunk
         lengths = (
-            lengths_like(
+            chunk_lengths(
                 box_shape,
                 int(first_lengths[row]) // size,
-                at_most=min(rest_count, len(chunks) - start),
+                at_most=min(most_count, len(chunks) - start),
             )
             or []
         )
@@ -395,16 +399,17 @@ def _chunks_of(
         )
         require(fits, key, "a shard is not aligned with the chunks of its file")
         counts[row] = len(lengths)
-        rest_count -= len(lengths)
-    order = np.argsort(starts[solid], kind="stable")
-    ends = (starts + counts)[solid][order]
+        most_count -= len(lengths)
+    order = np.argsort(starts[has_bytes], kind="stable")
+    ends = (starts + counts)[has_bytes][order]
     require(
-        bool((ends[:-1] <= starts[solid][order][1:]).all()), key, "shards overlap in their file"
+        bool((ends[:-1] <= starts[has_bytes][order][1:]).all()), key, "shards overlap in their file"
     )
     return starts, counts
 
 
-def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
+def _make_table(raw: msgspec.Raw, dims: int, key: str) -> Table:
+    """Return the table for the tensors ``raw`` of a form, after a check of the tensors."""
     try:
         headings = _headings.decode(raw)
     except msgspec.MsgspecError as error:
@@ -416,18 +421,18 @@ def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
         require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
     itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, *_ in headings], dtype=np.int64)
     rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape, _ in headings]
-    whole = np.array(rows, dtype=np.int64).reshape(len(rows), dims)
-    own = np.array([len(shape) for _, _, shape, _ in headings], dtype=np.int64)
+    global_shape = np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+    own_dims = np.array([len(shape) for _, _, shape, _ in headings], dtype=np.int64)
     # In the padding of its shape, a shard has the extent 1.
-    least = (np.arange(dims) >= own[:, None]).astype(np.int64)
-    return headings, itemsize, whole, least
+    least_shape = (np.arange(dims) >= own_dims[:, None]).astype(np.int64)
+    return headings, itemsize, global_shape, least_shape
 
 
-def _bytes(numbers: list[Any]) -> bytes:
+def _column_bytes(numbers: list[Any]) -> bytes:
     return np.array(numbers, dtype="<i8").tobytes()
 
 
-def _numbers(data: bytes, key: str) -> Ints:
+def _column(data: bytes, key: str) -> Ints:
     require(len(data) % 8 == 0, key, "a column is cut")
     return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
 

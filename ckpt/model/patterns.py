@@ -22,7 +22,7 @@ from ckpt.model.values import parse
 LEFT_OUT: Final = "left_out"
 Names = str | Sequence[str] | None
 """One pattern or several, as a user passes them; None if the user passes none."""
-_MAGIC: Final = re.compile(r"[*?\[]")
+_WILDCARD: Final = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Patterns:
         """Return True if ``only`` may match a name below ``name``."""
         if self.only is None:
             return True
-        heads = [_MAGIC.split(pattern, maxsplit=1)[0] for pattern in self.only]
+        heads = [_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self.only]
         return any(
             f"{head}/".startswith(f"{name}/") or f"{name}/".startswith(head) for head in heads
         )
@@ -145,10 +145,12 @@ def patterns_of(metadata: msgspec.Raw) -> tuple[Patterns, list[str]]:
         record = fields[LEFT_OUT]
         only = as_patterns("only", record["only"]) if "only" in record else None
         exclude = as_patterns("exclude", record["exclude"]) if "exclude" in record else ()
-        idle = [pattern for pattern in (*(only or ()), *exclude) if pattern not in record["used"]]
+        idle_patterns = [
+            pattern for pattern in (*(only or ()), *exclude) if pattern not in record["used"]
+        ]
     except (ConfigError, LookupError, TypeError) as error:
         raise ManifestCorrupt("metadata", f"{LEFT_OUT}: {error!r}"[:200]) from None
-    return Patterns(only, exclude), idle
+    return Patterns(only, exclude), idle_patterns
 
 
 def _is_iterable(value: object) -> bool:
@@ -156,10 +158,11 @@ def _is_iterable(value: object) -> bool:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> list[str]:
+    """Return the patterns that match ``name``, a name above it, or all names below it."""
     return [
         pattern
         for pattern in patterns
-        if fnmatchcase(name, short := pattern.rstrip("/"))
-        or fnmatchcase(name, f"{short}/*")
+        if fnmatchcase(name, stem := pattern.rstrip("/"))
+        or fnmatchcase(name, f"{stem}/*")
         or fnmatchcase(f"{name}/", pattern)
     ]

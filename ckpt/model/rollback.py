@@ -19,7 +19,9 @@ from ckpt.model.keys import StepRef, rollback_key
 from ckpt.model.manifest import FORMAT
 
 _NO_LIMIT: Final = ((0, None),)
+"""The segments of a job whose steps are all on the branch."""
 _NO_STEP: Final = -1
+"""The last step of a segment without steps."""
 MOST_NUMBER: Final = 999_999_999
 """The highest number of a rollback."""
 
@@ -73,8 +75,8 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
 
         None means that all of its steps are, and -1 that none is.
         """
-        segments = [last for trial, last in self.jobs.get(ref.job, _NO_LIMIT) if trial <= ref.trial]
-        return segments[-1] if segments else _NO_STEP
+        lasts = [last for trial, last in self.jobs.get(ref.job, _NO_LIMIT) if trial <= ref.trial]
+        return lasts[-1] if lasts else _NO_STEP
 
 
 def on_branch(rollback: Rollback | None, refs: Iterable[StepRef]) -> list[StepRef]:
@@ -144,13 +146,13 @@ def is_newest(
             the step by its number takes the youngest attempt, which may be one of them.
     """
     is_present = bool(on_branch(rollback, [ref]))
-    is_last = all(_newest(rollback, head) <= ref.step for head in heads)
+    is_last = all(_last_step(rollback, head) <= ref.step for head in heads)
     return is_present and is_last and not on_branch(rollback, rivals)
 
 
 def abandons(rollback: Rollback, last: Rollback | None, heads: Collection[StepRef]) -> bool:
     """Return True if ``rollback`` abandons a step of the branch of ``last``, the one before it."""
-    return any(_newest(rollback, head) < _newest(last, head) for head in heads)
+    return any(_last_step(rollback, head) < _last_step(last, head) for head in heads)
 
 
 def roll_back(
@@ -190,10 +192,10 @@ def roll_back(
     jobs: dict[str, Segments] = {}
     for job in sorted({head.job for head in heads} | (last.jobs.keys() if last else set())):
         segments = base.jobs.get(job, _NO_LIMIT) if base is not None else _NO_LIMIT
-        line = _clip(segments, ref.step - 1)  # Another attempt at the step is no part of it
+        job_segments = _clip(segments, ref.step - 1)  # Without other attempts at the step
         if job == ref.job:
-            line = _with_try(line, ref)
-        jobs[job] = (*line, *_later_tries(job, end))
+            job_segments = _with_step(job_segments, ref)
+        jobs[job] = (*job_segments, *_later_tries(job, end))
     for job, trial in (trials or {}).items():
         jobs[job] = (*jobs.get(job, ()), (trial, None))
     return Rollback(
@@ -205,7 +207,7 @@ def roll_back(
     )
 
 
-def _newest(rollback: Rollback | None, head: StepRef) -> int:
+def _last_step(rollback: Rollback | None, head: StepRef) -> int:
     """Return the highest step that the attempt of ``head``, its newest step, may have on the
     branch.
     """
@@ -243,12 +245,14 @@ def _clip(segments: Segments, step: int) -> Segments:
     return tuple((trial, step if last is None else min(last, step)) for trial, last in segments)
 
 
-def _with_try(segments: Segments, ref: StepRef) -> Segments:
+def _with_step(segments: Segments, ref: StepRef) -> Segments:
     """Return ``segments``, which end before the step of ``ref``, with ``ref`` itself."""
-    lasts = [last for trial, last in segments if trial <= ref.trial + 1]
+    # The tries after that of ``ref`` keep the last step that ``segments`` give them, if any.
+    next_trial = ref.trial + 1
+    next_lasts = [last for trial, last in segments if trial <= next_trial]
     return (
-        *(segment for segment in segments if segment[0] < ref.trial),
+        *((trial, last) for trial, last in segments if trial < ref.trial),
         (ref.trial, ref.step),
-        *((ref.trial + 1, last) for last in lasts[-1:]),
-        *(segment for segment in segments if segment[0] > ref.trial + 1),
+        *((next_trial, last) for last in next_lasts[-1:]),
+        *((trial, last) for trial, last in segments if trial > next_trial),
     )

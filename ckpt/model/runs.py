@@ -74,65 +74,68 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
     if not len(ranks):
         return ()
     keys: list[Any] = [tuple(row) for row in np.unique(shapes, axis=0).tolist()]
-    number = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
+    key_index = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
     places = np.concatenate([ranks[:, None], offsets], axis=1)
     for _ in range(MAX_LEVELS):
         size = len(places)
-        places, number, keys = _repeat(places, number, keys)
+        places, key_index, keys = _join_rows(places, key_index, keys)
         if len(places) == size:
             break
     runs: list[Run] = []
-    for (rank, *start), index in zip(places.tolist(), number.tolist(), strict=True):
+    for (rank, *start), index in zip(places.tolist(), key_index.tolist(), strict=True):
         key, levels = keys[index], list[Level]()
-        while key and isinstance(key[0], tuple):
+        while key and isinstance(key[0], tuple):  # Not a shape, but the key of joined rows
             key, count, (rank_step, *step) = key
             levels.insert(0, Level(count, rank_step, tuple(step)))
         runs.append(Run(rank, tuple(start), key, tuple(levels)))
     return tuple(runs)
 
 
-def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, list[Any]]:
+def _join_rows(places: Ints, key_index: Ints, keys: list[Any]) -> tuple[Ints, Ints, list[Any]]:
     """Join rows that follow each other at equal distances and have the same key, which adds a
     level.
 
     Args:
         places: For each row its rank and its offsets.
-        number: For each row the index of its key.
+        key_index: For each row the index of its key.
         keys: The keys. A key is a shape, or ``(key, count, distance)`` for rows that were joined.
 
     Returns:
         The same three values for the fewer rows that remain.
     """
+    # A group is a range of rows with the same distance to their next rows.
     steps = np.diff(places, axis=0)
-    is_equal = number[1:] == number[:-1]
-    change = np.ones(len(steps), dtype=bool)
+    has_next_key = key_index[1:] == key_index[:-1]
+    begins_group = np.ones(len(steps), dtype=bool)
     if len(steps):
-        change[1:] = (steps[1:] != steps[:-1]).any(axis=1) | ~is_equal[1:] | ~is_equal[:-1]
-    edges = [*np.flatnonzero(change).tolist(), len(steps)]
+        begins_group[1:] = (
+            (steps[1:] != steps[:-1]).any(axis=1) | ~has_next_key[1:] | ~has_next_key[:-1]
+        )
+    edges = [*np.flatnonzero(begins_group).tolist(), len(steps)]
     starts: list[int] = []
     joint_keys: list[tuple[Any, int, tuple[int, ...]] | None] = []
-    free = 0  # The first row that is neither joined nor kept yet
+    next_row = 0  # The first row that is neither joined nor kept yet
     for edge, end in pairwise(edges):
-        begin = max(edge, free)
-        if begin >= end or not is_equal[begin]:
+        begin = max(edge, next_row)
+        if begin >= end or not has_next_key[begin]:
             continue
-        while free < begin:
-            starts.append(free)
+        while next_row < begin:
+            starts.append(next_row)
             joint_keys.append(None)
-            free += 1
+            next_row += 1
         starts.append(begin)
-        joint_keys.append((keys[number[begin]], end - begin + 1, tuple(steps[begin].tolist())))
-        free = end + 1
-    for row in range(free, len(places)):
+        joint_keys.append((keys[key_index[begin]], end - begin + 1, tuple(steps[begin].tolist())))
+        next_row = end + 1
+    for row in range(next_row, len(places)):
         starts.append(row)
         joint_keys.append(None)
     table: dict[Any, int] = {}
     row_keys = [
-        keys[number[row]] if new is None else new
-        for row, new in zip(starts, joint_keys, strict=True)
+        keys[key_index[row]] if joint_key is None else joint_key
+        for row, joint_key in zip(starts, joint_keys, strict=True)
     ]
-    numbers = np.array([table.setdefault(key, len(table)) for key in row_keys], dtype=np.int64)
-    return places[starts], numbers, list(table)
+    key_indices = np.array([table.setdefault(key, len(table)) for key in row_keys], dtype=np.int64)
+    return places[starts], key_indices, list(table)
 
 
 def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
@@ -148,14 +151,19 @@ def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
 def _boxes_at(
     levels: Sequence[Level], rank_offset: int, offsets: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[Box]:
+    """Yield those repetitions by ``levels`` of the box at ``offsets`` that are ``rank_offset``
+    ranks after it.
+    """
     if not levels:
         if rank_offset == 0:
             yield Box(offsets, shape)
         return
     level, rest = levels[0], levels[1:]
     low, high = _reach([(inner.count, inner.ranks) for inner in rest])
-    for index in _steps(level.count, level.ranks, rank_offset - high, rank_offset - low):
-        next_offsets = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
+    for index in _repetitions(level.count, level.ranks, rank_offset - high, rank_offset - low):
+        next_offsets = tuple(
+            start + index * step for start, step in zip(offsets, level.offsets, strict=True)
+        )
         yield from _boxes_at(rest, rank_offset - index * level.ranks, next_offsets, shape)
 
 
@@ -187,11 +195,11 @@ def ranks_meeting(runs: Sequence[Run], box: Box) -> set[int]:
             levels = sorted(
                 run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets)
             )
-            _meet(levels, run, run.rank, run.offsets, box, ranks)
+            _add_ranks(levels, run, run.rank, run.offsets, box, ranks)
     return ranks
 
 
-def _meet(
+def _add_ranks(
     levels: Sequence[Level],
     run: Run,
     rank: int,
@@ -199,6 +207,9 @@ def _meet(
     box: Box,
     ranks: set[int],
 ) -> None:
+    """Add to ``ranks`` the ranks of those repetitions by ``levels`` that meet ``box``. The box that
+    is repeated is at ``offsets`` on ``rank``, and has the shape of ``run``.
+    """
     if not levels:
         if Box(offsets, run.shape).intersect(box):
             ranks.add(rank)
@@ -213,11 +224,13 @@ def _meet(
         # for which such a box can overlap ``box`` in this dimension.
         least = box.offsets[dim] - run.shape[dim] + 1 - high - offsets[dim]
         largest = box.offsets[dim] + box.shape[dim] - 1 - low - offsets[dim]
-        near = _steps(level.count, step, least, largest)
-        begin, last = max(begin, near.start), min(last, near.stop - 1)
+        indices = _repetitions(level.count, step, least, largest)
+        begin, last = max(begin, indices.start), min(last, indices.stop - 1)
     for index in range(begin, last + 1):
-        next_offsets = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
-        _meet(rest, run, rank + index * level.ranks, next_offsets, box, ranks)
+        next_offsets = tuple(
+            start + index * step for start, step in zip(offsets, level.offsets, strict=True)
+        )
+        _add_ranks(rest, run, rank + index * level.ranks, next_offsets, box, ranks)
 
 
 def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -228,7 +241,7 @@ def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return sum(min(0, span) for span in spans), sum(max(0, span) for span in spans)
 
 
-def _steps(count: int, step: int, least: int, largest: int) -> range:
+def _repetitions(count: int, step: int, least: int, largest: int) -> range:
     """Return the range of all ``i`` from 0 to ``count - 1`` with
     ``least <= i * step <= largest``.
     """

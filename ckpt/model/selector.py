@@ -157,7 +157,8 @@ def resolve(
             which values are the best.
     """
     if isinstance(selector, LatestStep):
-        return dict(enumerate(sorted(steps, reverse=True))).get(selector.age)
+        step_by_age = dict(enumerate(sorted(steps, reverse=True)))
+        return step_by_age.get(selector.age)
     name = selector.metric
     values = [(step, metrics[name]) for step, metrics in steps.items() if name in metrics]
     if not values and (names := sorted({name for metrics in steps.values() for name in metrics})):

@@ -26,6 +26,7 @@ MAX_CHUNK_BYTES = 64 << 20
 MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 60
 _MAX_PATH = 4096
+_MIN_CHUNK_BYTES = 16  # The largest size of an element
 
 
 def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
@@ -43,7 +44,7 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     parse(manifest.metadata, key)
     encodings = {encoding.rank: encoding for encoding in manifest.encoded}
     files = manifest.file_map()
-    _check_names(manifest.files, key, encodings=encodings)
+    _check_files(manifest.files, key, encodings=encodings)
     require(len(encodings) == len(manifest.encoded), key, "a file is encoded twice")
     for encoding in manifest.encoded:
         fits = (
@@ -58,13 +59,18 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     if manifest.increments:
         ref = StepRef(manifest.step, manifest.attempt)
         check_increments(manifest.increments, ref, set(files), encodings, key)
-    parts = manifest.is_filled or manifest.per_rank or any(file.chunks for file in manifest.files)
-    require(not parts, key, "parts of fragments")
+    has_parts = (
+        manifest.is_filled or manifest.per_rank or any(file.chunks for file in manifest.files)
+    )
+    require(not has_parts, key, "parts of fragments")
     _check_layouts(manifest, key)
     return manifest
 
 
 def _check_fragments(manifest: Manifest, key: str) -> None:
+    """Raise ``ManifestCorrupt`` unless the manifest names one fragment of each rank, and carries
+    copies of all of them or of none.
+    """
     for fragment in manifest.fragments:
         require(
             fragment.name == fragment_name(fragment.rank),
@@ -74,8 +80,8 @@ def _check_fragments(manifest: Manifest, key: str) -> None:
         fits = 0 <= fragment.size <= _MAX_BYTES and _is_checksum(fragment.checksum)
         require(fits, key, f"fragment {fragment.name}")
     ranks = [fragment.rank for fragment in manifest.fragments]
-    whole = len(ranks) == manifest.world_size and ranks == list(range(len(ranks)))
-    require(whole, key, "not one fragment for each rank")
+    is_whole = len(ranks) == manifest.world_size and ranks == list(range(len(ranks)))
+    require(is_whole, key, "not one fragment for each rank")
     copy_ranks = [part.rank for part in manifest.carried]
     require(copy_ranks in ([], ranks), key, "it carries the fragments of some ranks only")
     save = (manifest.step, manifest.attempt, manifest.world_size, manifest.chunk_bytes)
@@ -87,6 +93,7 @@ def _check_fragments(manifest: Manifest, key: str) -> None:
 
 
 def _check_layouts(manifest: Manifest, key: str) -> None:
+    """Raise ``ManifestCorrupt`` if a tensor, its layout, a tied name or a view is impossible."""
     require(len(manifest.layout_of) == len(manifest.tensors), key, "not one layout for each tensor")
     names: set[str] = set()
     faults: dict[tuple[int, tuple[int, ...]], str | None] = {}
@@ -119,7 +126,7 @@ def check_heading(record: Packed, key: str) -> None:
     _check_chunk_bytes(record.chunk_bytes, key)
     files = (record.file,) if record.file else ()
     encodings = {encoding.rank: encoding for encoding in record.encoded}
-    _check_names(files, key, encodings=encodings)
+    _check_files(files, key, encodings=encodings)
     require(all(file.rank == record.rank for file in files), key, "holds the file of another rank")
     require(set(encodings) <= {file.rank for file in files}, key, "an encoding of no file")
     for encoding in record.encoded:
@@ -140,8 +147,12 @@ def _check_locations(locations: Sequence[Location], ranks: Set[int], key: str) -
         ranks: The ranks whose files are not encoded.
         key: The key of the manifest or fragment, for errors.
     """
-    own = {location.rank for location in locations}
-    require(len(own) == len(locations) and own <= ranks, key, "a location of no file")
+    location_ranks = {location.rank for location in locations}
+    require(
+        len(location_ranks) == len(locations) and location_ranks <= ranks,
+        key,
+        "a location of no file",
+    )
     for location in locations:
         is_path = 0 < len(location.path) <= _MAX_PATH and "\0" not in location.path
         require(is_path, key, f"the location {location.path[:80]!r} is no path")
@@ -200,10 +211,15 @@ def _is_checksum(text: str) -> bool:
 
 
 def _check_chunk_bytes(chunk_bytes: int, key: str) -> None:
-    require(16 <= chunk_bytes <= MAX_CHUNK_BYTES, key, f"chunks of {chunk_bytes} bytes")
+    require(
+        _MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES, key, f"chunks of {chunk_bytes} bytes"
+    )
 
 
-def _check_names(files: Iterable[File], key: str, *, encodings: Mapping[int, Encoding]) -> None:
+def _check_files(files: Iterable[File], key: str, *, encodings: Mapping[int, Encoding]) -> None:
+    """Raise ``ManifestCorrupt`` if a file does not have the name of its rank, or has an
+    impossible size.
+    """
     ranks: set[int] = set()
     for file in files:
         require(

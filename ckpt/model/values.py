@@ -2,9 +2,9 @@
 
 A *node* is a value that JSON can represent. A *tree* is the node of a whole state. None, bool, str,
 finite floats, 64-bit ints, lists, and dicts whose keys are strings that do not begin with '$' are
-nodes themselves. Any other value becomes a *tagged* node ``{"$": tag, ...}``. This module has the
-tags tuple, set, frozenset, bytes, bytearray, complex, float (nan, inf), int (large), dict (other
-keys), OrderedDict, Counter and numpy (scalars). ``ckpt.state`` handles the tags tensor,
+nodes themselves. Any other value becomes a *tagged* node ``{"$": tag, "v": content, ...}``. This
+module has the tags tuple, set, frozenset, bytes, bytearray, complex, float (nan, inf), int (large),
+dict (other keys), OrderedDict, Counter and numpy (scalars). ``ckpt.state`` handles the tags tensor,
 module, optimizer, object, dtype, device, Size and per_rank in the hooks that it passes to
 ``encode`` and ``decode``.
 """
@@ -31,6 +31,7 @@ from ckpt.model.levels import (
     CONTAINERS,
     INDEX_CHARS,
     MAPPINGS,
+    MODULE_VERSIONS,
     MOST_COLLISIONS,
     Growth,
     by_type,
@@ -65,11 +66,11 @@ _INT_KEY: Final = re.compile(r"~2-?[0-9]{1,19}")
 _NAN: Final = "nan:"
 """The prefix of a NaN whose bits are not those of ``math.nan``. The bits follow in hexadecimal."""
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
-_BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
-_MAPPINGS: Final[dict[type, str]] = {kind: tag for tag, kind in MAPPINGS.items()}
-_TAGS: Final = tuple(MAPPINGS)
+_BYTES_TAGS: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
+_MAPPING_TAGS: Final[dict[type, str]] = {kind: tag for tag, kind in MAPPINGS.items()}
+_PAIR_TAGS: Final = tuple(MAPPINGS)
 
-_DAMAGE: Final = (
+_DAMAGE_ERRORS: Final = (
     LookupError,
     TypeError,
     ValueError,
@@ -82,7 +83,7 @@ _DAMAGE: Final = (
 VERSIONS: Final = "_metadata"
 """The attribute of a ``Module.state_dict()`` in which torch keeps the versions of the modules."""
 _NESTED_KEYS: Final = frozenset({tuple, frozenset})
-_CONTAINERS: Final = frozenset({dict, list})  # The types of nodes that contain nodes
+_NODE_TYPES: Final = frozenset({dict, list})  # The types of nodes that contain nodes
 
 NO_ENTRIES: Final[Mapping[str, float]] = {}
 
@@ -187,7 +188,7 @@ def check_structure(name: str) -> Generator[None]:
     """
     try:
         yield
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise ManifestCorrupt(name, f"it is none that ckpt writes ({str(error)[:200]!r})") from None
 
 
@@ -202,47 +203,47 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
         {key: item for key, item in tree.items() if key not in name_chars} if name_chars else tree
     )
     if type(remainder) is dict and msgspec.Raw in map(type, remainder.values()):
-        remainder = _with_nodes(remainder)
+        remainder = _with_decoded_nodes(remainder)
     if sum(name_chars.values()) + _most_name_chars(remainder) <= budget:
         return ""
     if type(tree) is dict:
-        tree = _with_nodes(tree)
+        tree = _with_decoded_nodes(tree)
     # These are three parallel lists, since a tuple for each container would start the garbage
     # collector.
-    nodes = [tree] if type(tree) in _CONTAINERS else []
+    nodes = [tree] if type(tree) in _NODE_TYPES else []
     prefix_chars = [0] * len(nodes)  # The number of characters in the name of each container
     roles = [_PLAIN] * len(nodes)
     for _ in range(_MAX_JSON_DEPTH):
         if not nodes:
             return ""
-        within: list[Node] = []
+        inner_nodes: list[Node] = []
         inner_chars: list[int] = []
-        parts: list[int] = []
+        inner_roles: list[int] = []
         for chars, node, role in zip(prefix_chars, nodes, roles, strict=True):
             budget -= chars * len(node)
             items = node.values() if isinstance(node, dict) else node
-            if _CONTAINERS.isdisjoint(map(type, items)):
+            if _NODE_TYPES.isdisjoint(map(type, items)):
                 continue
-            inner = list(map(_CONTAINERS.__contains__, map(type, items)))
-            within += compress(items, inner)
-            count = sum(inner)
+            is_container = list(map(_NODE_TYPES.__contains__, map(type, items)))
+            inner_nodes += compress(items, is_container)
+            count = sum(is_container)
             if isinstance(node, dict):
-                inner_chars += [chars + len(key) + 1 for key in compress(node, inner)]
-                parts += [_PAIRS if node.get("$") in _TAGS else _PLAIN] * count
+                inner_chars += [chars + len(key) + 1 for key in compress(node, is_container)]
+                inner_roles += [_PAIRS if node.get("$") in _PAIR_TAGS else _PLAIN] * count
             else:
                 part_chars = _chars_of_key(node) if role == _PAIR else INDEX_CHARS
                 inner_chars += [chars + part_chars] * count
-                parts += [_PAIR if role == _PAIRS else _PLAIN] * count
+                inner_roles += [_PAIR if role == _PAIRS else _PLAIN] * count
         if budget < 0:
             return (
                 f"its names have more than {_NAME_CHARS_PER_BYTE} times as many characters as it "
                 "has bytes"
             )
-        nodes, prefix_chars, roles = within, inner_chars, parts
+        nodes, prefix_chars, roles = inner_nodes, inner_chars, inner_roles
     return "nested too deeply"
 
 
-def _with_nodes(tree: Mapping[str, Node]) -> Node:
+def _with_decoded_nodes(tree: Mapping[str, Node]) -> Node:
     """Return ``tree`` with the nodes of those values that are JSON already (see ``PlainNode``)."""
     return {
         key: msgspec.json.decode(item) if type(item) is msgspec.Raw else item
@@ -259,12 +260,12 @@ def _most_name_chars(tree: Node) -> float:
     level: Sequence[Node] = [tree]
     longest = total = 0
     for _ in range(_MAX_JSON_DEPTH):
-        containers = by_type(level, _CONTAINERS)
+        containers = by_type(level, _NODE_TYPES)
         if not containers:
             return total
         dicts = containers.get(dict, ())
         keys = set(chain.from_iterable(dicts))
-        if "$" in keys and any(map(_TAGS.__contains__, map(dict.get, dicts, repeat("$")))):
+        if "$" in keys and any(map(_PAIR_TAGS.__contains__, map(dict.get, dicts, repeat("$")))):
             return math.inf
         total += longest * size_of(containers)
         if keys == {"$", "v"}:  # Tuples, whose tags are no containers
@@ -280,9 +281,10 @@ def _chars_of_key(items: Sequence[Node]) -> int:
     """Return how many characters the key of a tagged dict adds to the name of its value. ``items``
     are the key and the value.
     """
-    if len(items) != 2 or type(items[0]) not in (str, dict, list):
+    key, *_ = items if len(items) == 2 else (None,)  # A forged tree may have other arrays there
+    if type(key) not in (str, dict, list):
         return INDEX_CHARS
-    return len(items[0]) if type(items[0]) is str else len(msgspec.json.encode(items[0]))
+    return len(key) if type(key) is str else len(msgspec.json.encode(key))
 
 
 def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> Node:
@@ -304,15 +306,15 @@ def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> N
     kind = type(value)
     if kind is str:
         if not is_text(value):  # type: ignore[arg-type]
-            way = "save its bytes instead: text.encode('utf-8', 'surrogatepass')"
-            raise UnsupportedValue(path, "str that is not text", way)
+            advice = "save its bytes instead: text.encode('utf-8', 'surrogatepass')"
+            raise UnsupportedValue(path, "str that is not text", advice)
         return value
     if value is None or kind is bool:
         return value
     if kind is int:
         return value if -(2**63) <= value < 2**63 else {"$": "int", "v": hex(value)}  # type: ignore[operator, arg-type]
     if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "v": _text(value)}  # type: ignore[arg-type]
+        return value if math.isfinite(value) else {"$": "float", "v": _float_text(value)}  # type: ignore[arg-type]
     if depth > _MAX_DEPTH:
         raise UnsupportedValue(path, "container nested too deeply, or in itself")
 
@@ -330,18 +332,18 @@ def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> N
         return node
     if kind is set or kind is frozenset:
         _check_hashes(value, path)  # type: ignore[arg-type]
-        items = sorted(value, key=_order)  # type: ignore[call-overload]
+        items = sorted(value, key=_sort_key)  # type: ignore[call-overload]
         return {"$": kind.__name__, "v": _encode_items(items, path, hook, depth)}
-    if kind in _MAPPINGS:
+    if kind in _MAPPING_TAGS:
 
         def inner(item: object, part: object) -> Node:
             return encode(item, join(path, part), hook, depth=depth + 1)
 
         return _encode_mapping(value, kind, path, inner)  # type: ignore[arg-type]
-    if kind in _BYTES:
-        return {"$": _BYTES[kind], "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
+    if kind in _BYTES_TAGS:
+        return {"$": _BYTES_TAGS[kind], "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
     if kind is complex:
-        return {"$": "complex", "v": [_text(value.real), _text(value.imag)]}  # type: ignore[attr-defined]
+        return {"$": "complex", "v": [_float_text(value.real), _float_text(value.imag)]}  # type: ignore[attr-defined]
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$": "numpy", "d": value.dtype.str, "v": base64.b64encode(value.tobytes()).decode()}
     return hook(value, path)
@@ -400,6 +402,7 @@ def check_bounded(value: object, path: str) -> None:
 
 
 def _encode_leaf(value: object, depth: int) -> Node:
+    """Return the node of a plain value (see ``levels.Leaf``)."""
     return encode(value, "", _refuse, depth=depth)
 
 
@@ -430,18 +433,21 @@ def _is_own_node(value: Any) -> bool:
     return value is None or kind is bool
 
 
-def _order(item: object) -> str:
+def _sort_key(item: object) -> str:
     """Return the sort key of a member of a set. Equal members have the same key on all ranks. The
     ``repr`` of a frozenset does not have this property.
     """
     if type(item) is frozenset:
-        return "{" + ",".join(sorted(map(_order, item))) + "}"
-    return "(" + ",".join(map(_order, item)) + ")" if type(item) is tuple else repr(item)
+        return "{" + ",".join(sorted(map(_sort_key, item))) + "}"
+    return "(" + ",".join(map(_sort_key, item)) + ")" if type(item) is tuple else repr(item)
 
 
 def _encode_mapping(
     value: Mapping[Any, Any], kind: type, path: str, inner: Callable[[object, object], Node]
 ) -> Node:
+    """Return the node of a mapping. ``inner(item, part)`` returns the node of an item of it, and
+    ``part`` is the last part of the path of the item.
+    """
     if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
         for key in value:
             if not key.isascii():
@@ -451,9 +457,9 @@ def _encode_mapping(
         }
     _check_hashes(value, path)
     pairs = [[inner(key, "key"), inner(item, key)] for key, item in value.items()]
-    node = {"$": _MAPPINGS[kind], "v": pairs}
+    node = {"$": _MAPPING_TAGS[kind], "v": pairs}
     if kind is OrderedDict and (versions := vars(value).get(VERSIONS)) is not None:
-        node["m"] = inner(versions, VERSIONS)
+        node[MODULE_VERSIONS] = inner(versions, VERSIONS)
     return node
 
 
@@ -470,12 +476,13 @@ def decode(node: Node, hook: OtherDecoder) -> Any:
     """
     if not isinstance(node, list | dict):
         return node
-    with suppress(*_DAMAGE):  # It is raised again below, with the tag of its node
+    with suppress(*_DAMAGE_ERRORS):  # It is raised again below, with the tag of its node
         return value_of(node, lambda tagged: _decode_tagged(tagged["$"], tagged, hook))
     return _decode(node, hook)
 
 
 def _decode(node: Node, hook: OtherDecoder) -> Any:
+    """Do what ``decode`` does, but node by node, so that an error names the tag of its node."""
     if not isinstance(node, list | dict):
         return node
     tag = node.get("$") if isinstance(node, dict) else None
@@ -487,27 +494,28 @@ def _decode(node: Node, hook: OtherDecoder) -> Any:
         return _decode_tagged(tag, node, hook)
     except RecursionError:
         raise ManifestCorrupt("tree", "nested too deeply") from None
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise ManifestCorrupt(
             "tree", f"node with tag {str(tag)[:40]!r}: {str(error)[:200]}"
         ) from None
 
 
 def _decode_tagged(tag: str, node: Mapping[str, Node], hook: OtherDecoder) -> Any:
+    """Return the value of a node with a tag. The errors of ``_DAMAGE_ERRORS`` mean damage."""
     match tag:
         case "tuple" | "set" | "frozenset":
             items = [decode(item, hook) for item in node["v"]]
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](
-                items if tag == "tuple" else _hashable(items)
+                items if tag == "tuple" else _without_collisions(items)
             )
         case "dict" | "OrderedDict" | "Counter":
-            keys = _hashable([decode(key, hook) for key, _ in node["v"]])
+            keys = _without_collisions([decode(key, hook) for key, _ in node["v"]])
             pairs = {
                 key: decode(item, hook) for key, (_, item) in zip(keys, node["v"], strict=True)
             }
             mapping = MAPPINGS[tag](pairs)
-            if tag == "OrderedDict" and "m" in node:
-                vars(mapping)[VERSIONS] = decode(node["m"], hook)
+            if tag == "OrderedDict" and MODULE_VERSIONS in node:
+                vars(mapping)[VERSIONS] = decode(node[MODULE_VERSIONS], hook)
             return mapping
         case "bytes" | "bytearray":
             raw = base64.b64decode(node["v"], validate=True)
@@ -515,9 +523,9 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], hook: OtherDecoder) -> An
         case "int":
             return int(node["v"], 16)
         case "float":
-            return _number(node["v"])
+            return _parse_float(node["v"])
         case "complex":
-            return complex(_number(node["v"][0]), _number(node["v"][1]))
+            return complex(_parse_float(node["v"][0]), _parse_float(node["v"][1]))
         case "numpy":
             # Refuse all other dtypes, because NumPy evaluates their text as Python literals.
             if not _SCALAR_DTYPE.fullmatch(node["d"]):
@@ -527,7 +535,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], hook: OtherDecoder) -> An
             return hook(tag, node)
 
 
-def _hashable(items: list[Any]) -> list[Any]:
+def _without_collisions(items: list[Any]) -> list[Any]:
     """Return ``items``. Raises ``ValueError`` if more than ``MOST_COLLISIONS`` of them have the
     same hash.
 
@@ -551,16 +559,17 @@ def _check_hashes(value: Collection[object], path: str) -> None:
         )
 
 
-def _text(value: float) -> str:
+def _float_text(value: float) -> str:
     """Return the text of a float. The text of a NaN contains the bits of the NaN if these differ
     from the bits of ``math.nan``.
     """
     bits = struct.pack(">d", value)
-    own = not math.isnan(value) or bits == struct.pack(">d", math.nan)
-    return repr(value) if own else _NAN + bits.hex()
+    is_usual = not math.isnan(value) or bits == struct.pack(">d", math.nan)
+    return repr(value) if is_usual else _NAN + bits.hex()
 
 
-def _number(text: str) -> float:
+def _parse_float(text: str) -> float:
+    """Return the float from which ``_float_text`` made ``text``."""
     if not text.startswith(_NAN):
         return float(text)
     (number,) = struct.unpack(">d", int(text.removeprefix(_NAN), 16).to_bytes(8, "big"))

@@ -14,9 +14,11 @@ import msgspec
 
 from ckpt.model.dtype import DTYPES
 
-_GAPS: Final = 8
+_MOST_BUFFER_RATIO: Final = 8
 """A buffer has at most this many times the bytes of its views together, and a page more."""
-_PAGE: Final = 4096
+_PAGE_BYTES: Final = 4096
+_IMPOSSIBLE: Final = 1 << 60
+"""An offset or a stride that no buffer has."""
 
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
 """The dtype and the shape of tensors, by name."""
@@ -54,9 +56,14 @@ def without_sparse(views: Mapping[str, View], kinds: Kinds) -> dict[str, View]:
 
     Memory is reserved for a whole buffer, so a restore accepts no buffer that is mostly gaps.
     """
-    limits = {buffer: _PAGE + _GAPS * n for buffer, n in _nbytes(views, kinds).items()}
-    large = {buffer for buffer, size in sizes(views, kinds).items() if size > limits[buffer]}
-    return {name: view for name, view in views.items() if view.buffer not in large}
+    limits = {
+        buffer: _PAGE_BYTES + _MOST_BUFFER_RATIO * nbytes
+        for buffer, nbytes in _view_bytes(views, kinds).items()
+    }
+    sparse_buffers = {
+        buffer for buffer, size in sizes(views, kinds).items() if size > limits[buffer]
+    }
+    return {name: view for name, view in views.items() if view.buffer not in sparse_buffers}
 
 
 def views_fault(views: Mapping[str, View], kinds: Kinds) -> str:
@@ -69,8 +76,8 @@ def views_fault(views: Mapping[str, View], kinds: Kinds) -> str:
         if name not in kinds:
             return f"{name[:80]!r} is a view, and is not stored"
         dtype, shape = kinds[name]
-        fits = len(view.strides) == len(shape) and all(0 <= n < 1 << 60 for n in view.strides)
-        if not fits or not 0 <= view.offset < 1 << 60 or view.offset % DTYPES[dtype].itemsize:
+        fits = len(view.strides) == len(shape) and all(0 <= n < _IMPOSSIBLE for n in view.strides)
+        if not fits or not 0 <= view.offset < _IMPOSSIBLE or view.offset % DTYPES[dtype].itemsize:
             return f"tensor {name!r} has an impossible place in a buffer"
         if not all(shape):
             return f"tensor {name!r} is a view without elements"
@@ -79,7 +86,8 @@ def views_fault(views: Mapping[str, View], kinds: Kinds) -> str:
     return ""
 
 
-def _nbytes(views: Mapping[str, View], kinds: Kinds) -> Mapping[str, int]:
+def _view_bytes(views: Mapping[str, View], kinds: Kinds) -> Mapping[str, int]:
+    """Return the bytes of the views of each buffer together."""
     nbytes_of: dict[str, int] = defaultdict(int)
     for name, view in views.items():
         dtype, shape = kinds[name]

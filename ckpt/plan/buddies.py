@@ -22,23 +22,23 @@ def buddies(domains: Sequence[str], replicas: int) -> tuple[tuple[int, ...], ...
             nodes outside its domain.
     """
     ring = _ring(domains)
-    matter = len(set(domains)) > 1
+    has_domains = len(set(domains)) > 1
     buddies_of: list[tuple[int, ...]] = [()] * len(ring)
-    for place, node in enumerate(ring):
-        picked_domains = {domains[node]} if matter else set[str]()
-        picks: list[int] = []
-        second: list[int] = []
-        for candidate in (*ring[place + 1 :], *ring[:place]):
-            if len(picks) == replicas:
+    for position, node in enumerate(ring):
+        picked_domains = {domains[node]} if has_domains else set[str]()
+        first_choices: list[int] = []
+        second_choices: list[int] = []
+        for candidate in (*ring[position + 1 :], *ring[:position]):
+            if len(first_choices) == replicas:
                 break
-            if matter and domains[candidate] == domains[node]:
+            if has_domains and domains[candidate] == domains[node]:
                 continue
-            if domains[candidate] in picked_domains and matter:
-                second.append(candidate)
+            if domains[candidate] in picked_domains and has_domains:
+                second_choices.append(candidate)
                 continue
             picked_domains.add(domains[candidate])
-            picks.append(candidate)
-        buddies_of[node] = tuple((picks + second)[:replicas])
+            first_choices.append(candidate)
+        buddies_of[node] = tuple((first_choices + second_choices)[:replicas])
     return tuple(buddies_of)
 
 
@@ -63,13 +63,13 @@ def missing_copies(
         replicas: The number of copies that a file needs in addition to the file itself.
     """
     # Up to ``replicas`` of these candidates may already have the file, so more are needed.
-    order = buddies(domains, 2 * replicas + 1)
+    buddies_of = buddies(domains, 2 * replicas + 1)
     targets: dict[int, tuple[int, ...]] = {}
     for file, nodes in holders.items():
         if not nodes:
             continue
         domains_with_copy = {domains[node] for node in nodes}
-        free = [node for node in (homes[file], *order[homes[file]]) if node not in nodes]
+        free = [node for node in (homes[file], *buddies_of[homes[file]]) if node not in nodes]
         picks: list[int] = []
         while free and len(nodes) + len(picks) <= replicas:
             node = next((node for node in free if domains[node] not in domains_with_copy), free[0])

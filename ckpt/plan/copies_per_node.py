@@ -40,22 +40,26 @@ def nearest_copies(
         return plan
     far_chunks = {(read.nbytes, read.checksum) for read in far_reads}
     read_ids = {read.chunk_id for read in plan.reads}
+    # For each chunk, the distance, the rank and the index of each copy that ``plan`` does not read
     copies: dict[tuple[int, str], list[tuple[int, int, int]]] = defaultdict(list)
     for file in manifest.files:
-        far_off = distance.get(file.rank, _FARTHEST)
+        file_distance = distance.get(file.rank, _FARTHEST)
         for index, chunk in enumerate(file.chunks):
             key = chunk.nbytes, chunk.checksum
             if key in far_chunks and (file.rank, index) not in read_ids:
-                copies[key].append((far_off, file.rank, index))
+                copies[key].append((file_distance, file.rank, index))
     for candidates in copies.values():
-        candidates.sort(reverse=True)
+        candidates.sort(reverse=True)  # The nearest is the last, which ``pop`` takes
     files = manifest.stored_files()
 
     def nearer(read: ChunkRead) -> ChunkRead:
         candidates = copies.get((read.nbytes, read.checksum))
-        if not candidates or candidates[-1][0] >= distance.get(read.rank, _FARTHEST):
+        if not candidates:
             return read
-        _, rank, index = candidates.pop()
+        nearest_distance, rank, index = candidates[-1]
+        if nearest_distance >= distance.get(read.rank, _FARTHEST):
+            return read
+        candidates.pop()
         return read.from_file(files[rank], index)
 
     reads = sorted(map(nearer, plan.reads), key=lambda read: read.chunk_id)
@@ -82,8 +86,8 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
     if rank not in replicas:
         return replicas
     counts = Counter(node_of[replica] for replica in replicas)
-    mates = tuple(replica for replica in replicas if node_of[replica] == node_of[rank])
-    return mates if len(set(counts.values())) == 1 and len(mates) > 1 else ()
+    node_replicas = tuple(replica for replica in replicas if node_of[replica] == node_of[rank])
+    return node_replicas if len(set(counts.values())) == 1 and len(node_replicas) > 1 else ()
 
 
 def nonwriter_leaf(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) -> Leaf:

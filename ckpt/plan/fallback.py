@@ -94,11 +94,12 @@ def verdict(errors: Sequence[tuple[str, Exception]], name: str) -> Exception:
         errors: The URL and the error of each store, nearest first.
         name: The key of the file or folder, for the message.
     """
-    if unsaid := next((error for _, error in errors if not is_damage(error)), None):
-        return unsaid
+    if inconclusive := next((error for _, error in errors if not is_damage(error)), None):
+        return inconclusive
     failures = [item for item in errors if not isinstance(item[1], ObjectNotFound)] or list(errors)
     if len(failures) == 1:
-        return failures[0][1]
+        [(_, error)] = failures
+        return error
     reasons = "; ".join(f"{url}: {error}" for url, error in failures)
     return IntegrityError(f"no tier has {name!r} intact: {reasons}")
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ckpt.errors import CommitError, ReplicasDiverged
 from ckpt.model.delta import check_part
 from ckpt.model.key_order import KeyOrder
+from ckpt.model.levels import MODULE_VERSIONS
 from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed, Tensor
 from ckpt.model.packed import Columns, replicas_of
 from ckpt.model.patterns import WHOLE, no_match_error, patterns_of
@@ -26,7 +27,14 @@ from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
 from ckpt.model.views import View, views_of_all
 from ckpt.plan.merge_errors import kind_conflict, kind_of
-from ckpt.plan.merge_layouts import Fragments, Layouts, Light, first_of, holders_of, merge_layouts
+from ckpt.plan.merge_layouts import (
+    Fragments,
+    Layouts,
+    RankFragment,
+    distinct_values,
+    holders_of,
+    merge_layouts,
+)
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 
@@ -83,12 +91,12 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
     ranks = sorted(fragments.ranks, key=lambda rank: rank.part.rank)
     _check_same_save([rank.part for rank in ranks])
     reference = ranks[0].part
-    metadata = _merge_raw("metadata", first_of(ranks, "metadata"))
+    metadata = _merge_trees("metadata", distinct_values(ranks, "metadata"))
     patterns, idle_patterns = patterns_of(metadata)
     if idle_patterns:
         raise no_match_error(idle_patterns)
-    check_frames(first_of(ranks, "replicas"))
-    _check_kinds(first_of(ranks, "tree"), lambda: holders_of(fragments, ranks))
+    check_replica_frames(distinct_values(ranks, "replicas"))
+    _check_kinds(distinct_values(ranks, "tree"), lambda: holders_of(fragments, ranks))
     layouts = cache.layouts = merge_layouts(fragments, ranks, cache.layouts)
     cache.forms = fragments.forms
     if cache.deltas is not None and patterns == WHOLE:
@@ -107,7 +115,7 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
         tied=_merge_tied(
             [rank.part for rank in ranks], {tensor.name for tensor in layouts.tensors}
         ),
-        tree=_merge_raw("", first_of(ranks, "tree")),
+        tree=_merge_trees("", distinct_values(ranks, "tree")),
         metadata=metadata,
         layouts=layouts.layouts,
         layout_of=layouts.layout_of,
@@ -119,14 +127,14 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
     )
 
 
-def _merge_views(ranks: Sequence[Light], tensors: Sequence[Tensor]) -> dict[str, View]:
+def _merge_views(ranks: Sequence[RankFragment], tensors: Sequence[Tensor]) -> dict[str, View]:
     if not (parts := [rank.part.views for rank in ranks if rank.part.views]):
         return {}
     kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
     return views_of_all(parts, kinds)
 
 
-def _fragment_copies(ranks: Sequence[Light]) -> tuple[Packed, ...]:
+def _fragment_copies(ranks: Sequence[RankFragment]) -> tuple[Packed, ...]:
     """Return the fragments that the manifest must carry, without the fields that the merge unites.
 
     If one fragment has ``in_manifest`` set, these are the fragments of all ranks. Otherwise the
@@ -137,7 +145,7 @@ def _fragment_copies(ranks: Sequence[Light]) -> tuple[Packed, ...]:
     return tuple(replace(rank.part, tied={}, views={}) for rank in ranks)
 
 
-def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
+def check_replica_frames(frames: Sequence[tuple[int, bytes]]) -> None:
     """Raise ``ReplicasDiverged`` as ``check_replicas`` does, but faster for many ranks.
 
     Args:
@@ -167,7 +175,8 @@ def _hashes(replicas: Mapping[str, str]) -> Ints:
 def check_replicas(marks: Marks) -> None:
     """Raise ``ReplicasDiverged`` if two ranks report different digests of the same boxes.
 
-    A rank reports the digests of the tensors that it holds as a replica.
+    A rank reports the digests of the tensors that it holds as a replica, each in a mark
+    ``boxes=digest``.
     """
     digests: dict[tuple[str, str], tuple[int, str]] = {}
     for own_rank, replicas in marks:
@@ -235,21 +244,21 @@ def _merge_tied(fragments: Sequence[Packed], stored_names: set[str]) -> dict[str
     return {name: target for name, target in sorted(ties.items()) if name not in stored_names}
 
 
-def _merge_raw(path: str, unique: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
+def _merge_trees(path: str, distinct_trees: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
     """Return the tree that is merged from the trees of all ranks.
 
     Usually the trees of all ranks are equal byte for byte. In this case no tree is decoded.
 
     Args:
         path: The name of the tree in errors.
-        unique: The different trees, each with the lowest rank that has it.
+        distinct_trees: The different trees, each with the lowest rank that has it.
     """
-    if len(unique) == 1:
-        return msgspec.Raw(unique[0][1])
-    nodes = [(rank, parse(msgspec.Raw(raw))) for rank, raw in unique]
-    union, holder = nodes[0][1], nodes[0][0]
-    for rank, node in nodes[1:]:
-        union = _union(path, union, node, (holder, rank))
+    if len(distinct_trees) == 1:
+        [(_, tree)] = distinct_trees
+        return msgspec.Raw(tree)
+    (first_rank, union), *nodes = [(rank, parse(msgspec.Raw(raw))) for rank, raw in distinct_trees]
+    for rank, node in nodes:
+        union = _union(path, union, node, (first_rank, rank))
     return msgspec.Raw(msgspec.json.encode(union))
 
 
@@ -270,10 +279,10 @@ def _union(path: str, a: Node, b: Node, ranks: tuple[int, int]) -> Node:
     """
     if _is_equal(a, b):
         return a
-    if (kinds := (kind_of(a), kind_of(b)))[0] != kinds[1]:
-        text = " and ".join(
-            f"{kind} on rank {rank}" for kind, rank in zip(kinds, ranks, strict=True)
-        )
+    kind_a, kind_b = kind_of(a), kind_of(b)
+    if kind_a != kind_b:
+        rank_a, rank_b = ranks
+        text = f"{kind_a} on rank {rank_a} and {kind_b} on rank {rank_b}"
         raise ReplicasDiverged(path, ranks, f" ({text})")
     if not (isinstance(a, dict) and isinstance(b, dict)):
         raise ReplicasDiverged(path, ranks)
@@ -298,10 +307,13 @@ def _is_equal(a: Node, b: Node) -> bool:
 def _union_mapping(
     path: str, a: Mapping[str, Node], b: Mapping[str, Node], ranks: tuple[int, int]
 ) -> Node:
+    """Return the union of two dicts, or of two nodes of a module or object, whose values are under
+    "v" or "values". These two keys are no part of a path.
+    """
     union = dict(a)
     for key, node in b.items():
-        deeper = path if key in ("v", "values") and "$" in a else join(path, key)
-        union[key] = _union(deeper, union[key], node, ranks) if key in union else node
+        inner_path = path if key in ("v", "values") and "$" in a else join(path, key)
+        union[key] = _union(inner_path, union[key], node, ranks) if key in union else node
     return union
 
 
@@ -309,7 +321,7 @@ def _union_pairs(
     path: str, a: Mapping[str, Node], b: Mapping[str, Node], ranks: tuple[int, int]
 ) -> Node:
     """Return the union of two dicts that have pairs of nodes: the pairs of the first rank, and then
-    the pairs that only the second rank has.
+    the pairs that only the second rank has. A node has its pairs under "v" (see `model.values`).
 
     Raises:
         ReplicasDiverged: The ranks have different values for a key, or the keys that both ranks
@@ -321,22 +333,27 @@ def _union_pairs(
         key for key in pairs_of_b if key in pairs
     ]:
         raise ReplicasDiverged(path, ranks, " (in the order of its keys)")
-    for text, (key, node) in pairs_of_b.items():
-        if text in pairs:
-            deeper = path if isinstance(key, list | dict) else join(path, key)
-            pairs[text][1] = _union(deeper, pairs[text][1], node, ranks)
+    for encoded_key, (key, node) in pairs_of_b.items():
+        if encoded_key in pairs:
+            inner_path = path if isinstance(key, list | dict) else join(path, key)
+            pairs[encoded_key][1] = _union(inner_path, pairs[encoded_key][1], node, ranks)
         else:
-            pairs[text] = [key, node]
+            pairs[encoded_key] = [key, node]
     union: dict[str, Node] = {**a, "v": list(pairs.values())}
-    if "m" in a or "m" in b:
-        version_nodes = [node["m"] for node in (a, b) if "m" in node]
-        union["m"] = _union(path, version_nodes[0], version_nodes[-1], ranks)
+    if version_nodes := [node[MODULE_VERSIONS] for node in (a, b) if MODULE_VERSIONS in node]:
+        union[MODULE_VERSIONS] = _union(path, version_nodes[0], version_nodes[-1], ranks)
     return union
 
 
 def _union_optimizer(
     path: str, a: Mapping[str, Node], b: Mapping[str, Node], ranks: tuple[int, int]
 ) -> Node:
+    """Return the union of two nodes of an optimizer: its groups with the parameters of both ranks,
+    and the state of these parameters.
+
+    Raises:
+        ReplicasDiverged: The settings of a group differ, or a value that both ranks have.
+    """
     if len(a["groups"]) != len(b["groups"]):
         raise ReplicasDiverged(f"{path}/param_groups", ranks)
     groups: list[Node] = []

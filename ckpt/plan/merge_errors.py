@@ -10,7 +10,7 @@ from ckpt.model.box import Box
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, join
 
-_MOST_TOLD: Final = 6
+_MOST_LISTED: Final = 6
 _CAUSE: Final = (
     "a mesh that changed, or a layout that differs between ranks? All must save the same state "
     "under the same mesh. A module that only some "
@@ -29,10 +29,11 @@ def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
     for rank, tensor in parts:
         boxes[tuple(shard.box for shard in tensor.shards)].append(rank)
     lines = [
-        f"{_ranks(ranks)} wrote {_boxes(boxes_of_rank)}" for boxes_of_rank, ranks in boxes.items()
+        f"{_ranks_phrase(ranks)} wrote {_boxes_phrase(boxes_of_rank)}"
+        for boxes_of_rank, ranks in boxes.items()
     ]
-    rest = f"; and {len(lines) - _MOST_TOLD} more" if len(lines) > _MOST_TOLD else ""
-    return f"{'; '.join(lines[:_MOST_TOLD])}{rest} ({_CAUSE})"
+    rest = f"; and {len(lines) - _MOST_LISTED} more" if len(lines) > _MOST_LISTED else ""
+    return f"{'; '.join(lines[:_MOST_LISTED])}{rest} ({_CAUSE})"
 
 
 def forms_text(parts: Sequence[tuple[int, Tensor]]) -> str | None:
@@ -46,7 +47,7 @@ def forms_text(parts: Sequence[tuple[int, Tensor]]) -> str | None:
     if len(forms) == 1:
         return None
     return "ranks disagree: " + " and ".join(
-        f"{form} on {_ranks(ranks)}" for form, ranks in forms.items()
+        f"{form} on {_ranks_phrase(ranks)}" for form, ranks in forms.items()
     )
 
 
@@ -93,11 +94,11 @@ def kind_conflict(
     return None
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:_MOST_TOLD])) + (" ..." if len(ranks) > _MOST_TOLD else "")
+def _ranks_phrase(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:_MOST_LISTED])) + (" ..." if len(ranks) > _MOST_LISTED else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
-def _boxes(boxes: Sequence[Box]) -> str:
-    texts = [f"{list(box.shape)} at {list(box.offsets)}" for box in boxes[:_MOST_TOLD]]
-    return (", ".join(texts) or "nothing") + (" ..." if len(boxes) > _MOST_TOLD else "")
+def _boxes_phrase(boxes: Sequence[Box]) -> str:
+    texts = [f"{list(box.shape)} at {list(box.offsets)}" for box in boxes[:_MOST_LISTED]]
+    return (", ".join(texts) or "nothing") + (" ..." if len(boxes) > _MOST_LISTED else "")

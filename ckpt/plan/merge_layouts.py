@@ -30,12 +30,13 @@ from ckpt.model.packed import Columns, Heading, Tables, check_packed, columns_of
 from ckpt.model.runs import Ints, Run, Runs, compress
 from ckpt.plan.merge_errors import forms_text, ranks_text
 
-_MOST_CELLS = 1 << 26
-_NULL = msgspec.Raw(b"null")
+_MOST_CELLS = 1 << 26  # Of the grid of ``_tiles``
+_MOST_GRID_DIMS = 4
+_NULL_JSON = msgspec.Raw(b"null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Light:
+class RankFragment:
     """The fields of one fragment that the merge keeps. If several fragments have an equal value,
     they share one object.
 
@@ -73,12 +74,12 @@ class Fragments:
     """
 
     def __init__(self, forms: Mapping[str, Columns]) -> None:
-        self.ranks: list[Light] = []
+        self.ranks: list[RankFragment] = []
         self.forms: dict[str, Columns] = {}
         self._previous_forms = forms
         self._frames: dict[str, bytes] = {}
         self._tables: Tables = {}
-        self._texts: dict[str, bytes] = {}
+        self._bytes_by_checksum: dict[str, bytes] = {}
 
     def add(self, part: Packed, ref: FragmentRef) -> None:
         """Check a fragment and keep the fields that the merge needs.
@@ -94,30 +95,30 @@ class Fragments:
                 columns = columns_of(part.form, part.chunk_bytes, key=ref.name, tables=self._tables)
             self.forms[form] = columns
         check_packed(part, self.forms[form], key=ref.name)
-        per_rank = msgspec.Raw(bytes(part.per_rank)) if part.in_manifest else _NULL
-        own = replace(
+        per_rank = msgspec.Raw(bytes(part.per_rank)) if part.in_manifest else _NULL_JSON
+        reduced_part = replace(
             part, form=self._frames.setdefault(form, part.form),
-            tree=_NULL, replicas=b"", metadata=_NULL, per_rank=per_rank,
+            tree=_NULL_JSON, replicas=b"", metadata=_NULL_JSON, per_rank=per_rank,
         )  # fmt: skip
         self.ranks.append(
-            Light(
+            RankFragment(
                 ref=ref,
-                part=own,
+                part=reduced_part,
                 form=form,
                 layout=form + checksum(part.offsets),
-                tree=self._text(part.tree),
-                replicas=self._text(part.replicas),
-                metadata=self._text(part.metadata),
+                tree=self._shared_bytes(part.tree),
+                replicas=self._shared_bytes(part.replicas),
+                metadata=self._shared_bytes(part.metadata),
             )
         )
 
-    def _text(self, raw: msgspec.Raw | bytes) -> bytes:
+    def _shared_bytes(self, raw: msgspec.Raw | bytes) -> bytes:
         """Return a copy of the bytes. For equal bytes, every call returns the same object.
 
         A ``Raw`` would keep the bytes of its whole fragment in memory.
         """
         text = bytes(raw)
-        return self._texts.setdefault(checksum(text), text)
+        return self._bytes_by_checksum.setdefault(checksum(text), text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +148,8 @@ class Layouts:
     """The result of merging the boxes of all ranks.
 
     Attributes:
-        came_from: ``Light.layout`` of each rank. If the next merge has the same values, its result
-            is the same.
+        came_from: ``RankFragment.layout`` of each rank. If the next merge has the same values, its
+            result is the same.
         tensors: The tensors of the manifest, sorted by name.
         layouts: The different layouts. Tensors that are cut alike share a layout.
         layout_of: For each tensor the index of its layout in ``layouts``.
@@ -163,7 +164,7 @@ class Layouts:
 
 
 def merge_layouts(
-    fragments: Fragments, ranks: Sequence[Light], previous: Layouts | None
+    fragments: Fragments, ranks: Sequence[RankFragment], previous: Layouts | None
 ) -> Layouts:
     """Return the tensors and layouts of all ranks.
 
@@ -182,14 +183,14 @@ def merge_layouts(
     came_from = [rank.layout for rank in ranks]
     if previous is not None and came_from == previous.came_from:
         if previous.copies:
-            sums = _checksums(ranks)
+            checksums = _checksums(ranks)
             for copies in previous.copies:
-                _compare(copies, sums)
+                _compare(copies, checksums)
         return previous
-    return _World(fragments, ranks).merge(came_from)
+    return _ShardTable(fragments, ranks).merge(came_from)
 
 
-def first_of(ranks: Sequence[Light], field: str) -> list[tuple[int, bytes]]:
+def distinct_values(ranks: Sequence[RankFragment], field: str) -> list[tuple[int, bytes]]:
     """Return the different values that the field called ``field`` has in ``ranks``, each with the
     lowest rank that has it.
     """
@@ -203,7 +204,7 @@ def first_of(ranks: Sequence[Light], field: str) -> list[tuple[int, bytes]]:
     return [(rank, text) for text, rank in rank_of.items()]
 
 
-def holders_of(fragments: Fragments, ranks: Sequence[Light]) -> Mapping[str, int]:
+def holders_of(fragments: Fragments, ranks: Sequence[RankFragment]) -> Mapping[str, int]:
     """Return the names of all tensors, each with a rank whose fragment has it."""
     last = {rank.form: rank.part.rank for rank in ranks}
     order = sorted(last.items(), key=lambda item: item[1])
@@ -212,14 +213,14 @@ def holders_of(fragments: Fragments, ranks: Sequence[Light]) -> Mapping[str, int
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The part of a rank's rows in the table of `_World` that all ranks with the same form share.
+    """The part of a rank's rows in a `_ShardTable` that all ranks with the same form share.
 
     Attributes:
         tensor: For each shard the index of its tensor among all tensors, sorted by name.
         nth: For each shard the number of earlier shards of the same tensor.
         shard_counts: The indices of the tensors that have shards, and the number of shards of each.
-        boxes: The rows. `_World` writes the position and the offsets of a rank into these rows, and
-            then copies them to its table.
+        boxes: The rows. `_ShardTable` writes the position and the offsets of a rank into these
+            rows, and then copies them to its table.
         chunks: For each shard the index of its first chunk and the number of its chunks.
     """
 
@@ -238,7 +239,7 @@ class _Rows:
         nth = np.empty_like(tensor)
         nth[order] = np.arange(len(tensor)) - np.repeat(starts, counts)
         boxes = np.zeros((len(tensor), 1 + 2 * dims), dtype=np.int64)
-        boxes[:, 1 + dims :] = 1
+        boxes[:, 1 + dims :] = 1  # The padding of the shapes
         boxes[:, 1 + dims : 1 + dims + form.dims] = form.shape
         return cls(
             tensor,
@@ -249,7 +250,7 @@ class _Rows:
         )
 
 
-class _World:
+class _ShardTable:
     """The table of all shards of all ranks.
 
     Each row describes a shard: the position of its rank in ``ranks``, its offsets and its shape.
@@ -257,7 +258,7 @@ class _World:
     first chunk and the number of chunks of each shard.
     """
 
-    def __init__(self, fragments: Fragments, ranks: Sequence[Light]) -> None:
+    def __init__(self, fragments: Fragments, ranks: Sequence[RankFragment]) -> None:
         self._ranks = ranks
         forms = self._forms = [fragments.forms[rank.form] for rank in ranks]
         self._headings, self._conflicts = _headings(fragments, ranks)
@@ -265,34 +266,37 @@ class _World:
         self._dims = max((form.dims for form in forms), default=0)
         self._chunk_base = np.cumsum([0, *(len(form.chunks) for form in forms)])
         number = {name: index for index, name in enumerate(self._names)}
-        times = Counter(rank.form for rank in ranks)
-        rows_of = {form: _Rows.of(fragments.forms[form], number, self._dims) for form in times}
+        rank_counts = Counter(rank.form for rank in ranks)
+        rows_of = {
+            form: _Rows.of(fragments.forms[form], number, self._dims) for form in rank_counts
+        }
         shard_counts = np.zeros(len(number), dtype=np.int64)
         for form, rows in rows_of.items():
-            shard_counts[rows.shard_counts[0]] += times[form] * rows.shard_counts[1]
+            shard_counts[rows.shard_counts[0]] += rank_counts[form] * rows.shard_counts[1]
         self._edges = np.cumsum([0, *shard_counts.tolist()])
         self._boxes = np.empty((self._edges[-1], 1 + 2 * self._dims), dtype=np.int64)
         self._chunks = np.empty((self._edges[-1], 2), dtype=np.int32)
         self._fill(rows_of)
         self._layout_cache: dict[tuple[tuple[int, ...], str], tuple[int, Ints]] = {}
         self._layouts: dict[Runs, int] = {}
-        self._sums: Ints | None = None
+        self._chunk_checksums: Ints | None = None
 
     def _fill(self, rows_of: Mapping[str, _Rows]) -> None:
         """Write the rows of all ranks to the table.
 
         Each row is written directly to its final position, which is faster than sorting the rows.
         """
-        free = self._edges[:-1].copy()
+        next_rows = self._edges[:-1].copy()
         for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
+            # Ranks with the same form differ in the position and the offsets only.
             rows = rows_of[rank.form]
             rows.boxes[:, 0] = position
             rows.boxes[:, 1 : 1 + form.dims] = offsets_of(
                 rank.part.offsets, form, key=rank.ref.name
             )
-            places = free[rows.tensor] + rows.nth
+            places = next_rows[rows.tensor] + rows.nth
             self._boxes[places], self._chunks[places] = rows.boxes, rows.chunks
-            free[rows.shard_counts[0]] += rows.shard_counts[1]
+            next_rows[rows.shard_counts[0]] += rows.shard_counts[1]
 
     def merge(self, came_from: Sequence[str]) -> Layouts:
         tensors: list[Tensor] = []
@@ -330,7 +334,7 @@ class _World:
             ReplicasDiverged: Copies of a box differ.
         """
         table = self._boxes[rows]
-        if len(table) == 1 and (run := self._lone(table[0].tolist(), shape)):
+        if len(table) == 1 and (run := self._single_shard_run(table[0].tolist(), shape)):
             return self._layouts.setdefault((run,), len(self._layouts)), None
         key = shape, checksum(table.tobytes())
         if key in self._layout_cache:
@@ -338,12 +342,12 @@ class _World:
             return layout, self._copies(name, rows.start + row_pairs)
         position, offsets, shapes = self._columns(table, len(shape))
         unique_rows, row_pairs = np.arange(len(table)), np.zeros((0, 2), dtype=np.int64)
-        whole = _tiles(shape, offsets, shapes)
-        if not whole or not shapes.all():
-            unique_rows, row_pairs = _unique(offsets, shapes)
+        is_tiled = _tiles(shape, offsets, shapes)
+        if not is_tiled or not shapes.all():
+            unique_rows, row_pairs = _split_copies(offsets, shapes)
         copies = self._copies(name, rows.start + row_pairs)
         boxes = offsets[unique_rows], shapes[unique_rows]
-        if not whole and not _tiles(shape, *boxes):
+        if not is_tiled and not _tiles(shape, *boxes):
             sorted_boxes = sorted(
                 Box(tuple(o), tuple(n)) for o, n in zip(*map(np.ndarray.tolist, boxes), strict=True)
             )
@@ -356,7 +360,7 @@ class _World:
         self._layout_cache[key] = layout, row_pairs
         return layout, copies
 
-    def _lone(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
+    def _single_shard_run(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
         """Return the run for a tensor with a single shard if this shard is the whole tensor, else
         None.
 
@@ -389,14 +393,15 @@ class _World:
             )
         parts: list[tuple[int, Tensor]] = []
         for position, rank in enumerate(self._ranks):
-            for _, dtype, whole, _ in (
-                heading for heading in self._forms[position].headings if heading[0] == name
-            ):
+            for heading_name, dtype, whole_shape, _ in self._forms[position].headings:
+                if heading_name != name:
+                    continue
+                dims = len(whole_shape)
                 shards = [
-                    replace(s, offsets=s.offsets[: len(whole)], shape=s.shape[: len(whole)])
-                    for s in shards_at[position]
+                    replace(shard, offsets=shard.offsets[:dims], shape=shard.shape[:dims])
+                    for shard in shards_at[position]
                 ]
-                parts.append((rank.part.rank, Tensor(name, dtype, whole, tuple(shards))))
+                parts.append((rank.part.rank, Tensor(name, dtype, whole_shape, tuple(shards))))
         return parts
 
     def _copies(self, name: str, row_pairs: Ints) -> Copies | None:
@@ -416,30 +421,38 @@ class _World:
             return None
         rows_a, rows_b = row_pairs[self._chunks[row_pairs[:, 1], 1] > 0].T
         counts = self._chunks[rows_b, 1].astype(np.int64)
-        if (unlike := np.flatnonzero(self._chunks[rows_a, 1] != counts)).size:
-            pair = [
-                self._ranks[int(self._boxes[side[unlike[0]], 0])].part.rank
-                for side in (rows_a, rows_b)
+        if (mismatches := np.flatnonzero(self._chunks[rows_a, 1] != counts)).size:
+            pair_ranks = [
+                self._ranks[int(self._boxes[rows[mismatches[0]], 0])].part.rank
+                for rows in (rows_a, rows_b)
             ]
-            raise ReplicasDiverged(name, pair, " (they are cut otherwise)")
-        step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        sides: list[Ints] = []
+            raise ReplicasDiverged(name, pair_ranks, " (they are cut otherwise)")
+        # The index of each chunk within its shard: 0 to ``counts - 1`` for each pair of rows.
+        chunk_index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
-        for side in (rows_a, rows_b):
-            position = self._boxes[side, 0]
-            first_chunk = self._chunk_base[position] + self._chunks[side, 0]
-            sides += [np.repeat(first_chunk, counts) + step, np.repeat(ids[position], counts)]
+
+        def chunks_and_ranks(rows: Ints) -> tuple[Ints, Ints]:
+            position = self._boxes[rows, 0]
+            first_chunk = self._chunk_base[position] + self._chunks[rows, 0]
+            return np.repeat(first_chunk, counts) + chunk_index, np.repeat(ids[position], counts)
+
+        first_chunks, first_rank = chunks_and_ranks(rows_a)
+        second_chunks, second_rank = chunks_and_ranks(rows_b)
         copies = Copies(
-            name=name, first=sides[0], first_rank=sides[1], second=sides[2], second_rank=sides[3]
+            name=name,
+            first=first_chunks,
+            first_rank=first_rank,
+            second=second_chunks,
+            second_rank=second_rank,
         )
-        if self._sums is None:
-            self._sums = _checksums(self._ranks)
-        _compare(copies, self._sums)
+        if self._chunk_checksums is None:
+            self._chunk_checksums = _checksums(self._ranks)
+        _compare(copies, self._chunk_checksums)
         return copies
 
 
 def _headings(
-    fragments: Fragments, ranks: Sequence[Light]
+    fragments: Fragments, ranks: Sequence[RankFragment]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], set[str]]:
     """Return the dtype, the shape and the order of each tensor by name, and the names of the
     tensors whose dtype or shape differs between ranks.
@@ -471,9 +484,9 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
     This check is fast, but it may return False although the boxes cover the tensor exactly once. If
     the result is False, ``tiling_fault`` must decide.
     """
-    solid = shapes.all(axis=1)
-    if not solid.all():
-        offsets, shapes = offsets[solid], shapes[solid]
+    has_elements = shapes.all(axis=1)
+    if not has_elements.all():
+        offsets, shapes = offsets[has_elements], shapes[has_elements]
     if sum(np.prod(shapes, axis=1, dtype=np.int64).tolist()) != math.prod(shape):
         return False
     cut_dims = [dim for dim in range(len(shape)) if (shapes[:, dim] != shape[dim]).any()]
@@ -482,7 +495,7 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
     edges = [
         np.unique(np.concatenate([offsets[:, d], offsets[:, d] + shapes[:, d]])) for d in cut_dims
     ]
-    if len(cut_dims) > 4 or math.prod(len(edge) for edge in edges) > _MOST_CELLS:
+    if len(cut_dims) > _MOST_GRID_DIMS or math.prod(len(edge) for edge in edges) > _MOST_CELLS:
         return False
     # The grid has a cell between any two neighbouring edges. Put +1 and -1 at the corners of each
     # box. After cumulative sums along each dimension, each cell has the number of boxes that cover
@@ -501,7 +514,7 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
     return bool((grid <= 1).all())
 
 
-def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
+def _split_copies(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
     """Return the rows whose box is in no earlier row. For every other row, also return a pair: the
     first row with the same box, and the row itself.
     """
@@ -515,14 +528,15 @@ def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
     return rows[owner == rows], np.stack([owner, rows], axis=1)[owner != rows]
 
 
-def _checksums(ranks: Sequence[Light]) -> Ints:
+def _checksums(ranks: Sequence[RankFragment]) -> Ints:
     """Return the checksum of every chunk of every rank, each as a row of 64-bit integers."""
     checksums = np.frombuffer(b"".join(rank.part.checksums for rank in ranks), dtype="<i8")
     return checksums.reshape(-1, CHECKSUM_BYTES // 8)
 
 
-def _compare(copies: Copies, sums: Ints) -> None:
-    differ = (sums[copies.first] != sums[copies.second]).any(axis=1)
+def _compare(copies: Copies, checksums: Ints) -> None:
+    """Raise ``ReplicasDiverged`` if the chunks of a pair have different checksums."""
+    differ = (checksums[copies.first] != checksums[copies.second]).any(axis=1)
     if differ.any():
         index = int(np.argmax(differ))
         raise ReplicasDiverged(

@@ -38,7 +38,7 @@ def rebase(
     target_reads: list[ChunkRead] = []
     for read in reads:
         file = target_files.get(read.rank)
-        if file is None or not _has(file, read):
+        if file is None or not _has_equal_chunk(file, read):
             continue
         as_stored = read.as_stored and read.encoded_nbytes is not None
         if not as_stored or file.encoding == source_files[read.rank].encoding:
@@ -46,5 +46,5 @@ def rebase(
     return target_reads
 
 
-def _has(file: StoredFile, read: ChunkRead) -> bool:
+def _has_equal_chunk(file: StoredFile, read: ChunkRead) -> bool:
     return read.index < len(file.chunks) and file.chunks[read.index].checksum == read.checksum

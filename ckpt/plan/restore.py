@@ -158,17 +158,17 @@ def plan_restore(manifest: Manifest, leaves: Sequence[Leaf]) -> RestorePlan:
     table = _ChunkTable(manifest)
     for index, leaf in enumerate(leaves):
         tensor = tensors[leaf.name]
-        _check(leaf, tensor)
+        _check_shape_and_dtype(leaf, tensor)
         shards = [shard.box for shard in tensor.shards]
         box_index = BoxIndex(shards)
         if not manifest.is_filled:
-            _check_whole(leaf, shards, box_index)
+            _check_coverage(leaf, shards, box_index)
         for piece, box in enumerate(leaf.boxes):
             for position in box_index.search(box):
                 shard_box = shards[position]
-                whole = box == shard_box  # This common case needs no intersection
+                is_same_box = box == shard_box  # This common case needs no intersection
                 for chunk in table.chunks(tensor.shards[position], shard_box, tensor.dtype):
-                    if part := chunk.box if whole else chunk.box.intersect(box):
+                    if part := chunk.box if is_same_box else chunk.box.intersect(box):
                         chunk.targets.append(Target(leaf=index, piece=piece, part=part))
     return RestorePlan(reads=table.reads(), wanted_bytes=sum(leaf.nbytes for leaf in leaves))
 
@@ -180,23 +180,23 @@ def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
     empty if ``file`` comes from a manifest that does not have the fragment of its rank filled in.
     """
     reads: list[ChunkRead] = []
-    place = 0
+    position = 0
     for index, chunk in enumerate(file.chunks):
         nbytes = file.lengths[index] if as_stored else chunk.nbytes
-        box = Box((place,), (nbytes,))
+        box = Box((position,), (nbytes,))
         reads.append(ChunkRead.of(file, index, dtype="uint8", box=box, as_stored=as_stored))
-        place += nbytes
+        position += nbytes
     return reads
 
 
-def _check(leaf: Leaf, tensor: Tensor) -> None:
+def _check_shape_and_dtype(leaf: Leaf, tensor: Tensor) -> None:
     if leaf.shape != tensor.shape:
         raise ShapeMismatch(leaf.name, tensor.shape, leaf.shape)
     if leaf.dtype != tensor.dtype:
         raise DtypeMismatch(leaf.name, tensor.dtype, leaf.dtype)
 
 
-def _check_whole(leaf: Leaf, shards: Sequence[Box], index: BoxIndex) -> None:
+def _check_coverage(leaf: Leaf, shards: Sequence[Box], index: BoxIndex) -> None:
     """Raise ``ManifestCorrupt`` unless the stored boxes cover each box of ``leaf`` exactly once.
 
     If only some fragments are filled in, the earlier checks of the manifest prove only that the
@@ -252,6 +252,7 @@ class _ChunkTable:
         )
 
     def _build(self, shard: Shard, shard_box: Box, dtype: str) -> list[_Chunk]:
+        """Return what ``chunks`` returns. The length of the first chunk says how the box is cut."""
         file = self._files[shard.rank]
         first_chunk = file.staged_index[shard.offset]
         boxes = split_rows(shard_box, file.chunks[first_chunk].nbytes // DTYPES[dtype].itemsize)
@@ -287,21 +288,22 @@ def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> 
     for read in reads:
         if pending:
             last = pending[-1]
-            near = (
+            is_near = (
                 read.rank == last.rank
                 and read.in_base == last.in_base
                 and 0 <= read.offset - (last.offset + last.stored_nbytes) <= gap_bytes
             )
-            if not near or read.offset + read.stored_nbytes - pending[0].offset > most_bytes:
-                runs.append(_run(pending))
+            if not is_near or read.offset + read.stored_nbytes - pending[0].offset > most_bytes:
+                runs.append(_run_of(pending))
                 pending = []
         pending.append(read)
     if pending:
-        runs.append(_run(pending))
+        runs.append(_run_of(pending))
     return runs
 
 
-def _run(reads: list[ChunkRead]) -> Run:
+def _run_of(reads: list[ChunkRead]) -> Run:
+    """Return the run that serves ``reads``, which are neighbours in their file."""
     head, last = reads[0], reads[-1]
     return Run(
         rank=head.rank,

@@ -93,18 +93,20 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
         rank: This rank.
         chunk_bytes: The largest size of a chunk in bytes, except for the header.
     """
-    order = sorted(
-        _share(leaves, rank),
-        key=lambda pair: (-leaves[pair[0]].itemsize, leaves[pair[0]].name, pair[1]),
-    )
-    lead = [
+
+    def image_order(pair: tuple[int, Box]) -> tuple[int, str, Box]:
+        index, box = pair
+        return -leaves[index].itemsize, leaves[index].name, box
+
+    order = sorted(_own_boxes(leaves, rank), key=image_order)
+    frozen_boxes = [
         (index, box)
         for index, box in order
         if leaves[index].is_frozen and box.numel * leaves[index].itemsize % _ALIGNMENT == 0
     ]
-    if lead:
-        leads = set(lead)
-        order = lead + [pair for pair in order if pair not in leads]
+    if frozen_boxes:
+        frozen_set = set(frozen_boxes)
+        order = frozen_boxes + [pair for pair in order if pair not in frozen_set]
     header = safetensors_header(
         [(leaves[index].name, leaves[index].dtype, box.shape) for index, box in order], rank
     )
@@ -116,7 +118,7 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
         items.append(WriteItem(leaf=index, box=box, offset=end, nbytes=box.numel * itemsize))
         chunks += [part.numel * itemsize for part in split_box(box, itemsize, chunk_bytes)]
         end += box.numel * itemsize
-        if position < len(lead):
+        if position < len(frozen_boxes):
             frozen_chunks = len(chunks)
     return SavePlan(
         header=header,
@@ -124,11 +126,13 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
         size=end,
         chunks=tuple(chunks),
         tensors=_tensors(leaves, items, rank),
+        # An increment gets its header from ``tensors``, which lack the spare boxes.
         frozen_chunks=0 if any(leaf.spare for leaf in leaves) else frozen_chunks,
     )
 
 
-def _share(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
+def _own_boxes(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
+    """Return the boxes that ``rank`` writes, each with the index of its leaf."""
     own_boxes: list[tuple[int, Box]] = []
     small: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
@@ -142,7 +146,7 @@ def _share(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
     for replicas, indices in small.items():
         own_boxes += [
             (index, box)
-            for index in _lightest(leaves, indices, replicas, rank)
+            for index in _balance(leaves, indices, replicas, rank)
             for box in leaves[index].boxes
         ]
     return own_boxes
@@ -152,7 +156,7 @@ def _slab(box: Box, leaf: Leaf, part: int) -> Box | None:
     return even_slab(box, len(leaf.replicas), part)
 
 
-def _lightest(
+def _balance(
     leaves: Sequence[Leaf], indices: Iterable[int], replicas: tuple[int, ...], rank: int
 ) -> list[int]:
     """Distribute small leaves among their replicas, and return the indices of those that ``rank``
@@ -166,6 +170,7 @@ def _lightest(
     own_indices: list[int] = []
     for index in sorted(indices, key=lambda i: (-leaves[i].nbytes, leaves[i].name)):
         load, owner = loads[0]
+        # An empty leaf counts as a byte, so that one replica does not get all of them.
         heapq.heapreplace(loads, (load + max(1, leaves[index].nbytes), owner))
         if owner == rank:
             own_indices.append(index)
@@ -190,7 +195,7 @@ def safetensors_header(entries: Sequence[Entry], rank: int, *, phase: int = 0) -
     for tensor, dtype, shape in entries:
         serial = serials.get(tensor, -1) + 1
         name = f"{tensor}@{serial}" if serial else tensor
-        while name in table or (serial and name in names):
+        while name in table or (serial and name in names):  # A tensor may be called 'name@1'
             serial += 1
             name = f"{tensor}@{serial}"
         serials[tensor] = serial
@@ -225,7 +230,7 @@ def tail_header(tensors: Iterable[Tensor], chunks: Sequence[int], count: int, ra
     def entries() -> Iterator[Entry]:
         for offset, _, tensor, shard in shards:
             itemsize = DTYPES[tensor.dtype].itemsize
-            if offset >= starts[count]:
+            if offset >= starts[count]:  # The whole box is in the increment
                 yield tensor.name, tensor.dtype, shard.shape
             elif offset + shard.box.numel * itemsize > starts[count]:
                 first_chunk = starts.index(offset)
@@ -237,6 +242,7 @@ def tail_header(tensors: Iterable[Tensor], chunks: Sequence[int], count: int, ra
 
 
 def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> tuple[Tensor, ...]:
+    """Return the tensors of ``leaves`` with the shards that ``items`` write, but for spare ones."""
     shards: dict[int, list[Shard]] = defaultdict(list)
     for item in items:
         if leaves[item.leaf].spare:

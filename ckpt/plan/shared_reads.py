@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ckpt.plan.restore import ChunkRead
 
 Keys = NDArray[np.int64]
-_PLACES = 32
+_INDEX_BITS = 32
+"""The bits of a key that hold the index of the chunk. The rank of its file is in the bits above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Shares:
 
 def by_key(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
     """Return the reads by the keys of their chunks, in ascending order of keys."""
-    return dict(sorted(((read.rank << _PLACES) + read.index, read) for read in reads))
+    return dict(sorted(((read.rank << _INDEX_BITS) + read.index, read) for read in reads))
 
 
 def share(
@@ -84,8 +85,8 @@ def share(
     keys = np.array(sorted(sizes), dtype=np.int64)
     if not len(keys):
         return Shares(frozenset(), ())
-    holds = np.stack([np.isin(keys, rank_keys) for rank_keys in keys_by_rank], axis=1)
-    patterns, pattern_of = np.unique(holds, axis=0, return_inverse=True)
+    is_wanted = np.stack([np.isin(keys, rank_keys) for rank_keys in keys_by_rank], axis=1)
+    patterns, pattern_of = np.unique(is_wanted, axis=0, return_inverse=True)
     own_keys: list[int] = []
     groups: list[Group] = []
     for number, pattern in enumerate(patterns):
@@ -101,10 +102,11 @@ def share(
 def _rounds(
     ranks: Sequence[int], keys: Sequence[int], sizes: Mapping[int, int], parcel_bytes: int
 ) -> Iterator[tuple[Parcel, ...]]:
+    """Yield the parcels of each round of a group of ``ranks`` that shares ``keys``."""
     total, position = max(1, sum(sizes[key] for key in keys)), 0
     runs: list[list[int]] = [[] for _ in ranks]
     for key in keys:
-        middle = position + sizes[key] // 2
+        middle = position + sizes[key] // 2  # A chunk belongs to the run that has its middle
         runs[min(middle * len(ranks) // total, len(ranks) - 1)].append(key)
         position += sizes[key]
     parcels = [
@@ -118,6 +120,7 @@ def _rounds(
 def _parcels(
     reader: int, keys: Sequence[int], sizes: Mapping[int, int], parcel_bytes: int
 ) -> Iterator[Parcel]:
+    """Yield the parcels of one run of chunks."""
     parcel: list[int] = []
     for key in keys:
         if parcel and sum(sizes[parcel_key] for parcel_key in parcel) + sizes[key] > parcel_bytes:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckpt.model import chunks
 from ckpt.model.box import Box, split_rows
-from ckpt.model.chunks import LEAST_BYTES, PARTS, lengths_like, split_box
+from ckpt.model.chunks import LEAST_BYTES, PARTS, chunk_lengths, split_box
 from tests.kit.examples import examples
 from tests.model.boxes import boxes_in, shapes, solid_shapes
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def lengths(box: Box, first: int, at_most: int) -> list[int] | None:
-    return lengths_like(box.shape, first, at_most=at_most)
+    return chunk_lengths(box.shape, first, at_most=at_most)
 
 
 @settings(max_examples=examples(300))

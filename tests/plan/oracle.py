@@ -14,7 +14,7 @@ import msgspec
 from ckpt.errors import CommitError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box, tiling_fault
 from ckpt.model.checksum import CHECKSUM_PATTERN
-from ckpt.model.chunks import lengths_like
+from ckpt.model.chunks import chunk_lengths
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import data_name
 from ckpt.model.manifest import (
@@ -30,7 +30,7 @@ from ckpt.model.manifest import (
 )
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_tensor, require
 from ckpt.model.values import parse
-from ckpt.plan.merge import _merge_raw, check_replicas
+from ckpt.plan.merge import _merge_trees, check_replicas
 from ckpt.plan.merge_errors import forms_text, kind_conflict, ranks_text
 
 _MAX_BYTES = 1 << 60
@@ -62,8 +62,8 @@ def merge_objects(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
         fragments=tuple(ref for _, ref in ordered),
         tensors=tensors,
         tied=_merge_tied(fragments, {tensor.name for tensor in tensors}),
-        tree=_merge_raw("", _unique_texts((each.rank, each.tree) for each in fragments)),
-        metadata=_merge_raw(
+        tree=_merge_trees("", _unique_texts((each.rank, each.tree) for each in fragments)),
+        metadata=_merge_trees(
             "metadata", _unique_texts((each.rank, each.metadata) for each in fragments)
         ),
         layouts=(),
@@ -212,7 +212,7 @@ def _check_shard(
     require(fits, key, f"tensor {tensor.name!r}: a shard has more bytes than its file has chunks")
     first = chunks.get(offset, 0)
     require(first <= chunk_bytes, key, f"tensor {tensor.name!r}: a chunk of {first} bytes")
-    lengths = lengths_like(box.shape, first // itemsize, at_most=len(chunks))
+    lengths = chunk_lengths(box.shape, first // itemsize, at_most=len(chunks))
     astray = "a shard does not lie on the chunks of its file, or overlaps another there"
     for length in [0] if lengths is None else lengths:
         require(
@@ -280,7 +280,7 @@ class _Checksums:
             self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
         start = self._index[shard.rank][shard.offset]
         first = file.chunks[start].nbytes // DTYPES[dtype].itemsize
-        lengths = lengths_like(shard.shape, first, at_most=len(file.chunks) - start)
+        lengths = chunk_lengths(shard.shape, first, at_most=len(file.chunks) - start)
         assert lengths is not None  # the fragment was checked
         return [chunk.checksum for chunk in file.chunks[start : start + len(lengths)]]
 

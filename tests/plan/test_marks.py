@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ManifestCorrupt, ReplicasDiverged
-from ckpt.plan.merge import check_frames, check_replicas
+from ckpt.plan.merge import check_replica_frames, check_replicas
 
 NAMES, BOXES, DIGESTS = (
     st.sampled_from("ab="),
@@ -38,7 +38,7 @@ def test_numbers_tell_what_words_tell(reported: dict[int, dict[str, str]]) -> No
         (rank, zstandard.compress(msgspec.json.encode(marks)) if marks else b"")
         for rank, marks in ranks
     ]
-    assert outcome(lambda: check_frames(frames)) == outcome(lambda: check_replicas(ranks))
+    assert outcome(lambda: check_replica_frames(frames)) == outcome(lambda: check_replicas(ranks))
 
 
 def test_the_first_two_that_differ_are_named() -> None:
@@ -51,11 +51,11 @@ def test_the_first_two_that_differ_are_named() -> None:
     frames = [
         (rank, zstandard.compress(msgspec.json.encode(each))) for rank, each in enumerate(marks)
     ]
-    check_frames(frames[:3])
+    check_replica_frames(frames[:3])
     with pytest.raises(ReplicasDiverged, match=r"'w'.*ranks 0, 3"):
-        check_frames(frames)
+        check_replica_frames(frames)
 
 
 def test_what_is_no_json_object_is_refused() -> None:
     with pytest.raises(ManifestCorrupt):
-        check_frames([(0, zstandard.compress(b"[1]"))])
+        check_replica_frames([(0, zstandard.compress(b"[1]"))])
