@@ -15,7 +15,7 @@ from ckpt.errors import ConfigError
 
 _LARGEST: Final = 1e9
 """The greatest number that ``number`` accepts. Python waits for at most 9e9 seconds."""
-_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
 def known_only(prefix: str, table: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -26,9 +26,9 @@ def known_only(prefix: str, table: Mapping[str, Any], names: Sequence[str]) -> N
     """
     for key in table:
         if key not in names:
-            near = get_close_matches(key, names, n=1, cutoff=0.5)
-            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-            raise ConfigError(f"{prefix}{key} is not a setting: {way}")
+            similar = get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"did you mean {similar[0]}?" if similar else f"known are {', '.join(names)}"
+            raise ConfigError(f"{prefix}{key} is not a setting: {hint}")
 
 
 def json_only(name: str, value: object) -> None:
@@ -41,7 +41,7 @@ def json_only(name: str, value: object) -> None:
             json_only(f"{name}[{index}]", item)
     elif (
         not isinstance(value, str | bool | int | float)
-        or value != value
+        or value != value  # NaN
         or value in (float("inf"), float("-inf"))
     ):
         raise ConfigError(f"{name}={value!s} cannot be kept in a manifest: write it as a string")
@@ -53,8 +53,8 @@ def text_of(value: object) -> str:
     The text is the ``repr`` of a plain value. For any other value, such as a container, the text is
     only the name of the type, since the value may hold secrets.
     """
-    plain = value is None or isinstance(value, str | bytes | bool | int | float)
-    return repr(value) if plain else f"<{type(value).__name__}>"
+    is_plain = value is None or isinstance(value, str | bytes | bool | int | float)
+    return repr(value) if is_plain else f"<{type(value).__name__}>"
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:
@@ -93,12 +93,12 @@ def as_bytes(name: str, value: int | str) -> int:
     Raise unless ``value`` is such a text or an int, and the size is from 1 to 2**60.
     """
     size: object = value
-    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
-        number, prefix, binary = match.groups()
+        digits, prefix, binary = match.groups()
         power = " kmgtp".index(prefix.lower() or " ")
         # Hundreds of digits give an infinite float, which ``round`` does not accept.
-        size = round(min(float(number), 2.0**100) * (1024 if binary else 1000) ** power)
+        size = round(min(float(digits), 2.0**100) * (1024 if binary else 1000) ** power)
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1 << 60:
         raise ConfigError(
             f"{name}={text_of(value)}: give a size above 0, such as '200GB', '64GiB', or bytes"

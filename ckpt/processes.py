@@ -18,9 +18,9 @@ PROGRAM: Final = os.urandom(4).hex()
 """A text that identifies the program that this process runs. It is another one after
 ``os.execv``.
 """
-_PARENT: Final = 1
+_PARENT_FIELD: Final = 1
 _START_FIELD: Final = 19
-"""Positions in the list of `_stat`: of the parent's process id, and of the time of the start."""
+"""Positions in the list of `_stat_fields`: of the parent's process id, and of the start time."""
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -38,20 +38,20 @@ class Process(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, pid: int) -> Self:
         """Return the process that has the process id ``pid`` now."""
-        fields = _stat(pid)
+        fields = _stat_fields(pid)
         return cls(pid, int(fields[_START_FIELD]) if fields else 0)
 
     @property
     def lives(self) -> bool:
         """True if the process runs; False if it has ended, even if it is still a zombie."""
-        fields = _stat(self.pid)
+        fields = _stat_fields(self.pid)
         return bool(fields) and int(fields[_START_FIELD]) == self.start_time
 
     @property
     def parent(self) -> int:
         """The process id of the parent of this process; -1 if this process has ended."""
-        fields = _stat(self.pid)
-        return int(fields[_PARENT]) if fields else -1
+        fields = _stat_fields(self.pid)
+        return int(fields[_PARENT_FIELD]) if fields else -1
 
 
 def machine() -> str:
@@ -62,7 +62,7 @@ def machine() -> str:
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{_namespace()}"
+            return f"{file.read().strip()}/{_namespace_number()}"
     except OSError:
         return socket.gethostname()
 
@@ -74,16 +74,16 @@ def namespace() -> str:
     container. So the names of files there include the namespace.
     """
     try:
-        return f"{_namespace():x}"
+        return f"{_namespace_number():x}"
     except OSError:
         return "0"
 
 
-def _namespace() -> int:
+def _namespace_number() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _stat(pid: int) -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` that follow the name, from the process state on.
 
     The list is empty if the process does not exist, or has ended and is a zombie.
@@ -93,7 +93,7 @@ def _stat(pid: int) -> list[str]:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return []
-    return [] if fields[0] in "ZX" else fields
+    return [] if fields[0] in "ZX" else fields  # The states of a zombie and of a dead process
 
 
 def user_at_host() -> str:

@@ -53,6 +53,7 @@ class _Contexts:
         client = self.client.wrap_bio(to_client, to_server)
         server = self.server.wrap_bio(to_server, to_client, server_side=True)
         try:
+            # Each end goes on until it needs the answer of the other end.
             for end in (client, server, client, server):
                 with suppress(ssl.SSLWantReadError):
                     end.do_handshake()
@@ -60,7 +61,7 @@ class _Contexts:
             paths = tls.paths
             raise ConfigError(
                 f"tls: the certificate {paths['certificate']} cannot be used with the authority "
-                f"{paths['authority']}: {_text(error)}"
+                f"{paths['authority']}: {_reason_text(error)}"
             ) from None
 
 
@@ -77,14 +78,14 @@ class Encryption:
 
     def __init__(self, tls: Tls) -> None:
         self._tls, self._lock = tls, threading.Lock()
-        self._used_state = self._unfit = _state(tls)
+        self._used_files = self._unfit_files = _file_states(tls)
         self._contexts = _Contexts.of(tls)
         self._notes_by_peer: dict[str, set[str]] = {}
-        self._notes = 0
+        self._note_count = 0
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
         """Wrap an accepted connection in TLS and return it. The caller does the handshake."""
-        _send_at_once(connection)
+        _disable_nagle(connection)
         context = self._current().server
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
@@ -98,7 +99,7 @@ class Encryption:
                 certificate of the authority, or does not use TLS.
         """
         try:
-            _send_at_once(connection)
+            _disable_nagle(connection)
             return self._current().client.wrap_socket(connection)
         except (ssl.SSLEOFError, ConnectionResetError):
             raise ConnectionError("it has ended the handshake: does it use TLS, too?") from None
@@ -114,11 +115,11 @@ class Encryption:
         """
         with self._lock:
             if reason in self._notes_by_peer.get(peer, ()) or (
-                limit is not None and self._notes >= limit
+                limit is not None and self._note_count >= limit
             ):
                 return False
             self._notes_by_peer.setdefault(peer, set()).add(reason)
-            self._notes += 1
+            self._note_count += 1
             return True
 
     def note_connection(self, peer: str) -> None:
@@ -127,24 +128,25 @@ class Encryption:
             self._notes_by_peer.pop(peer, None)
 
     def _current(self) -> _Contexts:
+        """Return the contexts. If the files have changed, read them again first."""
         with self._lock:
-            if (state := _state(self._tls)) != self._used_state:
+            if (files := _file_states(self._tls)) != self._used_files:
                 try:
                     self._contexts = _Contexts.of(self._tls)
                 except (ConfigError, OSError) as error:
                     # The next call reads the files again. Perhaps not all of them are renewed,
-                    # valid or readable yet, and ``state`` may stay the same when they become so.
-                    if state != self._unfit:
+                    # valid or readable yet, and ``files`` may stay the same when they become so.
+                    if files != self._unfit_files:
                         text = "ckpt: the files of tls have changed and are not used: %s"
                         _log.warning(text, error)
-                    self._unfit = state
+                    self._unfit_files = files
                 else:
-                    self._used_state = state
+                    self._used_files = files
                     _log.info("ckpt: the files of tls have changed and were read again")
             return self._contexts
 
 
-def _send_at_once(connection: socket.socket) -> None:
+def _disable_nagle(connection: socket.socket) -> None:
     """Disable Nagle's algorithm on ``connection``.
 
     Otherwise the first request would wait about 40 ms, until the other end acknowledges the end of
@@ -165,23 +167,28 @@ def encryption_of(tls: Tls | None) -> Encryption | None:
 def reason_of(error: OSError) -> str:
     """Return a phrase for the log that says why a connection failed with ``error``."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is refused: {_text(error)}"
+        return f"its certificate is refused: {_reason_text(error)}"
     if not isinstance(error, ssl.SSLError) or not error.reason:
         return str(error)
     if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
         return "it does not use TLS"
     if "_ALERT_" in error.reason:  # The other end has sent the reason
-        return f"it refuses the connection: {_text(error).partition('alert ')[2]}"
-    return _text(error)
+        return f"it refuses the connection: {_reason_text(error).partition('alert ')[2]}"
+    return _reason_text(error)
 
 
-def _text(error: ssl.SSLError) -> str:
+def _reason_text(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     return error.reason.replace("_", " ").lower() if error.reason else str(error)
 
 
 def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
+    """Return the TLS context of a side, a server or a client, with the files at ``paths``.
+
+    Raises:
+        ConfigError: A file does not hold what its name in ``paths`` says.
+    """
     certificate, key, authority = paths["certificate"], paths["key"], paths["authority"]
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -191,10 +198,10 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     # The authority may be an intermediate one, whose own issuer need not be trusted.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    if not _loads(authority):
+    if not _holds_certificate(authority):
         raise ConfigError(f"tls: the authority {authority} holds no certificate in PEM form")
     context.load_verify_locations(authority)
-    if not _loads(certificate):
+    if not _holds_certificate(certificate):
         raise ConfigError(f"tls: the certificate {certificate} holds no certificate in PEM form")
     try:
         # Without this function, OpenSSL would wait for a passphrase at the terminal.
@@ -204,7 +211,7 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
             reason = f"does not belong to the certificate {certificate}"
         elif (error.reason or "").endswith(("_TOO_SMALL", "_TOO_WEAK")):
             raise ConfigError(
-                f"tls: the certificate {certificate} cannot be used: {_text(error)}"
+                f"tls: the certificate {certificate} cannot be used: {_reason_text(error)}"
             ) from None
         else:
             reason = "holds no private key in PEM form without a passphrase"
@@ -212,7 +219,7 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
     return context
 
 
-def _loads(path: str) -> bool:
+def _holds_certificate(path: str) -> bool:
     """Return True if the file at ``path`` holds a certificate in PEM form."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
@@ -221,7 +228,7 @@ def _loads(path: str) -> bool:
     return True
 
 
-def _state(tls: Tls) -> tuple[tuple[int, int, int], ...]:
+def _file_states(tls: Tls) -> tuple[tuple[int, int, int], ...]:
     """Return the inode, the time of the last change and the size of each file that can be read.
 
     The result differs once a file was replaced or written to.
