@@ -52,7 +52,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.root.claim_marker import is_removal_marker
 from ckpt.root.pins import Pin, all_pins, live_of
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
-from ckpt.storage.locations import LocatedStore, as_change
+from ckpt.storage.locations import LocatedStore, as_foreign_mismatch
 
 _READERS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
@@ -394,9 +394,9 @@ class Inventory:
                 size = self._retry.call(partial(store.head, location)).size
                 if size >= file.size:
                     continue
-                change = as_change(FileDamaged(location, size, file.size), location)
+                change = as_foreign_mismatch(FileDamaged(location, size, file.size), location)
             except (ObjectNotFound, LinkRefused) as error:
-                change = as_change(error, location)
+                change = as_foreign_mismatch(error, location)
             text = change.detail if isinstance(change, ForeignFileMismatch) else str(change)
             raise ManifestCorrupt(ref.manifest, f"{location!r} {text}")
 

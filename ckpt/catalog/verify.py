@@ -46,7 +46,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, Run, chunks_of
 from ckpt.storage.api import StorageBackend, read_record
-from ckpt.storage.locations import as_change, store_with
+from ckpt.storage.locations import as_foreign_mismatch, store_with
 
 T = TypeVar("T")
 
@@ -352,12 +352,16 @@ def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, 
         store = store_with(folder.backend, file.location)
         size = folder.retry.call(partial(store.head, file.key)).size
     except StorageError as error:
-        return file, 0, fault_of(as_change(error, file.location) if file.location else error)
+        return (
+            file,
+            0,
+            fault_of(as_foreign_mismatch(error, file.location) if file.location else error),
+        )
     if size == file.size:
         return file, size, None
     damage = FileDamaged(file.key, size, file.size)
     if file.location:
-        return file, size, fault_of(as_change(damage, file.location))
+        return file, size, fault_of(as_foreign_mismatch(damage, file.location))
     return file, size, Fault(key=file.key, what=damage.detail, offset=min(size, file.size))
 
 

@@ -128,6 +128,7 @@ class BytePlanes:
         return memory
 
     def _compressors(self) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
+        """Return the compressors of this thread: for Huffman coding alone, and for the level."""
         if (compressors := getattr(self._local, "compressors", None)) is None:
             # With these settings, zstd searches for matches as little as it can, so the compression
             # consists almost only of Huffman coding.
@@ -158,11 +159,12 @@ def decode(data: memoryview, out: memoryview) -> None:
 
 
 def _decode(data: memoryview, out: memoryview) -> None:
-    width, shift, base, reserved = _HEAD.unpack_from(data)
+    """Do what ``decode`` does. Other errors than ``ValueError`` may be raised for invalid data."""
+    width, shift, base, last_byte = _HEAD.unpack_from(data)
     if (
         width not in (1, 2, 4, 8)
         or shift > (_MOST_SHIFT if width > 1 else 0)
-        or reserved
+        or last_byte
         or out.nbytes % width
     ):
         raise ValueError("not the head of an encoded chunk")
@@ -298,12 +300,12 @@ def _pack(memory: Bytes, size: int, shift: int) -> memoryview:
     put into the zero bits of the other runs.
     """
     count, words = 8 // shift, _run_words(size, shift)
-    padded = memory[: count * words * 8]
-    padded[size:] = 0
-    runs = padded.view("<u8").reshape(count, words)
+    padded_plane = memory[: count * words * 8]
+    padded_plane[size:] = 0
+    runs = padded_plane.view("<u8").reshape(count, words)
     for index, run in enumerate(runs[:-1], 1):
         run |= (runs[-1] >> np.uint64(shift * index)) & _low_bits(shift)
-    return padded[: (count - 1) * words * 8].data
+    return padded_plane[: (count - 1) * words * 8].data
 
 
 def _unpack(data: memoryview, size: int, shift: int) -> Bytes:

@@ -36,7 +36,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import Reach, as_damage, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan, Run, coalesce
 from ckpt.storage.api import ReadableStore, ScatterReads, aligned_memory
-from ckpt.storage.locations import LocatedStore, as_change
+from ckpt.storage.locations import LocatedStore, as_foreign_mismatch
 
 RUN_BYTES: Final = 16 << 20
 """The most bytes of one request, unless a single chunk is larger."""
@@ -193,7 +193,7 @@ class ChunkReader:
         if self._foreign_reader is None:
             self._foreign_reader = ChunkReader(LocatedStore(self._backend.url), self._retry)
         misses = self._foreign_reader.read(run, file, sink, on_proven)
-        return [(read, as_change(error, file.location)) for read, error in misses]
+        return [(read, as_foreign_mismatch(error, file.location)) for read, error in misses]
 
     def _cause_of(self, error: Exception, file: StoredFile) -> Exception:
         """Return `FileDamaged` in the place of an error of a read beyond the end of ``file``, and
@@ -323,8 +323,9 @@ def join_adjacent(pieces: Sequence[memoryview]) -> list[memoryview]:
     spans: list[tuple[int, int]] = []
     for piece in pieces:
         start = ctypes.addressof(ctypes.c_char.from_buffer(piece))
-        if spans and sum(spans[-1]) == start:
-            spans[-1] = spans[-1][0], spans[-1][1] + piece.nbytes
+        if spans and sum(spans[-1]) == start:  # The last span ends where this piece begins
+            last_start, last_nbytes = spans[-1]
+            spans[-1] = last_start, last_nbytes + piece.nbytes
         else:
             spans.append((start, piece.nbytes))
     if len(spans) == len(pieces):

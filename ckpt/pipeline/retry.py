@@ -83,7 +83,7 @@ class RetryPolicy:
             self.hurry.wait(seconds)
 
 
-_DEFAULT_POLICY: Final = RetryPolicy()
+_RETRY: Final = RetryPolicy()
 
 
 def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
@@ -92,4 +92,4 @@ def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
     Transient errors are retried. A storage error names the store.
     """
     with errors_of(backend.url):
-        return _DEFAULT_POLICY.call(work)
+        return _RETRY.call(work)

@@ -227,12 +227,12 @@ class Workers:
         self.close(cancel=kind is not None)
 
 
-def _run(queue: _Queue, open_calls: SimpleQueue[None], settle: Callable[[], None]) -> None:
+def _run(queue: _Queue, open_calls: SimpleQueue[None], configure: Callable[[], None]) -> None:
     """Run the calls in ``queue`` until None arrives: the body of each thread.
 
     A thread has no reference to its group, so that the group can be garbage collected.
     """
-    settle()
+    configure()
     while (task := queue.get()) is not None:
         task.run()
         del task

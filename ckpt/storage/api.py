@@ -532,8 +532,8 @@ def aligned_memory(nbytes: int) -> memoryview:
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    lead = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
-    return memoryview(memory)[lead : lead + nbytes]
+    padding = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
+    return memoryview(memory)[padding : padding + nbytes]
 
 
 def fresh_memory(nbytes: int) -> memoryview:

@@ -100,7 +100,7 @@ def store_with(backend: StorageBackend, location: str) -> ReadableStore:
     return LocatedStore(backend.url) if location else backend
 
 
-def as_change(error: Exception, location: str) -> Exception:
+def as_foreign_mismatch(error: Exception, location: str) -> Exception:
     """Return `ForeignFileMismatch` in the place of an error that tells that the file with this
     location is not the one that was adopted, and else ``error``.
     """

@@ -95,6 +95,7 @@ def stores_in_memory() -> list[str]:
 
 
 def _factory(url: str, scheme: str) -> BackendFactory:
+    """Return the factory for a scheme: that of ckpt, of another distribution, or that of fsspec."""
     if target := BUILT_IN.get(scheme):
         return cast(BackendFactory, pkgutil.resolve_name(target))
     from importlib.metadata import entry_points  # here, since the import takes 50 ms

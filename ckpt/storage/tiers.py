@@ -144,6 +144,7 @@ def as_tiers(
 
 
 def _as_tier(item: object) -> Tier:
+    """Return the tier that a folder, a URL or a `Tier` stands for. Raises ``ConfigError``."""
     if isinstance(item, str | os.PathLike):
         return Tier(os.fspath(item))
     if isinstance(item, Tier):

@@ -175,7 +175,7 @@ def test_a_step_comes_again_if_the_store_does_not_answer(
         return put(key, *args, **how)
 
     monkeypatch.setattr(backend, "put", odd)
-    monkeypatch.setattr(retry, "_DEFAULT_POLICY", RetryPolicy(attempts=1))
+    monkeypatch.setattr(retry, "_RETRY", RetryPolicy(attempts=1))
     monkeypatch.setattr(pins, "_RETRY", RetryPolicy(attempts=1))
     found, stop = [], threading.Event()
     for step in each_step(Watcher(backend, "eval"), 0.01, stop):

@@ -426,6 +426,7 @@ class FileServerBackend:
         except StorageError as error:
             if error.key == key:
                 raise
+            # An error about a path on the server becomes one about ``key``.
             raise type(error)(key, clean(error.detail, self._secrets)) from None
 
 
@@ -476,7 +477,7 @@ def _is_full(connection: Connection, temporary: str) -> bool:
     probe = temporary_beside(temporary)
     try:
         with suppress(ObjectNotFound), foreign(temporary):
-            connection.stat(temporary)
+            connection.stat(temporary)  # Fails if the server does not answer
         with foreign(probe):
             connection.write(probe, [])  # Fails too if the disk fails for another reason
     except StorageError:

@@ -46,11 +46,11 @@ class SftpConnection:
                 for start in range(0, part.nbytes, _REQUEST_BYTES):
                     file.write(part[start : start + _REQUEST_BYTES])
                     if len(file._reqs) >= _WINDOW:
-                        self._settle(file)
-            self._settle(file)
+                        self._read_answers(file)
+            self._read_answers(file)
             self._flush(file)
 
-    def _settle(self, file: Any) -> None:
+    def _read_answers(self, file: Any) -> None:
         """Read the answers to all writes of a file. ``file.close`` would drop them, and with them
         the errors.
         """

@@ -116,8 +116,8 @@ class DirectWriter:
 
     def __init__(self, path: str, fd: int, size: int, *, direct: bool = True) -> None:
         self.fd, self._size = fd, size
-        self._direct = open_direct(path, os.O_WRONLY) if direct and size >= ALIGNMENT else None
-        self._is_refused = self._direct is None
+        self._direct_fd = open_direct(path, os.O_WRONLY) if direct and size >= ALIGNMENT else None
+        self._is_refused = self._direct_fd is None
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset``. The call may be repeated after an error."""
@@ -149,11 +149,11 @@ class DirectWriter:
         Raises:
             OSError: The file system reports the failure of an earlier write, as NFS may do.
         """
-        direct, self._direct, self._is_refused = self._direct, None, True
+        direct_fd, self._direct_fd, self._is_refused = self._direct_fd, None, True
         fd, self.fd = self.fd, -1
         try:
-            if direct is not None:
-                os.close(direct)
+            if direct_fd is not None:
+                os.close(direct_fd)
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -168,9 +168,9 @@ class DirectWriter:
             and not self._is_refused
             and is_aligned(offset + count, data[count:])
         ):
-            assert self._direct is not None
+            assert self._direct_fd is not None
             try:
-                count += os.pwrite(self._direct, data[count:], offset + count)
+                count += os.pwrite(self._direct_fd, data[count:], offset + count)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise

@@ -362,6 +362,7 @@ class PosixBackend:
         return self._create_once(path)
 
     def _create_once(self, path: str) -> int:
+        """Do what ``_create`` does, with one attempt."""
         self._make_folders(os.path.dirname(path))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, FILE_MODE)

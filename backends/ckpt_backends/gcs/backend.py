@@ -106,6 +106,7 @@ def _file_system(settings: dict[str, Any]) -> Any:
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
     # By default gcsfs tries six times, which takes half a minute. The pipeline retries too.
+    # ``__wrapped__`` is the method without the decorator of gcsfs that retries.
     request: Any = GCSFileSystem._request
     retry: Any = retry_request
     fs._request = partial(retry(retries=_TRIES)(request.__wrapped__), fs)

@@ -22,7 +22,7 @@ from ckpt.storage.api import Capabilities, ObjectInfo, check_written
 
 STEP_BYTES: Final = 256 << 10
 """The lengths of all parts of an upload but the last must be multiples of this number of bytes."""
-_GONE: Final = 410  # The status for an upload that the server has forgotten
+_GONE_STATUS: Final = 410  # The status for an upload that the server has forgotten
 
 
 class Server(Protocol):
@@ -94,11 +94,11 @@ class ResumableUpload:
     def finish(self, size: int | None = None) -> ObjectInfo:
         self._check_known()
         rest = self._next_bytes()
-        pending = sum(
+        unsent_bytes = sum(
             min(part.nbytes, offset + part.nbytes - self._offset)
             for offset, part in self._early_parts.items()
         )
-        size = check_written(self._key, self._offset + pending, self._size, size)
+        size = check_written(self._key, self._offset + unsent_bytes, self._size, size)
         span = f"bytes {self._offset}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
         try:
             self._send_range(span, rest)
@@ -166,7 +166,7 @@ class ResumableUpload:
             )
         except StorageError as error:
             self._is_lost = isinstance(error, ObjectNotFound) or bool(
-                re.search(rf"\b{_GONE}\b", error.detail)
+                re.search(rf"\b{_GONE_STATUS}\b", error.detail)
             )
             self._check_known()
             raise

@@ -124,6 +124,11 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
 
 
 def _hours(value: object, clean_url: str) -> float:
+    """Return the value of the option ``abort_uploads_after_hours``.
+
+    Raises:
+        ConfigError: The value is not a number of hours.
+    """
     try:
         hours = float(str(value))
     except ValueError:

@@ -158,10 +158,11 @@ class S3Bulk:
     def _client(self) -> Any:
         with self._lock:
             if self._made_client is None:
-                self._made_client = self._make()
+                self._made_client = self._make_client()
             return self._made_client
 
-    def _make(self) -> Any:
+    def _make_client(self) -> Any:
+        """Return a new client of botocore."""
         from botocore.config import Config
         from botocore.session import Session
 

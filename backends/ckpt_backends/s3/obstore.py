@@ -75,7 +75,7 @@ class ObstoreWriter:
         The object appears when the file is closed.
         """
         if self._store is None:
-            self._store = self._make()
+            self._store = self._make_store()
         return self._obstore.open_writer(
             self._store,
             path,
@@ -84,7 +84,8 @@ class ObstoreWriter:
             max_concurrency=_PARTS_AT_ONCE,
         )
 
-    def _make(self) -> Any:
+    def _make_store(self) -> Any:
+        """Return a new ``S3Store`` of obstore, which gets the credentials that botocore finds."""
         from obstore.store import S3Store
 
         settings = dict(self._settings())
