@@ -33,7 +33,7 @@ from ckpt.model.selector import BestStep, BranchStep, LatestStep, Selector, reso
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo, StorageBackend
 
-_READERS: Final = 8
+_READER_THREADS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,9 @@ class MetricsReader:
         for ref in self._measurements.keys() - refs:
             del self._measurements[ref]
         objects = objects_at_once(backend, refs)
-        with Workers("metrics", min(_READERS, backend.capabilities.max_concurrency)) as workers:
+        with Workers(
+            "metrics", min(_READER_THREADS, backend.capabilities.max_concurrency)
+        ) as workers:
             measurements = workers.run_all(
                 partial(self._measure, ref, objects.get(ref)) for ref in refs
             )
@@ -104,12 +106,13 @@ class MetricsReader:
             measurement = self._measurements[ref]
             infos = own_objects(self._backend, ref) if objects is None else objects
             additions = late_metrics(self._backend, ref, [info.key for info in infos])
-        except LinkRefused:
+        except LinkRefused:  # An ``AccessDenied`` that is about this object alone
             return Measurement()
         except (AccessDenied, TransientStorageError):
             raise
         except (IntegrityError, StorageError):  # The reader of the step raises the error
             return Measurement()
+        # What the save itself has stored counts more than a metric that was added later.
         return Measurement(measurement.created_at, {**additions, **measurement.metrics})
 
 

@@ -44,7 +44,7 @@ counts on all stores, and returns True on success.
 Lists = Callable[[StorageBackend], RootContents]
 """A function that lists the attempts at steps on a store, committed or not, and its rollback."""
 
-_NO_OTHER: Final = (
+_NEWEST_IS_UNKNOWN: Final = (
     "; no other tier has a step, so the newest step of the job is not known: start again when the "
     "store answers, or take that tier out to begin without a checkpoint"
 )
@@ -148,15 +148,15 @@ class _Listing:
         for refs in (branch, self._holders.keys() - branch):
             if not is_empty and step is None:
                 break
-            for candidate in self._committed(refs, step, finish):
+            for candidate in self._candidates_among(refs, step, finish):
                 is_empty = False
                 yield candidate
         if is_empty and self._failure is not None:
             if len(self._stores) > 1:
-                self._failure.detail += _NO_OTHER
+                self._failure.detail += _NEWEST_IS_UNKNOWN
             raise self._failure
 
-    def _committed(
+    def _candidates_among(
         self, refs: Collection[StepRef], step: StepId | None, finish: Finish
     ) -> Iterator[Candidate]:
         """Yield the candidates at ``step`` (None: at any step) among ``refs``, newest first."""
@@ -165,25 +165,34 @@ class _Listing:
                 continue
             attempts = [ref for ref in self._holders if ref in refs and ref.step == number]
             choices = [ref for ref in attempts if not isinstance(step, StepRef) or ref == step]
-            nearest = {
-                ref: place for ref in choices if (place := self._nearest(ref)) is not None
+            positions = {
+                ref: position
+                for ref in choices
+                if (position := self._nearest_position(ref)) is not None
             } or {
-                ref: place for ref in choices if (place := self._finish_on(ref, finish)) is not None
+                ref: position
+                for ref in choices
+                if (position := self._finish_on(ref, finish)) is not None
             }
             rivals = [
                 ref
-                for ref in (attempts if step is not None and nearest else ())
-                if ref in nearest or (ref not in choices and self._nearest(ref) is not None)
+                for ref in (attempts if step is not None and positions else ())
+                if ref in positions
+                or (ref not in choices and self._nearest_position(ref) is not None)
             ]
             for ref in sorted(
-                nearest, key=lambda ref: self._creation_time(ref, len(nearest)), reverse=True
+                positions, key=lambda ref: self._creation_time(ref, len(positions)), reverse=True
             ):
                 # A store may have failed since the listing.
-                place = nearest[ref] if nearest[ref] in self._reachable else self._nearest(ref)
-                if place is not None:
+                position = (
+                    positions[ref]
+                    if positions[ref] in self._reachable
+                    else self._nearest_position(ref)
+                )
+                if position is not None:
                     yield Candidate(
                         ref=ref,
-                        nearest=place,
+                        nearest=position,
                         reachable=tuple(self._reachable),
                         rollback=self._rollback,
                         heads=self._heads,
@@ -191,7 +200,7 @@ class _Listing:
                         rollbacks=self._rollbacks,
                     )
 
-    def _nearest(self, ref: StepRef) -> int | None:
+    def _nearest_position(self, ref: StepRef) -> int | None:
         """Return the position of the nearest store on which ``ref`` is committed; None if there is
         no such store.
         """
@@ -206,21 +215,21 @@ class _Listing:
 
     def _finish_on(self, ref: StepRef, finish: Finish) -> int | None:
         """Return the position of the nearest store on which ``finish`` commits ``ref``, or None."""
-        places = [position for position in self._holders[ref] if position in self._reachable]
-        for position in places:
+        positions = [position for position in self._holders[ref] if position in self._reachable]
+        for position in positions:
             if finish(self._stores[position], ref, self._rollback):
                 return position
         return None
 
-    def _creation_time(self, ref: StepRef, rivals: int) -> float:
+    def _creation_time(self, ref: StepRef, attempt_count: int) -> float:
         """Return when the manifest of an attempt was made, in seconds since 1970.
 
         Returns infinity if no manifest of the attempt can be read: the attempt may be the youngest,
         and the restore then reports why it cannot use the attempt. Returns 0 if there is no other
-        attempt at the step to compare it with. ``rivals`` is the number of committed attempts at
-        the step.
+        attempt at the step to compare it with. ``attempt_count`` is the number of committed
+        attempts at the step.
         """
-        if rivals < 2:
+        if attempt_count < 2:
             return 0.0
         for position in self._holders[ref]:
             if position in self._reachable:
@@ -246,21 +255,21 @@ def _list_all(
     stores: Sequence[StorageBackend], workers: Workers, lists: Lists
 ) -> list[RootContents | StorageError]:
     """Return for each store its listing, or the error of a store that failed or is too slow."""
-    futures = [workers.submit(_attempts, store, lists) for store in stores]
+    futures = [workers.submit(_list_or_error, store, lists) for store in stores]
     pending = set(futures)
     while pending:
         wait(pending, None, FIRST_COMPLETED)
         pending = {future for future in futures if not future.done()}
         nearer = futures[: min((futures.index(future) for future in pending), default=0)]
-        if any(map(_holds_any, stores, (future.result() for future in nearer))):
+        if any(map(_has_checkpoint, stores, (future.result() for future in nearer))):
             break
     began, patience = time.monotonic(), min(ANSWER_SECONDS, LISTING_SECONDS)
     pending = wait(pending, patience / 3).not_done
-    answers = {
-        future: workers.submit(_silence, stores[futures.index(future)]) for future in pending
+    probes = {
+        future: workers.submit(_why_silent, stores[futures.index(future)]) for future in pending
     }
     pending = wait(pending, patience * 2 / 3).not_done
-    reasons = {future: answers[future].result() for future in pending if answers[future].done()}
+    reasons = {future: probes[future].result() for future in pending if probes[future].done()}
     live = {future for future, reason in reasons.items() if reason is None}
     wait(live, max(0.0, began + LISTING_SECONDS - time.monotonic()))
 
@@ -274,7 +283,7 @@ def _list_all(
     return [future.result() if future.done() else timeout_error(future) for future in futures]
 
 
-def _silence(store: StorageBackend) -> str | None:
+def _why_silent(store: StorageBackend) -> str | None:
     """Return None if the store answers a small request, even with an error. A transient error, such
     as a refused connection, counts as no answer, and its detail is returned.
     """
@@ -287,7 +296,7 @@ def _silence(store: StorageBackend) -> str | None:
     return None
 
 
-def _holds_any(store: StorageBackend, listing: RootContents | StorageError) -> bool:
+def _has_checkpoint(store: StorageBackend, listing: RootContents | StorageError) -> bool:
     """Return True if an attempt in the listing of the store is committed."""
     with suppress(StorageError):
         return not isinstance(listing, StorageError) and any(
@@ -296,7 +305,7 @@ def _holds_any(store: StorageBackend, listing: RootContents | StorageError) -> b
     return False
 
 
-def _attempts(store: StorageBackend, lists: Lists) -> RootContents | StorageError:
+def _list_or_error(store: StorageBackend, lists: Lists) -> RootContents | StorageError:
     try:
         return lists(store)
     except StorageError as error:

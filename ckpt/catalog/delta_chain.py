@@ -134,23 +134,23 @@ def _read_chain(
 
     Return none if there is no such chain, or if it has too many links or bytes.
     """
-    onward: dict[StepRef, list[Link]] = {ref: []}  # The links from each step to ``ref``
-    back: list[Link] = []
-    end = ref
-    while end != base and len(onward[end]) < MOST_LINKS:
-        delta = read(end, rank, most_bytes)
-        if delta is None or delta.base in onward:
+    links_to_ref: dict[StepRef, list[Link]] = {ref: []}  # The links from each step to ``ref``
+    reverse_links: list[Link] = []
+    step_ref = ref
+    while step_ref != base and len(links_to_ref[step_ref]) < MOST_LINKS:
+        delta = read(step_ref, rank, most_bytes)
+        if delta is None or delta.base in links_to_ref:
             break
-        onward[delta.base] = [Link(delta), *onward[end]]
-        end, most_bytes = delta.base, most_bytes - delta.nbytes
-    end = base
-    while end not in onward:
-        delta = read(end, rank, most_bytes) if len(back) < MOST_LINKS else None
+        links_to_ref[delta.base] = [Link(delta), *links_to_ref[step_ref]]
+        step_ref, most_bytes = delta.base, most_bytes - delta.nbytes
+    step_ref = base
+    while step_ref not in links_to_ref:
+        delta = read(step_ref, rank, most_bytes) if len(reverse_links) < MOST_LINKS else None
         if delta is None:
             return []
-        back.append(Link(delta, is_reverse=True))
-        end, most_bytes = delta.base, most_bytes - delta.nbytes
-    return [*back, *onward[end]]
+        reverse_links.append(Link(delta, is_reverse=True))
+        step_ref, most_bytes = delta.base, most_bytes - delta.nbytes
+    return [*reverse_links, *links_to_ref[step_ref]]
 
 
 def _read_delta(

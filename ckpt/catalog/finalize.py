@@ -118,16 +118,16 @@ def finalize(
     """
     folder = StepFolder(backend, ref, workers)
     check = partial(_check_owner, backend, ref, job_is_dead=facts.job_is_dead)
-    ask = partial(folder.retry.call, check)
-    owner = ask()
-    _check_last(backend, ref, owner, facts.rollback)
+    check_owner = partial(folder.retry.call, check)
+    owner = check_owner()
+    _check_is_last_save(backend, ref, owner, facts.rollback)
     parts = read_fragments(folder)
     manifest = merge(parts)
     fragments = {
         part.rank: fragment_of(part, key=ref.key(fragment_ref.name)) for part, fragment_ref in parts
     }
-    whole = fill_manifest(manifest, fragments, key=ref.manifest)
-    files = whole.stored_files().values()
+    filled_manifest = fill_manifest(manifest, fragments, key=ref.manifest)
+    files = filled_manifest.stored_files().values()
     if read_data:
         faults, _ = verify_files(folder, files, on_progress=on_progress)
     else:
@@ -135,7 +135,7 @@ def finalize(
     if faults:
         raise faults[0].error()
     # The leader, too, checks the owner right before it puts the manifest.
-    if ask() != owner:
+    if check_owner() != owner:
         raise CommitError(
             f"step {ref.step}: another process took the root over meanwhile: try again"
         )
@@ -188,7 +188,7 @@ def _check_owner(backend: StorageBackend, ref: StepRef, *, job_is_dead: bool) ->
     return owner
 
 
-def _check_last(
+def _check_is_last_save(
     backend: StorageBackend, ref: StepRef, owner: Owner, rollback: Rollback | None
 ) -> None:
     """Raise ``CommitError`` if the leader has written to a later step, or in a later try at this
@@ -204,7 +204,7 @@ def _check_last(
         is_later |= is_abandoned and rollback is not None and rollback.precedes(attempt_ref)
         if attempt_ref.job == owner.attempt and is_later:
             names = {info.name for info in own_objects(backend, attempt_ref)}
-            if any(map(_of_leader, names)):
+            if any(map(_may_be_of_leader, names)):
                 action = (
                     f"tried step {ref.step} again"
                     if attempt_ref.step == ref.step
@@ -216,7 +216,7 @@ def _check_last(
                 )
 
 
-def _of_leader(name: str) -> bool:
+def _may_be_of_leader(name: str) -> bool:
     """Return True if a file of this name may be from the leader: a file of rank 0 or of no rank."""
     if is_about_rank(name):
         return False

@@ -68,8 +68,8 @@ def load_fragment(
         manifest.chunk_bytes,
     ):
         raise ManifestCorrupt(key, "belongs to another save")
-    own = replace(fragment.file, chunks=()) if fragment.file else None
-    if own != (replace(file, chunks=()) if file else None):
+    fragment_file = replace(fragment.file, chunks=()) if fragment.file else None
+    if fragment_file != (replace(file, chunks=()) if file else None):
         raise ManifestCorrupt(key, "its data file is not the one that the manifest names")
     return fragment, data
 

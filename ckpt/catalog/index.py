@@ -56,7 +56,7 @@ from ckpt.storage.api import (
 T = TypeVar("T")
 
 _RETRY: Final = RetryPolicy()
-_LOOKED_AT: Final = 8
+_MOST_CHECKED_ATTEMPTS: Final = 8
 """How many of the newest attempts are checked for a manifest, to name the newest committed steps in
 an error message.
 
@@ -66,8 +66,9 @@ _LISTING_THRESHOLD: Final = 16
 """From this number of attempts on, a listing of all keys may replace a request for each of them."""
 _KEYS_PER_REQUEST: Final = 100
 """How many keys are listed at most for each request that the listing may save."""
-_MOST_NUMBERS: Final = 5
-_MOST_FOREIGN: Final = 1000  # How many objects are listed to describe a root that has no steps
+_MOST_NAMED_STEPS: Final = 5
+_MOST_FOREIGN_OBJECTS: Final = 1000
+"""How many objects are listed to describe a root that has no steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ def _is_intact(backend: StorageBackend, ref: StepRef) -> bool:
         read_packed(backend, ref)
     except FormatUnsupported:
         return True
-    except LinkRefused:
+    except LinkRefused:  # An ``AccessDenied`` that is about this object alone
         return False
     except (AccessDenied, TransientStorageError):
         raise
@@ -347,8 +348,12 @@ def find(backend: StorageBackend, step: StepId | None) -> list[StepRef]:
         number = step.step if isinstance(step, StepRef) else step
         raise NoCheckpoint(backend.url, why_missing(backend, all_refs, number))
     attempts_at = Counter(ref.step for ref in refs)
-    ages = {ref: creation_time(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
-    return sorted(refs, key=lambda ref: (ref in branch, ref.step, ages[ref]), reverse=True)
+    creation_times = {
+        ref: creation_time(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs
+    }
+    return sorted(
+        refs, key=lambda ref: (ref in branch, ref.step, creation_times[ref]), reverse=True
+    )
 
 
 def creation_time(backend: StorageBackend, ref: StepRef) -> float:
@@ -362,7 +367,7 @@ def creation_time(backend: StorageBackend, ref: StepRef) -> float:
     """
     try:
         return read_packed(backend, ref)[0].created_at
-    except LinkRefused:
+    except LinkRefused:  # An ``AccessDenied`` that is about this object alone
         return 0.0
     except (AccessDenied, TransientStorageError):
         raise
@@ -370,17 +375,19 @@ def creation_time(backend: StorageBackend, ref: StepRef) -> float:
         return 0.0
 
 
-def _newest_there(backend: StorageBackend, refs: Collection[StepRef]) -> str:
+def _newest_steps_clause(backend: StorageBackend, refs: Collection[StepRef]) -> str:
     """Return a clause that names the newest committed steps of the current branch.
 
-    The clause is empty if none of the newest ``_LOOKED_AT`` attempts of the branch in ``refs`` is
-    committed.
+    The clause is empty if none of the newest ``_MOST_CHECKED_ATTEMPTS`` attempts of the branch in
+    ``refs`` is committed.
     """
     branch = current_branch(newest_rollback(backend), refs)
-    newest = dict.fromkeys(ref.step for ref in branch[:_LOOKED_AT] if is_committed(backend, ref))
+    newest = dict.fromkeys(
+        ref.step for ref in branch[:_MOST_CHECKED_ATTEMPTS] if is_committed(backend, ref)
+    )
     if not newest:
         return ""
-    numbers = list(map(str, newest))[:_MOST_NUMBERS]
+    numbers = list(map(str, newest))[:_MOST_NAMED_STEPS]
     return f"; the newest {'are' if len(numbers) > 1 else 'is'} {', '.join(numbers)}"
 
 
@@ -395,22 +402,24 @@ def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) 
 
     ``refs`` are all attempts on the store, and none of them that fits is committed.
     """
-    if at_step := [ref for ref in refs if ref.step == step]:
-        if any(ask(backend, partial(has_tombstone, backend, ref)) for ref in at_step):
+    if attempts := [ref for ref in refs if ref.step == step]:
+        if any(ask(backend, partial(has_tombstone, backend, ref)) for ref in attempts):
             return f"step {step} was removed"
-        if any(ask(backend, partial(is_being_removed, backend, ref)) for ref in at_step):
+        if any(ask(backend, partial(is_being_removed, backend, ref)) for ref in attempts):
             return f"step {step} is being removed"
         return f"step {step} was begun, but never committed"
     if refs and step is not None:
-        return f"step {step} is not there{_newest_there(backend, refs)}"
+        return f"step {step} is not there{_newest_steps_clause(backend, refs)}"
     if refs:
         return f"{len(refs)} save(s) were begun, none was committed"
-    foreign = [info.key for info in islice(backend.list(""), _MOST_FOREIGN) if info.key != OWNER]
+    foreign = [
+        info.key for info in islice(backend.list(""), _MOST_FOREIGN_OBJECTS) if info.key != OWNER
+    ]
     if not foreign:
         return "it is empty, or does not exist"
-    if (of_dcp := min(filter(_is_of_dcp, foreign), default=None)) is not None:
+    if (dcp_key := min(filter(_is_of_dcp, foreign), default=None)) is not None:
         return (
-            f"it holds files of torch.distributed.checkpoint, such as {of_dcp!r}: that reads them "
+            f"it holds files of torch.distributed.checkpoint, such as {dcp_key!r}: that reads them "
             "with its own FileSystemReader, and ckpt adopt makes a step of such a folder"
         )
     if folder := next(filter(None, map(_root_of, foreign)), ""):
@@ -421,5 +430,5 @@ def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) 
 def _root_of(key: str) -> str:
     """Return the folder that holds the step to which an object belongs, or "" if it is of none."""
     *parents, _ = key.split("/")
-    steps = next((index for index, name in enumerate(parents) if parse_folder(name)), 0)
-    return "/".join(parents[:steps])
+    depth = next((index for index, name in enumerate(parents) if parse_folder(name)), 0)
+    return "/".join(parents[:depth])

@@ -54,7 +54,7 @@ from ckpt.root.pins import Pin, all_pins, live_of
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
 from ckpt.storage.locations import LocatedStore, as_foreign_mismatch
 
-_READERS: Final = 8
+_READER_THREADS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
 
 
@@ -181,9 +181,9 @@ class Inventory:
         late_metrics: bool = False,
         for_display: bool = False,
     ) -> None:
-        self._backend, self._retry, self._part = backend, RetryPolicy(), part
-        self._late_metrics, self._for_display = late_metrics, for_display
-        readers = min(_READERS, backend.capabilities.max_concurrency) if for_display else 1
+        self._backend, self._retry, self._is_partial = backend, RetryPolicy(), part
+        self._wants_late_metrics, self._for_display = late_metrics, for_display
+        readers = min(_READER_THREADS, backend.capabilities.max_concurrency) if for_display else 1
         self._workers = Workers("list", max(1, readers))
         self._committed_steps: dict[StepRef, StoredStep] = {}
         self._committed_refs: set[StepRef] = set()  # Those that a look for begun attempts has seen
@@ -221,29 +221,37 @@ class Inventory:
             refs = [ref for ref in refs if ref in among]
         if without_manifest:
             refs = self._refs_without_manifest(refs)
-        at_once = not without_manifest and newest is None
-        self._listing = objects_at_once(self._backend, self._refs_to_list(refs)) if at_once else {}
+        lists_all = not without_manifest and newest is None
+        self._listing = (
+            objects_at_once(self._backend, self._refs_to_list(refs)) if lists_all else {}
+        )
         with errors_of(self._backend.url):
             steps: list[StoredStep] = []
             while refs and (newest is None or len({step.ref.step for step in steps}) < newest):
                 count = None if newest is None else newest - len({step.ref.step for step in steps})
-                new, refs = _newest_steps(refs, count)
-                steps += self._shown_steps(new) if self._for_display else map(self._step, new)
+                next_refs, refs = _split_newest(refs, count)
+                steps += (
+                    self._shown_steps(next_refs)
+                    if self._for_display
+                    else map(self._step, next_refs)
+                )
             self.pins = all_pins(self._backend)
         self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
-        live, present_refs = live_of(self.pins, listing.refs), set(listing.refs)
+        live_pins, present_refs = live_of(self.pins, listing.refs), set(listing.refs)
         steps = [
-            _without_base(step, step.bases - present_refs)
+            _damaged_without_bases(step, step.bases - present_refs)
             if not step.bases <= present_refs
             else step
             for step in steps
         ]
         return [
-            self._with_place(replace(step, pins=live[step.ref]) if step.ref in live else step)
+            self._with_branch_flags(
+                replace(step, pins=live_pins[step.ref]) if step.ref in live_pins else step
+            )
             for step in steps
         ]
 
-    def _with_place(self, step: StoredStep) -> StoredStep:
+    def _with_branch_flags(self, step: StoredStep) -> StoredStep:
         """Return ``step`` with its place in the history of the run."""
         rollback = self.rollback
         if rollback is None:
@@ -259,8 +267,8 @@ class Inventory:
         open_refs = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
         with errors_of(self._backend.url):
             steps = [self._step(ref) for ref in open_refs]
-            live = live_of(all_pins(self._backend), open_refs) if steps else {}
-        return [replace(step, pins=live.get(step.ref, ())) for step in steps]
+            live_pins = live_of(all_pins(self._backend), open_refs) if steps else {}
+        return [replace(step, pins=live_pins.get(step.ref, ())) for step in steps]
 
     def confirm(self, refs: Iterable[StepRef]) -> bool:
         """Return True if the steps among ``refs`` that the inventory remembers still have a
@@ -284,7 +292,7 @@ class Inventory:
 
     @property
     def _lists_again(self) -> bool:
-        return self._late_metrics or self._part
+        return self._wants_late_metrics or self._is_partial
 
     def _refs_to_list(self, refs: Sequence[StepRef]) -> list[StepRef]:
         """Return those of ``refs`` that a look has to list."""
@@ -344,7 +352,10 @@ class Inventory:
             reason=reason,
             last_change=max((date for date in dates if date), default=None),
             unfinished_writes=writes,
-            is_part=self._part and not has_manifest and not is_cut and _has_any_rank(objects),
+            is_part=self._is_partial
+            and not has_manifest
+            and not is_cut
+            and _has_whole_rank(objects),
             is_cut=is_cut,
         )
 
@@ -358,12 +369,12 @@ class Inventory:
                 damaged.
         """
         locations = {location.rank: location.path for location in outline.locations}
-        files = self._files_here(objects, outline)
+        files = self._expected_files(objects, outline)
         own_files = [file for file in files if file.rank not in locations]
         if faults := self._faults(ref, objects, outline, own_files):
             raise ManifestCorrupt(ref.manifest, _summary(faults))
         self._check_adopted(ref, [file for file in files if file.rank in locations], locations)
-        if self._part and not files:
+        if self._is_partial and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
         parse(outline.metadata, "metadata")
         step = StoredStep(
@@ -445,9 +456,10 @@ class Inventory:
             expected_sizes |= {
                 ref.key(fragment_ref.name): fragment_ref.size
                 for fragment_ref in outline.fragments
-                if not self._part or fragment_ref.rank in ranks
+                if not self._is_partial or fragment_ref.rank in ranks
             }
         sizes = {info.key: info.size for info in objects}
+        # A file that is not listed counts as shorter than an empty one.
         doubtful = [key for key, size in expected_sizes.items() if sizes.get(key, -1) < size]
         actual_sizes = [(key, self._size_of(key)) for key in doubtful]
         return [
@@ -456,14 +468,16 @@ class Inventory:
             if size is None or size < expected_sizes[key]
         ]
 
-    def _files_here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
+    def _expected_files(
+        self, objects: Sequence[ObjectInfo], outline: _Outline
+    ) -> Sequence[_NamedFile]:
         """Return the data files that the tier must have.
 
         These are all data files of the step. With ``part``, they are the data files of the ranks
         whose fragments are on the tier. A data file without its fragment is then an interrupted
         copy for another node, and is not needed.
         """
-        if not self._part:
+        if not self._is_partial:
             return outline.files
         names = {info.name for info in objects}
         return [file for file in outline.files if fragment_name(file.rank) in names]
@@ -526,7 +540,7 @@ def heirs_of(steps: Iterable[StoredStep]) -> dict[StepRef, list[StepRef]]:
     return heirs
 
 
-def _without_base(step: StoredStep, absent_refs: Collection[StepRef]) -> StoredStep:
+def _damaged_without_bases(step: StoredStep, absent_refs: Collection[StepRef]) -> StoredStep:
     """Return a committed step as a damaged one, since the older steps ``absent_refs`` that it
     refers to are not on the tier.
     """
@@ -537,7 +551,7 @@ def _without_base(step: StoredStep, absent_refs: Collection[StepRef]) -> StoredS
     )
 
 
-def _newest_steps(refs: list[StepRef], count: int | None) -> tuple[list[StepRef], list[StepRef]]:
+def _split_newest(refs: list[StepRef], count: int | None) -> tuple[list[StepRef], list[StepRef]]:
     """Split ``refs``, newest step first, into the attempts at the ``count`` newest steps (None: all
     steps) and the others.
     """
@@ -573,7 +587,7 @@ def _is_data(name: str) -> bool:
     return name.endswith((".safetensors", ".encoded"))
 
 
-def _has_any_rank(objects: Sequence[ObjectInfo]) -> bool:
+def _has_whole_rank(objects: Sequence[ObjectInfo]) -> bool:
     """Return True if ``objects`` has both the data file and the fragment of some rank."""
     names = {info.name for info in objects}
     data = {name.partition(".")[0] for name in names if _is_data(name)}

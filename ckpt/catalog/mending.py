@@ -67,37 +67,37 @@ def mend_step(
             increments of other steps refer to the files.
         StorageError: A store has failed, or the step is being removed.
     """
-    _check_manifest(folder)
-    wrong = {fault.key for fault in faults}
+    _check_not_removed(folder)
+    damaged_keys = {fault.key for fault in faults}
     origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
     source = origin.whole(lambda source: origin.fill(source, None))
-    is_here = source.position == 0
-    is_alike = has_codec(source.manifest, codec) and not source.manifest.increments
-    if not is_here and not (folder.ref.manifest in wrong and is_alike):
+    has_own_manifest = source.position == 0
+    has_same_encoding = has_codec(source.manifest, codec) and not source.manifest.increments
+    if not has_own_manifest and not (folder.ref.manifest in damaged_keys and has_same_encoding):
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
     files = list(source.manifest.stored_files().values())
-    if not is_here:  # Without an intact manifest, ``faults`` has no faults of data files
-        wrong = {fault.key for fault in verify_files(folder, files)[0]}
-    bases = (file.base for file in files if file.base is not None and file.base.key in wrong)
-    if is_here and not all(is_committed(folder.backend, base.ref) for base in bases):
+    if not has_own_manifest:  # Without an intact manifest, ``faults`` has no faults of data files
+        damaged_keys = {fault.key for fault in verify_files(folder, files)[0]}
+    bases = (file.base for file in files if file.base is not None and file.base.key in damaged_keys)
+    if has_own_manifest and not all(is_committed(folder.backend, base.ref) for base in bases):
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
-    files = [file for file in files if file.key in wrong]
+    files = [file for file in files if file.key in damaged_keys]
     if foreign := next((file for file in files if file.location), None):
         raise IntegrityError(
             f"{foreign.location!r} is a file of another program, which ckpt never writes: put it "
             "back as it was, or remove the step"
         )
     try:
-        _copy(origin, source, files, folder, confirm, on_bytes)
+        _replace_files(origin, source, files, folder, confirm, on_bytes)
     except IntegrityError:
         if not any(file.codec or file.increment for file in files):
             raise
         _encode_again(sources, folder, codec, confirm, on_bytes)
 
 
-def _copy(
+def _replace_files(
     origin: TieredReader,
     source: SourceManifest,
     files: Sequence[StoredFile],
@@ -120,7 +120,7 @@ def _copy(
             failure = failure or error
     confirm()
     copy_fragments(origin, source.manifest, source.manifest.fragments, folder)
-    if source.position:
+    if source.position:  # The manifest of the step itself is damaged
         if failure is not None:  # With an intact manifest, the damaged step would be listed
             raise failure
         _put_manifest(folder, source, confirm)
@@ -132,13 +132,13 @@ def _copy(
         raise failure
 
 
-def _check_manifest(folder: StepFolder) -> None:
+def _check_not_removed(folder: StepFolder) -> None:
     """Raise ``ObjectNotFound`` if the step was removed."""
     if not is_committed(folder.backend, folder.ref):
         raise ObjectNotFound(folder.ref.manifest)
 
 
-def _claim(folder: StepFolder) -> None:
+def _claim_for_finish(folder: StepFolder) -> None:
     """Put the claim marker of a finisher. Raise ``StorageError`` if the step is being removed."""
     folder.retry.call(partial(require_finish, folder.backend, folder.ref))
 
@@ -148,9 +148,9 @@ def _put_manifest(
 ) -> None:
     """Replace a damaged manifest. A claim marker keeps the step from being removed meanwhile."""
     backend, ref = folder.backend, folder.ref
-    _claim(folder)
+    _claim_for_finish(folder)
     try:
-        _check_manifest(folder)
+        _check_not_removed(folder)
         check_files(folder, source.manifest, confirm)
         folder.retry.call(
             partial(put_manifest, backend, ref.manifest, source.data, replaces_damaged=True)
@@ -172,19 +172,19 @@ def _encode_again(
     has no manifest, since a put of one may still be on its way.
     """
     backend, ref = folder.backend, folder.ref
-    so_far: int | None = None
+    reported_bytes: int | None = None
 
     def progress(count: int, _: int) -> None:
-        nonlocal so_far
+        nonlocal reported_bytes
         # The first call counts the bytes of files that were intact before.
-        on_bytes(0 if so_far is None else count - so_far)
-        so_far = count
+        on_bytes(0 if reported_bytes is None else count - reported_bytes)
+        reported_bytes = count
 
     require_no_heirs(folder)
     confirm()
-    _claim(folder)
+    _claim_for_finish(folder)
     try:
-        _check_manifest(folder)
+        _check_not_removed(folder)
     except ObjectNotFound:
         release_finish(backend, ref)
         raise

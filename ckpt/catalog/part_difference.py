@@ -13,7 +13,7 @@ from ckpt.catalog.movement import Movement
 
 _MOST_PARTS: Final = 12
 """The state is cut into as fine parts as it has at most this number of."""
-_LEVEL: Final = re.compile(r"[/.]")
+_LEVEL_SEPARATOR: Final = re.compile(r"[/.]")
 TITLES: Final = ("part", "tensors", "equal", "other values", "unlike")
 
 
@@ -56,8 +56,8 @@ def part_differences(
         movements: How far each tensor has moved, by its name. Tensors that were not read are left
             out, and so are those of one element, such as the count of an optimizer's steps.
     """
-    values = set(difference.values)
-    unlike = {
+    changed_names = set(difference.values)
+    unlike_names = {
         *difference.only_one,
         *difference.only_two,
         *difference.kinds,
@@ -67,7 +67,10 @@ def part_differences(
     depth = _depth(names)
     for name in sorted(names):
         parts.setdefault(_part(name, depth), []).append(name)
-    return [_of_part(part, members, values, unlike, movements) for part, members in parts.items()]
+    return [
+        _part_difference(part, members, changed_names, unlike_names, movements)
+        for part, members in parts.items()
+    ]
 
 
 def most_moved_line(parts: Sequence[PartDifference], movements: Mapping[str, Movement]) -> str:
@@ -102,23 +105,23 @@ def percent(movement: Movement) -> str:
     return "inf" if math.isinf(movement.distance) else "all of it (from 0)"
 
 
-def _of_part(
+def _part_difference(
     part: str,
     members: Sequence[str],
-    values: Collection[str],
-    unlike: Collection[str],
+    changed_names: Collection[str],
+    unlike_names: Collection[str],
     movements: Mapping[str, Movement],
 ) -> PartDifference:
     read_names = [name for name in members if name in movements]
     total: Movement | None = None
     for name in read_names:
         total = movements[name] if total is None else total + movements[name]
-    value_count = sum(name in values for name in members)
-    unlike_count = sum(name in unlike for name in members)
+    changed_count = sum(name in changed_names for name in members)
+    unlike_count = sum(name in unlike_names for name in members)
     return PartDifference(
         part=part,
-        equal=len(members) - value_count - unlike_count,
-        values=value_count,
+        equal=len(members) - changed_count - unlike_count,
+        values=changed_count,
         unlike=unlike_count,
         movement=total,
         most_moved=max(read_names, key=lambda name: movements[name].ratio, default=""),
@@ -127,7 +130,7 @@ def _of_part(
 
 def _depth(names: Collection[str]) -> int:
     """Return at how many levels of the names the state is cut into parts."""
-    deepest = max((len(_LEVEL.split(name)) for name in names), default=1)
+    deepest = max((len(_LEVEL_SEPARATOR.split(name)) for name in names), default=1)
     depths = (
         depth
         for depth in range(deepest, 1, -1)
@@ -138,5 +141,5 @@ def _depth(names: Collection[str]) -> int:
 
 def _part(name: str, depth: int) -> str:
     """Return the first ``depth`` levels of a name, such as 'model/layers.3'."""
-    ends = [match.start() for match in _LEVEL.finditer(name)]
+    ends = [match.start() for match in _LEVEL_SEPARATOR.finditer(name)]
     return name if len(ends) < depth else name[: ends[depth - 1]]

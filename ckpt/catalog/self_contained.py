@@ -63,10 +63,13 @@ class SelfContainedStep:
             rank: self._without_location(part) if part.locations else part
             for rank, part in parts.items()
         }
-        columns = {rank: pack_fragment(part) for rank, part in fragments.items()}
-        self._records = {rank: pack(part) for rank, part in columns.items()}
+        packed_fragments = {rank: pack_fragment(part) for rank, part in fragments.items()}
+        self._records = {rank: pack(part) for rank, part in packed_fragments.items()}
         manifest = merge(
-            (columns[item.rank], _reference(item.name, item.rank, self._records[item.rank]))
+            (
+                packed_fragments[item.rank],
+                _fragment_ref(item.name, item.rank, self._records[item.rank]),
+            )
             for item in source.manifest.fragments
         )
         self.source = SourceManifest(
@@ -87,18 +90,18 @@ class SelfContainedStep:
     def fetch(self, reads: Sequence[ChunkRead], sink: Sink) -> int:
         """Do what `TieredReader.fetch` does, for the chunks of one file of the new step."""
         rank = reads[0].rank
-        if (new := self._files.get(rank)) is None:
+        if (new_file := self._files.get(rank)) is None:
             return self._origin.fetch(reads, sink)
         source = self._sources[rank]
-        own: list[ChunkRead] = []
+        source_reads: list[ChunkRead] = []
         for read in reads:
             if read.index == 0:
-                sink.place(read, memoryview(new.header))
+                sink.place(read, memoryview(new_file.header))
             else:
-                index = new.indices[read.index - 1]
-                own.append(replace(read, index=index, offset=source.offsets[index]))
-        own.sort(key=lambda read: read.offset)
-        return self._origin.fetch(own, sink) if own else 0
+                index = new_file.indices[read.index - 1]
+                source_reads.append(replace(read, index=index, offset=source.offsets[index]))
+        source_reads.sort(key=lambda read: read.offset)
+        return self._origin.fetch(source_reads, sink) if source_reads else 0
 
     def _read_fragments(self, manifest: Manifest) -> dict[int, Fragment]:
         files = manifest.file_map()
@@ -114,7 +117,7 @@ class SelfContainedStep:
         """Return the fragment for the new data file of a rank."""
         source = self._sources[part.rank]
         plan = _plan_of(part)
-        places = {
+        staged_offsets = {
             (tensor.name, shard.box): shard.offset
             for tensor in part.tensors
             for shard in tensor.shards
@@ -122,7 +125,10 @@ class SelfContainedStep:
         chunks = [Chunk(len(plan.header), checksum(plan.header))]
         indices: list[int] = []
         for item in plan.items:
-            index = source.staged_index.get(places[part.tensors[item.leaf].name, item.box], 0)
+            # A box without bytes has no chunk: no chunk may begin at its offset.
+            index = source.staged_index.get(
+                staged_offsets[part.tensors[item.leaf].name, item.box], 0
+            )
             nbytes = 0
             while nbytes < item.nbytes:
                 chunks.append(source.chunks[index])
@@ -150,5 +156,5 @@ def _plan_of(part: Fragment) -> SavePlan:
     return plan_save(leaves, rank=part.rank, chunk_bytes=part.chunk_bytes)
 
 
-def _reference(name: str, rank: int, record: bytes) -> FragmentRef:
+def _fragment_ref(name: str, rank: int, record: bytes) -> FragmentRef:
     return FragmentRef(name, rank, len(record), checksum(record))

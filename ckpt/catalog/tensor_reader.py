@@ -27,7 +27,7 @@ BATCH_BYTES: Final = 128 << 20
 """How many bytes of a step are in memory at a time while the whole step is read."""
 
 LIST_NAMES: Final = "`ckpt show` lists all names"
-_ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+_ELEMENT_DTYPES: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class MemorySink:
     def __init__(self, leaves: Sequence[Leaf], outs: Sequence[memoryview]) -> None:
         self._boxes = [leaf.boxes[0] for leaf in leaves]
         self._arrays = [
-            np.frombuffer(out, dtype=_element(leaf.itemsize)).reshape(leaf.boxes[0].shape)
+            np.frombuffer(out, dtype=_element_dtype(leaf.itemsize)).reshape(leaf.boxes[0].shape)
             for leaf, out in zip(leaves, outs, strict=True)
         ]
 
@@ -188,7 +188,7 @@ class MemorySink:
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
         """Copy the wanted parts of a chunk into the memory."""
-        chunk = np.frombuffer(data, dtype=_element(DTYPES[read.dtype].itemsize)).reshape(
+        chunk = np.frombuffer(data, dtype=_element_dtype(DTYPES[read.dtype].itemsize)).reshape(
             read.box.shape
         )
         for index, target in enumerate(read.targets):
@@ -207,6 +207,6 @@ def _slice(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
     return part
 
 
-def _element(itemsize: int) -> str:
+def _element_dtype(itemsize: int) -> str:
     """Return the name of a NumPy dtype of this size that does not change the bytes of elements."""
-    return _ELEMENTS.get(itemsize, f"V{itemsize}")
+    return _ELEMENT_DTYPES.get(itemsize, f"V{itemsize}")

@@ -157,7 +157,7 @@ class TieredReader:
         position, (manifest, data) = self._nearest(self.ref.manifest, read)
         self._manifests[position] = manifest
         self._source = SourceManifest(position, manifest, data)
-        self._parts = Parts(manifest, lambda *of: self._fragment(*of, start=position)[0])
+        self._parts = Parts(manifest, lambda *args: self._fragment(*args, start=position)[0])
         return SourceManifest(position, self._parts.outline, data)
 
     def whole(self, work: Callable[[SourceManifest], T]) -> T:
@@ -272,8 +272,11 @@ class TieredReader:
         manifests describe the same encoding and the same increments, or if the manifest of
         ``position`` cannot be read.
         """
-        layout, own = self.layout(position), self._manifest
-        return layout is own or (layout.encoded, layout.increments) == (own.encoded, own.increments)
+        layout, manifest = self.layout(position), self._manifest
+        return layout is manifest or (layout.encoded, layout.increments) == (
+            manifest.encoded,
+            manifest.increments,
+        )
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
         """Read all chunks of ``plan``, which was made from the manifest that ``fill`` returned.
@@ -333,9 +336,9 @@ class TieredReader:
             if not reads:
                 reads_by_source.append(())
                 continue
-            source_reads = self._reads_there(position, reads)
+            source_reads = self._reads_from(position, reads)
             parts = run_all(partial(ask, position, run) for run in runs_of(source_reads))
-            missing = {place for part in parts for place in part}
+            missing = {chunk_id for part in parts for chunk_id in part}
             if len(source_reads) < len(reads):
                 missing |= {read.chunk_id for read in reads} - {
                     read.chunk_id for read in source_reads
@@ -363,7 +366,7 @@ class TieredReader:
             self.note_failure(position, file.key, cause, read.stored_nbytes)
         return misses
 
-    def _reads_there(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
+    def _reads_from(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
         """Return reads of the same chunks as ``reads`` from the files of a source.
 
         ``reads`` were made from the manifest that ``manifest`` has found. Chunks that the source
@@ -390,8 +393,8 @@ class TieredReader:
 
         Return None if the file is present with the right size. The file is not read.
         """
-        if dead := self.failure_of(position, ""):
-            return dead
+        if store_failure := self.failure_of(position, ""):
+            return store_failure
         if isinstance(file, StoredFile):
             if (stored_file := self._files(position).get(file.rank)) is None:
                 return ObjectNotFound(file.key)
@@ -435,17 +438,17 @@ class TieredReader:
         with self._lock:
             if reach is not Reach.CHUNK:
                 self._failures[position, scope_key] = error
-            whole = position in self.listing and position not in self._partial
-            never_had_it = isinstance(error, ObjectNotFound) and not whole
+            should_have_all = position in self.listing and position not in self._partial
+            never_had_it = isinstance(error, ObjectNotFound) and not should_have_all
             if self._notes_repairs and not never_had_it and position + 1 < len(self.sources):
-                self._note(self.sources[position].url, scope_key, error, nbytes)
+                self._record_repair(self.sources[position].url, scope_key, error, nbytes)
 
     def note_repair(self, position: int, key: str) -> None:
         """Note that a source has an intact copy of a file now."""
         with self._lock:
             self._failures.pop((position, key), None)
-            if repair := self._repairs.get(place := (self.sources[position].url, key)):
-                self._repairs[place] = replace(repair, mended=True)
+            if repair := self._repairs.get(repair_key := (self.sources[position].url, key)):
+                self._repairs[repair_key] = replace(repair, mended=True)
 
     def is_damaged(self, position: int, key: str) -> bool:
         """Return True if reads have found damaged chunks in a file on a source, and the file was
@@ -453,6 +456,8 @@ class TieredReader:
         """
         with self._lock:
             repair = self._repairs.get((self.sources[position].url, key))
+            # Damage of single chunks is the only failure that is a repair, but no entry of
+            # ``_failures``: the file is still asked for its other chunks.
             return (
                 repair is not None and not repair.mended and (position, key) not in self._failures
             )
@@ -466,7 +471,7 @@ class TieredReader:
         finally:
             self._notes_repairs = True
 
-    def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
+    def _record_repair(self, url: str, key: str, error: Exception, nbytes: int) -> None:
         """Record a repair, or add ``nbytes`` to the recorded one. The caller holds the lock."""
         entry = self._repairs.get((url, key))
         if entry is None:

@@ -170,10 +170,10 @@ def fetch_nearest(
         StorageError: As for ``fetch_step``.
     """
     ref = folder.ref
-    first: IntegrityError | None = None
-    tried: set[bytes] = set()
+    first_error: IntegrityError | None = None
+    tried_manifests: set[bytes] = set()
     for position, source in enumerate(sources):
-        if position and (not (packed := _manifest(source, ref)) or packed in tried):
+        if position and (not (packed := _manifest_bytes(source, ref)) or packed in tried_manifests):
             continue
         others = [*sources[:position], *sources[position + 1 :]]
         try:
@@ -181,22 +181,22 @@ def fetch_nearest(
                 [source, *others], folder, on_progress=on_progress, on_repair=on_repair
             )
         except FormatUnsupported:
-            if first is None:
+            if first_error is None:
                 raise
             continue
         except IntegrityError as error:
-            first = first or error
-            tried.add(_manifest(source, ref))
+            first_error = first_error or error
+            tried_manifests.add(_manifest_bytes(source, ref))
             continue
-        if first is not None:
+        if first_error is not None:
             # Earlier tries may have left files that this manifest does not name.
             _remove_unnamed(folder, read_packed(folder.backend, ref)[0])
         return report
-    assert first is not None
-    raise first
+    assert first_error is not None
+    raise first_error
 
 
-def _manifest(source: StorageBackend, ref: StepRef) -> bytes:
+def _manifest_bytes(source: StorageBackend, ref: StepRef) -> bytes:
     """Return the bytes of the manifest; empty bytes if it is missing or cannot be read."""
     try:
         return read_packed(source, ref)[1]
@@ -209,15 +209,15 @@ def _meter(
     missing: Sequence[StoredFile],
     on_progress: OnProgress | None,
     *,
-    recoded: bool,
+    is_recoded: bool,
 ) -> Meter:
     """Return a meter for the bytes of all data files, which counts all but ``missing`` as done.
 
     If ``recoded`` is True, the meter counts bytes before any codec, and not the bytes on the store.
     """
-    meter = Meter(manifest.nbytes if recoded else manifest.stored_bytes, on_progress)
-    left = sum(stored.file.size if recoded else stored.size for stored in missing)
-    meter.add(meter.total - left)
+    meter = Meter(manifest.nbytes if is_recoded else manifest.stored_bytes, on_progress)
+    missing_bytes = sum(stored.file.size if is_recoded else stored.size for stored in missing)
+    meter.add(meter.total - missing_bytes)
     return meter
 
 
@@ -265,24 +265,27 @@ def fetch_step(
     """
     start = time.perf_counter()
     origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
-    with _about_the_source():
-        step, source = _without_locations(origin)
+    with _source_errors():
+        step, source = _self_contained(origin)
     manifest, packed = source.manifest, source.data
-    old = _encoded_otherwise(folder, manifest, packed)
-    listed = old is None and _make_way(folder, packed)
+    old = _manifest_of_other_files(folder, manifest, packed)
+    # A destination that has this manifest keeps it, and lacks at most some of its files.
+    is_listed = old is None and _make_way_for_manifest(folder, packed)
     if old is not None and not verify_files(folder, old.stored_files().values())[0]:
         return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
     if codec is None and manifest.increments:
         codec = next(iter(manifest.codecs), NO_CODEC)
     if old is not None:
         require_no_heirs(folder)
-    recoding = None if codec is None or listed else _recoding(step, manifest, codec)
-    kept = _kept(manifest, folder, recoding)
-    missing = [file for rank, file in manifest.stored_files().items() if rank not in kept]
-    here = dataclasses.replace(folder, backend=sources[0])
-    for fault in size_faults(here, missing) if len(sources) == 1 and step is origin else ():
+    recoding = None if codec is None or is_listed else _recoding(step, manifest, codec)
+    intact_files = _intact_files(manifest, folder, recoding)
+    missing = [file for rank, file in manifest.stored_files().items() if rank not in intact_files]
+    source_folder = dataclasses.replace(folder, backend=sources[0])
+    for fault in (
+        size_faults(source_folder, missing) if len(sources) == 1 and step is origin else ()
+    ):
         raise fault.error()
-    meter = _meter(manifest, missing, on_progress, recoded=recoding is not None)
+    meter = _meter(manifest, missing, on_progress, is_recoded=recoding is not None)
     copies = copy_files(step.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
     if old is not None:
         # The old manifest is removed only after all data files were written.
@@ -290,17 +293,17 @@ def fetch_step(
     if recoding is None:
         copy_fragments(step, manifest, manifest.fragments, folder)
     else:
-        files = {copy.stored.rank: copy.stored for copy in copies} | kept
+        files = {copy.stored.rank: copy.stored for copy in copies} | intact_files
         manifest = _put_fragments(folder, recoding, files)
         packed = pack(manifest)
     commit_copy(folder, packed, look=partial(check_files, folder, manifest, confirm))
     if old is not None:
         _remove_unnamed(folder, manifest)
-    copied = sum(copy.stored.size for copy in copies)
-    return FetchReport(folder.ref, manifest.stored_bytes, copied, time.perf_counter() - start)
+    copied_bytes = sum(copy.stored.size for copy in copies)
+    return FetchReport(folder.ref, manifest.stored_bytes, copied_bytes, time.perf_counter() - start)
 
 
-def _without_locations(
+def _self_contained(
     origin: TieredReader,
 ) -> tuple[TieredReader | SelfContainedStep, SourceManifest]:
     """Return what reads the step of ``origin`` for a copy, and the manifest of the copy."""
@@ -327,25 +330,25 @@ def copy_files(
     the files at the destination. Raises the errors of ``fetch_step``.
     """
     workers = folder.workers
-    failed: list[BaseException] = []
+    failures: list[BaseException] = []
 
     def copy(source: StoredFile) -> FileCopy:
         positions = [0]
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
-            if failed:
+            if failures:
                 raise StorageError(source.file.name, "another file could not be copied")
-            with _about_the_source():
+            with _source_errors():
                 positions.append(fetch(reads, sink))
 
         image = StoredImage(chunks_of(source, as_stored=recoding is None), read)
         try:
-            content = _tail(image, source, tensors) if recoding is None else image
-            written = write_file(content, source, folder, on_bytes=on_bytes, recoding=recoding)
+            content = _stored_content(image, source, tensors) if recoding is None else image
+            stored_file = write_file(content, source, folder, on_bytes=on_bytes, recoding=recoding)
         except BaseException as error:
-            failed.append(error)
+            failures.append(error)
             raise
-        return FileCopy(written, max(positions))
+        return FileCopy(stored_file, max(positions))
 
     if not files:
         return []
@@ -354,23 +357,25 @@ def copy_files(
         try:
             return list(group.stream(partial(copy, file) for file in files))
         except BaseException as error:  # noqa: BLE001 - the first is raised
-            failed.append(error)  # The copies that are under way stop at their next read
-            raise failed[0] from None
+            failures.append(error)  # The copies that are under way stop at their next read
+            raise failures[0] from None
 
 
-def _tail(image: StoredImage, source: StoredFile, tensors: Sequence[Tensor]) -> Source:
+def _stored_content(image: StoredImage, source: StoredFile, tensors: Sequence[Tensor]) -> Source:
     """Return the bytes of ``image`` that the file ``source`` holds: all, unless it is an
     increment.
     """
     if (increment := source.increment) is None:
         return image
-    own = [
+    own_tensors = [
         replace(tensor, shards=tuple(shard for shard in tensor.shards if shard.rank == source.rank))
         for tensor in tensors
     ]
     start = sum(image.lengths[: increment.count])
     lengths = [chunk.nbytes for chunk in source.chunks]
-    header = tail_header(own, lengths, increment.count, source.rank) if increment.lead else b""
+    header = (
+        tail_header(own_tensors, lengths, increment.count, source.rank) if increment.lead else b""
+    )
     return TailImage(image, start, header)
 
 
@@ -414,8 +419,10 @@ def copy_fragments(
     """
     files = manifest.file_map()
     folder.workers.run_all(
-        partial(_copy_fragment, origin, folder, manifest, named, files.get(named.rank))
-        for named in fragments
+        partial(
+            _copy_fragment, origin, folder, manifest, fragment_ref, files.get(fragment_ref.rank)
+        )
+        for fragment_ref in fragments
     )
 
 
@@ -451,7 +458,7 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
         ObjectExists: As for ``fetch_step``.
         StorageError: The step is being removed at the destination, or was removed.
     """
-    if _make_way(folder, packed):
+    if _make_way_for_manifest(folder, packed):
         look()
         return
     destination, ref = folder.backend, folder.ref
@@ -460,7 +467,7 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
     folder.retry.call(partial(require_finish, destination, ref))
     look()
     folder.retry.call(partial(delete_tombstone, destination, ref))
-    _commit(folder, packed)
+    _put_manifest(folder, packed)
     release_finish(destination, ref)
 
 
@@ -477,7 +484,7 @@ def check_files(folder: StepFolder, manifest: Manifest, confirm: Callable[[], ob
     confirm()
 
 
-def _make_way(folder: StepFolder, packed: bytes) -> bool:
+def _make_way_for_manifest(folder: StepFolder, packed: bytes) -> bool:
     """Return True if the folder already has this manifest, and False if it has none.
 
     A damaged manifest is removed, since it would keep the intact one from being put.
@@ -487,7 +494,7 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
     """
     destination, ref = folder.backend, folder.ref
     try:
-        if folder.read(ref.manifest, partial(_is_manifest, packed, key=ref.manifest)):
+        if folder.read(ref.manifest, partial(_is_same_manifest, packed, key=ref.manifest)):
             return True
     except ObjectNotFound:
         return False
@@ -504,7 +511,9 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
     )
 
 
-def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
+def _manifest_of_other_files(
+    folder: StepFolder, manifest: Manifest, packed: bytes
+) -> Manifest | None:
     """Return the manifest at the destination if it has the same chunks in other files: encoded in
     another way, or as increments where the source has whole files or the other way round.
 
@@ -514,7 +523,10 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
     """
     try:
         key = folder.ref.manifest
-        if folder.read(key, partial(_is_manifest, packed, key=key)) and not manifest.increments:
+        if (
+            folder.read(key, partial(_is_same_manifest, packed, key=key))
+            and not manifest.increments
+        ):
             return None
         old = read_manifest(folder.backend, folder.ref, retry=folder.retry)
     except (ObjectNotFound, IntegrityError):
@@ -533,8 +545,8 @@ def _remove_unnamed(folder: StepFolder, manifest: Manifest) -> None:
     """
     ref = folder.ref
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
-    named = {ref.manifest, ref.claim_marker, *map(ref.key, names)}
-    keys = [info.key for info in own_objects(folder.backend, ref) if info.key not in named]
+    kept_keys = {ref.manifest, ref.claim_marker, *map(ref.key, names)}
+    keys = [info.key for info in own_objects(folder.backend, ref) if info.key not in kept_keys]
     outdated = [key for key in keys if not is_late_metrics(key.rpartition("/")[2])]
     folder.retry.call(partial(delete_files, folder.backend, outdated))
 
@@ -556,18 +568,18 @@ def _recoding(
         return None
     encoder = encoder_of(codec)
     files = manifest.file_map()
-    with _about_the_source():
+    with _source_errors():
         parts = {
-            named.rank: read_fragment(
-                origin.fragment(manifest, named, files.get(named.rank)),
-                key=origin.ref.key(named.name),
+            fragment_ref.rank: read_fragment(
+                origin.fragment(manifest, fragment_ref, files.get(fragment_ref.rank)),
+                key=origin.ref.key(fragment_ref.name),
             )
-            for named in manifest.fragments
+            for fragment_ref in manifest.fragments
         }
     return Recoding(encoder, parts)
 
 
-def _kept(
+def _intact_files(
     manifest: Manifest, folder: StepFolder, recoding: Recoding | None
 ) -> dict[int, StoredFile]:
     """Return the data files that the destination already has intact, by rank.
@@ -579,23 +591,23 @@ def _kept(
         equal_files: dict[int, StoredFile] = {}
         for rank, file in files.items():
             try:
-                there, data = folder.fragment(rank)
-                encoding = next(iter(there.encoded), None)
+                current, data = folder.fragment(rank)
+                encoding = next(iter(current.encoded), None)
             except (ObjectNotFound, IntegrityError):
                 continue
             if data == pack(recoding.fragment(rank, encoding)):
                 equal_files[rank] = recoding.stored(file, encoding)
         files = equal_files
     faults, _ = verify_files(folder, files.values())
-    wrong = {fault.key for fault in faults}
-    return {rank: file for rank, file in files.items() if file.key not in wrong}
+    damaged_keys = {fault.key for fault in faults}
+    return {rank: file for rank, file in files.items() if file.key not in damaged_keys}
 
 
 def _put_fragments(
     folder: StepFolder, recoding: Recoding, files: Mapping[int, StoredFile]
 ) -> Manifest:
     """Put the fragments of files that were encoded again, and return the merged manifest."""
-    merged: list[tuple[Packed, FragmentRef]] = []
+    parts: list[tuple[Packed, FragmentRef]] = []
     puts: list[Callable[[], object]] = []
     for rank in sorted(recoding.parts):
         file = files.get(rank)
@@ -604,26 +616,26 @@ def _put_fragments(
         data = pack(packed)
         put = partial(folder.backend.put, folder.ref.key(name), [data])
         puts.append(partial(folder.retry.call, put))
-        merged.append((packed, FragmentRef(name, rank, len(data), checksum(data))))
+        parts.append((packed, FragmentRef(name, rank, len(data), checksum(data))))
     folder.workers.run_all(puts)
-    return merge(merged)
+    return merge(parts)
 
 
 def _copy_fragment(
     origin: TieredReader | SelfContainedStep,
     folder: StepFolder,
     manifest: Manifest,
-    named: FragmentRef,
+    fragment_ref: FragmentRef,
     file: File | None,
 ) -> None:
-    with _about_the_source():
-        data = origin.fragment(manifest, named, file)
-    if folder.intact_fragment(named) is None:
-        key = origin.ref.key(named.name)
+    with _source_errors():
+        data = origin.fragment(manifest, fragment_ref, file)
+    if folder.intact_fragment(fragment_ref) is None:
+        key = origin.ref.key(fragment_ref.name)
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
 
-def _commit(folder: StepFolder, packed: bytes) -> None:
+def _put_manifest(folder: StepFolder, packed: bytes) -> None:
     """Put the manifest. Raises ``ObjectExists`` if the folder has another manifest."""
     key = folder.ref.manifest
     try:
@@ -632,7 +644,7 @@ def _commit(folder: StepFolder, packed: bytes) -> None:
         raise ObjectExists(key, str(error)) from error
 
 
-def _is_manifest(packed: bytes, data: bytes, *, key: str) -> bool:
+def _is_same_manifest(packed: bytes, data: bytes, *, key: str) -> bool:
     """Return True if ``data`` is the manifest ``packed``, and False if it is another one.
 
     Raises:
@@ -644,7 +656,7 @@ def _is_manifest(packed: bytes, data: bytes, *, key: str) -> bool:
 
 
 @contextmanager
-def _about_the_source() -> Generator[None]:
+def _source_errors() -> Generator[None]:
     """Turn a ``StorageError`` inside of the block into an ``IntegrityError`` about the source.
 
     An error of a source that tells nothing about the data (see ``fault_of``) stays as it is. Only

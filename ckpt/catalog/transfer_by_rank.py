@@ -76,6 +76,7 @@ def noted_ends(folder: StepFolder) -> set[int]:
 
 def ranks_marked_to_bring(folder: StepFolder) -> set[int]:
     """Return the ranks that have a marker of ``mark_to_bring`` from this or another process."""
+    # The markers of one rank have the same name, whatever they say: their sizes differ.
     marked = {
         marked_rank(info.name)
         for info in own_objects(folder.backend, folder.ref)
@@ -95,8 +96,8 @@ def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
     """
     if not folder.backend.capabilities.put_if_absent:
         return set()  # The store cannot decide whether the rank or this process was first
-    ask = partial(claim_rank_to_bring, folder.backend, folder.ref)
-    return {rank for rank in ranks if folder.retry.call(partial(ask, rank))}
+    claim = partial(claim_rank_to_bring, folder.backend, folder.ref)
+    return {rank for rank in ranks if folder.retry.call(partial(claim, rank))}
 
 
 class RankPart:
@@ -163,7 +164,7 @@ class RankPart:
         if self._part.file is None:
             return None
         return write_file(
-            self._image(), self._stored(), folder, on_bytes=on_bytes, recoding=self._recoding
+            self._image(), self._stored_file(), folder, on_bytes=on_bytes, recoding=self._recoding
         ).encoding
 
     def encoding(self, workers: Workers, on_bytes: OnBytes) -> Encoding | None:
@@ -184,7 +185,8 @@ class RankPart:
 
         widths = widths_of(image.lengths, self._part.tensors)
         lengths = workers.run_all(
-            partial(encoded_length, *of) for of in zip(starts[:-1], starts[1:], widths, strict=True)
+            partial(encoded_length, start, end, width)
+            for start, end, width in zip(starts[:-1], starts[1:], widths, strict=True)
         )
         return Encoding(self._rank, encoder.codec, tuple(lengths)) if lengths else None
 
@@ -201,7 +203,7 @@ class RankPart:
         key, data = folder.ref.key(self._name), self.fragment(encoding)
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
-    def _stored(self) -> StoredFile:
+    def _stored_file(self) -> StoredFile:
         assert self._part.file is not None
         encoding = next(iter(self._part.encoded), None)
         increment = next(iter(self._part.increments), None)
@@ -209,7 +211,7 @@ class RankPart:
 
     def _image(self) -> StoredImage:
         """Return the data file at the source. Raises ``IntegrityError`` if its size is wrong."""
-        stored = self._stored()
+        stored = self._stored_file()
         for fault in size_faults(self._source, [stored]):
             raise fault.error()
         return StoredImage.of(self._source.backend, stored, self._source.retry)
@@ -259,13 +261,13 @@ def copy_rank(
         part.put_fragment(folder, part.write_data(folder, on_bytes))
         return True
 
-    return _from_first(sources, folder, rank, codec, copy)
+    return _call_with_first_intact(sources, folder, rank, codec, copy)
 
 
 def mend_rank(
     sources: Sequence[StorageBackend],
     folder: StepFolder,
-    named: FragmentRef,
+    fragment_ref: FragmentRef,
     codec: str,
     on_bytes: OnBytes,
 ) -> None:
@@ -279,7 +281,7 @@ def mend_rank(
     Args:
         sources: Other stores that have the step, nearest first.
         folder: The folder of the step where a file of the rank is damaged.
-        named: The reference that the manifest there has for the fragment of the rank.
+        fragment_ref: The reference that the manifest there has for the fragment of the rank.
         codec: The codec of the store of ``folder``.
         on_bytes: Called with the number of bytes just encoded for a comparison, or just written.
 
@@ -289,32 +291,35 @@ def mend_rank(
         StorageError: A store has failed.
     """
     ref, backend = folder.ref, folder.backend
-    key = ref.key(named.name)
+    key = ref.key(fragment_ref.name)
 
     def mend(part: RankPart) -> None:
         encoding = part.encoding(folder.workers, on_bytes)
-        there = folder.intact_fragment(named)
-        if there is not None:
-            own = read_fragment(there, key=key)
-            alike = encoding == next(iter(own.encoded), None) and not own.increments
+        intact_data = folder.intact_fragment(fragment_ref)
+        if intact_data is not None:
+            intact_fragment = read_fragment(intact_data, key=key)
+            is_alike = (
+                encoding == next(iter(intact_fragment.encoded), None)
+                and not intact_fragment.increments
+            )
         else:
-            alike = checksum(part.fragment(encoding)) == named.checksum
-        if not alike:
+            is_alike = checksum(part.fragment(encoding)) == fragment_ref.checksum
+        if not is_alike:
             raise IntegrityError(
                 f"{key!r} on {backend.url}: the rank's files cannot be written again as the "
                 "manifest describes them, since the codec or its version has changed, or the file "
                 "is an increment"
             )
         part.write_data(folder, on_bytes)
-        if there is None:
+        if intact_data is None:
             part.put_fragment(folder, encoding)
         if not is_committed(backend, ref):  # The step was removed meanwhile
             discard_part(backend, ref, key, ref.key(part.data_name))
 
-    _from_first(sources, folder, named.rank, codec, mend)
+    _call_with_first_intact(sources, folder, fragment_ref.rank, codec, mend)
 
 
-def _from_first(
+def _call_with_first_intact(
     sources: Sequence[StorageBackend],
     folder: StepFolder,
     rank: int,
@@ -324,14 +329,14 @@ def _from_first(
     """Call ``work`` with the files of a rank on each of ``sources``, until a source has them
     intact. Return the result of ``work``. Raises the errors of ``copy_rank``.
     """
-    first: CkptError | None = None
+    first_error: CkptError | None = None
     for source in sources:
         try:
             return work(RankPart(replace(folder, backend=source), rank, codec))
         except (IntegrityError, ObjectNotFound) as error:
-            if first is None or isinstance(first, ObjectNotFound):
-                first = error
-    raise first or ObjectNotFound(folder.ref.key(fragment_name(rank)))
+            if first_error is None or isinstance(first_error, ObjectNotFound):
+                first_error = error
+    raise first_error or ObjectNotFound(folder.ref.key(fragment_name(rank)))
 
 
 def copy_part(
@@ -361,7 +366,9 @@ def copy_part(
     part = msgspec.structs.replace(
         manifest,
         files=tuple(file for file in manifest.files if file.rank in ranks),
-        fragments=tuple(named for named in manifest.fragments if named.rank in ranks),
+        fragments=tuple(
+            fragment_ref for fragment_ref in manifest.fragments if fragment_ref.rank in ranks
+        ),
     )
     for rank in sorted(ranks):
         confirm()
@@ -369,7 +376,9 @@ def copy_part(
     commit_copy(folder, packed, look=partial(check_files, folder, part, confirm))
 
 
-def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], object]) -> None:
+def commit_parts(
+    folder: StepFolder, known_manifest: Manifest, confirm: Callable[[], object]
+) -> None:
     """Commit a step after the files of all ranks were copied.
 
     The manifest is the one that the leader of the job would have put: it is the same merge of the
@@ -377,18 +386,18 @@ def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], obje
 
     Args:
         folder: The folder of the step. All processes of its job have ended.
-        known: The manifest of the step on another store.
+        known_manifest: The manifest of the step on another store.
         confirm: Called before the manifest is put, once or several times. It raises if the step
             must not become a checkpoint any more.
 
     Raises:
-        CommitError: A fragment is missing, or the fragments are not those of ``known``.
+        CommitError: A fragment is missing, or the fragments are not those of ``known_manifest``.
         ManifestCorrupt: A fragment is damaged.
         ObjectExists: The step has another manifest already.
         StorageError: A file is missing, or the step is being removed.
     """
     manifest = merge(read_fragments(folder))
-    if _apart_from_files(manifest) != _apart_from_files(known):
+    if _without_file_fields(manifest) != _without_file_fields(known_manifest):
         raise CommitError(
             f"step {folder.ref.step}: the fragments on {folder.backend.url} are not those of the "
             "checkpoint that this node has: restore it, or another step"
@@ -397,7 +406,7 @@ def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], obje
         commit_copy(folder, pack(manifest), look=partial(check_files, folder, manifest, confirm))
 
 
-def _apart_from_files(manifest: Manifest) -> Manifest:
+def _without_file_fields(manifest: Manifest) -> Manifest:
     """Return a manifest without the fields that depend on how a tier stores the files."""
     files = tuple(msgspec.structs.replace(file, name="", chunks=()) for file in manifest.files)
     return msgspec.structs.replace(

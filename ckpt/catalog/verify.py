@@ -197,8 +197,8 @@ def verify_step(
     else:
         manifest, faults = _with_fragments(folder, manifest, ranks)
         files = manifest.stored_files().values()
-        data = [file for file in files if ranks is None or file.rank in ranks]
-        data_faults, verified_bytes = verify_files(folder, data, on_progress=on_progress)
+        data_files = [file for file in files if ranks is None or file.rank in ranks]
+        data_faults, verified_bytes = verify_files(folder, data_files, on_progress=on_progress)
         faults += data_faults
     return VerifyReport(
         ref=ref,
@@ -221,7 +221,7 @@ def _with_fragments(
     """
     files, key = manifest.file_map(), folder.ref.manifest
     parts = folder.workers.run_all(
-        partial(_fragment, folder, manifest, fragment_ref, files.get(fragment_ref.rank))
+        partial(_fragment_or_fault, folder, manifest, fragment_ref, files.get(fragment_ref.rank))
         for fragment_ref in manifest.fragments
         if ranks is None or fragment_ref.rank in ranks
     )
@@ -246,25 +246,26 @@ def verify_files(
     Raises:
         AccessDenied, TransientStorageError: As for ``verify_step``.
     """
-    heads = _heads(folder, files)
-    faults = [fault for _, _, fault in heads if fault]
+    sized_files = _examine_sizes(folder, files)
+    faults = [fault for _, _, fault in sized_files if fault]
     chunks: list[ChunkRead] = []
     # The files with their sizes on the store, by rank. Those of older steps have the key True.
-    holders: dict[tuple[int, bool], StoredFile] = {}
-    for file, size, _ in heads:
-        in_base = (file.rank, False) in holders
-        holders[file.rank, in_base] = replace(file, size=size)
+    files_by_rank: dict[tuple[int, bool], StoredFile] = {}
+    for file, size, _ in sized_files:
+        # A second file of a rank is the base of its increment, since bases come last.
+        in_base = (file.rank, False) in files_by_rank
+        files_by_rank[file.rank, in_base] = replace(file, size=size)
     for file in files:
         chunks += [
             chunk
             for chunk in chunks_of(file)
-            if chunk.offset + chunk.stored_nbytes <= holders[file.rank, chunk.in_base].size
+            if chunk.offset + chunk.stored_nbytes <= files_by_rank[file.rank, chunk.in_base].size
         ]
     runs, reader = runs_of(chunks), ChunkReader(folder.backend, folder.retry)
     meter = Meter(sum(run.nbytes for run in runs), on_progress)
 
     def check(run: Run) -> list[Fault]:
-        misses = reader.read(run, holders[run.rank, run.in_base], _Nowhere())
+        misses = reader.read(run, files_by_rank[run.rank, run.in_base], _NullSink())
         meter.add(run.nbytes)
         return [fault_of(error, chunk) for chunk, error in misses]
 
@@ -278,17 +279,17 @@ def verify_files(
 
 def size_faults(folder: StepFolder, files: Collection[StoredFile]) -> list[Fault]:
     """Return a fault for each file that is missing or has another size. Reads no file."""
-    return [fault for _, _, fault in _heads(folder, files) if fault]
+    return [fault for _, _, fault in _examine_sizes(folder, files) if fault]
 
 
-def _heads(
+def _examine_sizes(
     folder: StepFolder, files: Collection[StoredFile]
 ) -> list[tuple[StoredFile, int, Fault | None]]:
     """Return each file, its size on the store (0 if unknown), and its fault, if any. The files of
     older steps that increments refer to come last.
     """
     bases = [file.base for file in files if file.base is not None]
-    return folder.workers.run_all(partial(_size_fault, folder, file) for file in [*files, *bases])
+    return folder.workers.run_all(partial(_examine_size, folder, file) for file in [*files, *bases])
 
 
 def _header_faults(folder: StepFolder, file: StoredFile) -> list[Fault]:
@@ -296,19 +297,19 @@ def _header_faults(folder: StepFolder, file: StoredFile) -> list[Fault]:
     if there is none.
     """
     assert file.increment is not None
-    lead = file.increment.lead
-    header = memoryview(bytearray(lead))
+    header_bytes = file.increment.lead
+    header = memoryview(bytearray(header_bytes))
     try:
-        if lead:
+        if header_bytes:
             folder.retry.call(partial(folder.backend.read_into, file.key, 0, header))
     except StorageError as error:
         return [fault_of(error)]
-    if not lead or checksum(header) == file.increment.checksum:
+    if not header_bytes or checksum(header) == file.increment.checksum:
         return []
-    return [Fault(key=file.key, what="its bytes were changed", offset=0, nbytes=lead)]
+    return [Fault(key=file.key, what="its bytes were changed", offset=0, nbytes=header_bytes)]
 
 
-class _Nowhere:
+class _NullSink:
     """A `Sink` that stores nothing, for chunks that are only compared with their checksums."""
 
     def direct(self, read: ChunkRead) -> None:  # noqa: ARG002
@@ -337,7 +338,7 @@ class Meter:
                 self._on_progress(self.count, self.total)
 
 
-def _fragment(
+def _fragment_or_fault(
     folder: StepFolder, manifest: Manifest, fragment_ref: FragmentRef, file: File | None
 ) -> Fragment | Fault:
     load = partial(load_fragment, folder.backend, folder.ref, manifest, fragment_ref, file)
@@ -347,7 +348,7 @@ def _fragment(
         return fault_of(error)
 
 
-def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, Fault | None]:
+def _examine_size(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, Fault | None]:
     try:
         store = store_with(folder.backend, file.location)
         size = folder.retry.call(partial(store.head, file.key)).size
