@@ -65,7 +65,7 @@ class Evictor:
         )
         self._sizes = StepSizes(tier.backend)
         # On a tier that has only a part of each step, the parts come and go.
-        self._has_room = tier.tier.local is not True
+        self._was_never_full = tier.tier.local is not True
 
     def evict_to_capacity(
         self, ref: StepRef, nbytes: int, *, restored_ref: StepRef | None, is_exact: bool = False
@@ -101,7 +101,7 @@ class Evictor:
             return
         demand, note = nbytes, ""
         if self._tier.tier.codec != NO_CODEC and not is_exact:
-            if (ratio := _ratio(steps)) is None:
+            if (ratio := _codec_ratio(steps)) is None:
                 demand = min(nbytes, capacity)
             else:
                 demand, note = int(nbytes * ratio), f" ({size(nbytes)} before the codec)"
@@ -112,7 +112,10 @@ class Evictor:
                 f"{size(capacity)}: raise it, or take the tier out",
             )
         excess = sum(step.nbytes for step in steps) + demand - capacity
-        if self._evict(steps, ref, excess, restored_ref, _CAPACITY_REACHED, or_none=True) > 0:
+        if (
+            self._evict(steps, ref, excess, restored_ref, _CAPACITY_REACHED, only_if_enough=True)
+            > 0
+        ):
             raise OutOfSpace(ref.folder, self._refusal(steps, demand, capacity))
 
     def settle(self, ref: StepRef, *, restored_ref: StepRef | None) -> None:
@@ -151,10 +154,10 @@ class Evictor:
 
         Before the tier is full for the first time, this tells so without a read of the manifests.
         """
-        if self._has_room:
+        if self._was_never_full:
             capacity = self._tier.tier.capacity_bytes or 0
-            self._has_room = self._sizes.total() + nbytes <= capacity
-        return self._has_room
+            self._was_never_full = self._sizes.total() + nbytes <= capacity
+        return self._was_never_full
 
     def _evict(
         self,
@@ -164,7 +167,7 @@ class Evictor:
         restored_ref: StepRef | None,
         reason: str,
         *,
-        or_none: bool = False,
+        only_if_enough: bool = False,
     ) -> int:
         """Remove steps of ``steps`` until ``excess`` bytes are freed, in the order of
         ``_candidates``.
@@ -175,8 +178,8 @@ class Evictor:
             excess: The number of bytes to free.
             restored_ref: The step that the job has restored; None if there is none.
             reason: The reason, for the log.
-            or_none: Whether to stop as soon as all steps that may still be removed have too few
-                bytes together. Steps that were removed earlier in the call stay removed.
+            only_if_enough: Whether to stop as soon as all steps that may still be removed have too
+                few bytes together. Steps that were removed earlier in the call stay removed.
 
         Returns:
             The number of bytes that are still to be freed, which is 0 or less on success.
@@ -184,7 +187,9 @@ class Evictor:
         exclusions: set[StepRef] = set()
         while excess > 0:
             candidates = list(self._candidates(steps, ref, excess, restored_ref, exclusions))
-            if not candidates or (or_none and sum(step.nbytes for step in candidates) < excess):
+            if not candidates or (
+                only_if_enough and sum(step.nbytes for step in candidates) < excess
+            ):
                 break
             excess -= self._remove(candidates, heirs_of(steps), reason, exclusions)
         return excess
@@ -207,33 +212,35 @@ class Evictor:
         """
         own = self._claim.own
         committed = [step for step in steps if step.state == "committed"]
-        whole = {step.ref: step for step in committed}
+        committed_steps = {step.ref: step for step in committed}
         branch = {step.ref: step for step in on_branch(committed)}
         metrics = {ref: step.metrics for ref, step in branch.items()}
-        last = self._last(branch, restored_ref)
+        most_needed = self._most_needed(branch, restored_ref)
         awaited_refs = self._guard.awaited_refs()
         order = [
             verdict.step
             for verdict in judge(steps, self._rule, PruneContext(own=own, claim=self._claim))
             if not verdict.reasons
-            and verdict.step.ref not in whole
+            and verdict.step.ref not in committed_steps
             and not (verdict.step.is_part and verdict.step.ref == restored_ref)
         ]
-        candidates = sorted(whole.keys() - branch.keys()) + [
-            ref for ref in first_to_go(branch, self._rule, metrics, own=own) if ref != last
+        candidates = sorted(committed_steps.keys() - branch.keys()) + [
+            ref for ref in first_to_go(branch, self._rule, metrics, own=own) if ref != most_needed
         ]
         owed_refs = {ref for ref in candidates if ref in branch and self._guard.is_owed(ref)}
-        order += [whole[ref] for ref in candidates if ref not in owed_refs]
+        order += [committed_steps[ref] for ref in candidates if ref not in owed_refs]
         parts = [step for step in steps if step.is_part and self._claim.is_dead(step.ref)]
         order += [step for step in parts if step.ref != restored_ref]
         # Next are unfinished copies that this job makes of steps of earlier jobs.
         order += [
             step for step in steps if step.state == "incomplete" and self._claim.brings(step.ref)
         ]
-        order += [whole[ref] for ref in candidates if ref in owed_refs]
-        order += [whole[last]] if last is not None else []
+        order += [committed_steps[ref] for ref in candidates if ref in owed_refs]
+        order += [committed_steps[most_needed]] if most_needed is not None else []
         # Remains may be in two of these groups.
-        present_steps = {ref: step for ref, step in whole.items() if ref not in exclusions}
+        present_steps = {
+            ref: step for ref, step in committed_steps.items() if ref not in exclusions
+        }
         for step in {step.ref: step for step in order}.values():
             if excess <= 0:
                 return
@@ -243,27 +250,27 @@ class Evictor:
                 and step.ref not in exclusions
                 and step.ref != ref
                 and not step.pins
-                and (step.ref not in whole or self._claim.may_remove(step))
-                and (step.ref != last or self._guard.is_elsewhere(step.ref))
+                and (step.ref not in committed_steps or self._claim.may_remove(step))
+                and (step.ref != most_needed or self._guard.is_elsewhere(step.ref))
             ):
                 excess -= step.nbytes
                 present_steps.pop(step.ref, None)
                 yield step
 
-    def _last(
-        self, whole: Mapping[StepRef, StoredStep], restored_ref: StepRef | None
+    def _most_needed(
+        self, checkpoints: Mapping[StepRef, StoredStep], restored_ref: StepRef | None
     ) -> StepRef | None:
-        """Return the checkpoint of ``whole`` that a restarted job needs most; None if it is empty.
+        """Return the one of ``checkpoints`` that a restarted job needs most; None if it is empty.
 
         That is the newest one of this job. As long as there is none, it is the restored step. Of
         several attempts at a step, it is the one with the youngest manifest, as for a restore.
         """
         own = self._claim.own
-        if restored_ref in whole and not any(ref.job == own for ref in whole):
+        if restored_ref in checkpoints and not any(ref.job == own for ref in checkpoints):
             return restored_ref
-        dates = {ref: step.created_at for ref, step in whole.items()}
-        restorable = [ref for ref in whole if self._is_restorable(ref, restored_ref)]
-        return newest(restorable or whole, own=own, dates=dates)
+        dates = {ref: step.created_at for ref, step in checkpoints.items()}
+        restorable = [ref for ref in checkpoints if self._is_restorable(ref, restored_ref)]
+        return newest(restorable or checkpoints, own=own, dates=dates)
 
     def _is_restorable(self, ref: StepRef, restored_ref: StepRef | None) -> bool:
         """Return True if a restarted job may restore ``ref``.
@@ -341,7 +348,7 @@ def _numbers(refs: Iterable[StepRef]) -> str:
     return ", ".join(str(ref.step) for ref in sorted(refs)) or "none"
 
 
-def _ratio(steps: list[StoredStep]) -> float | None:
+def _codec_ratio(steps: list[StoredStep]) -> float | None:
     """Return the stored bytes per staged byte of the newest encoded step, at most 1.
 
     Returns None if ``steps`` has no encoded step.
@@ -349,5 +356,5 @@ def _ratio(steps: list[StoredStep]) -> float | None:
     encoded_steps = (
         step for step in steps if step.staged_bytes > 0 and step.codecs and not step.bases
     )
-    newest_first = max(encoded_steps, key=lambda step: step.ref, default=None)
-    return min(1.0, newest_first.nbytes / newest_first.staged_bytes) if newest_first else None
+    newest_step = max(encoded_steps, key=lambda step: step.ref, default=None)
+    return min(1.0, newest_step.nbytes / newest_step.staged_bytes) if newest_step else None

@@ -90,18 +90,19 @@ def reasons(
             rollback the abandoned steps may have higher numbers.
     """
     numbers = sorted({ref.step for ref in committed}, reverse=True)
-    every = {step for step in numbers if rule.keep_every and step % rule.keep_every == 0}
-    best = set(_best(committed, rule.keep_best, metrics)) if rule.keep_best else set[int]()
+    multiples = {step for step in numbers if rule.keep_every and step % rule.keep_every == 0}
+    best_numbers = set(_best(committed, rule.keep_best, metrics)) if rule.keep_best else set[int]()
     count = len(numbers) if rule.keep_last is None else rule.keep_last
     if rule.best_counts:
-        count = max(1, count - len(best - set(numbers[:count])))
-    last = set(numbers[:count])
+        count = max(1, count - len(best_numbers - set(numbers[:count])))
+    newest_numbers = set(numbers[:count])
     newest_own = newest(committed, own=own)
+    # Without ``keep_best``, no step is in the group of the best, and its name is not used.
     groups = {
-        NEWEST: last,
-        f"multiple of {rule.keep_every}": every,
-        f"best {rule.keep_best.metric}" if rule.keep_best else "": best,
-        NEWEST_OWN: {newest_own.step} - last if newest_own else set(),
+        NEWEST: newest_numbers,
+        f"multiple of {rule.keep_every}": multiples,
+        f"best {rule.keep_best.metric}" if rule.keep_best else "": best_numbers,
+        NEWEST_OWN: {newest_own.step} - newest_numbers if newest_own else set(),
     }
     return {
         ref: tuple(name for name, numbers in groups.items() if ref.step in numbers)
@@ -165,7 +166,9 @@ def first_to_go(
     """
     reasons_by_ref = reasons(committed, rule, metrics or {}, own=own)
 
-    def rank(ref: StepRef) -> tuple[int, bool, StepRef]:
+    def removal_order(ref: StepRef) -> tuple[int, bool, StepRef]:
+        # No step is both ``NEWEST`` and ``NEWEST_OWN``. So the first entry is 0 for a step that is
+        # not kept, 1 for one of the newest, and 2 for one that is kept for its number or metric.
         # After a rollback, steps of other attempts may have higher numbers, but they are older.
         is_own = ref.job == own
         return (
@@ -174,7 +177,7 @@ def first_to_go(
             ref,
         )
 
-    return sorted(committed, key=rank)
+    return sorted(committed, key=removal_order)
 
 
 def newest(
@@ -319,7 +322,7 @@ def judge(
     own, claim = context.own, context.claim
     committed = [step for step in steps if step.state == "committed"]
     branch = on_branch(committed)
-    metrics = {step.ref: step.metrics for step in branch}
+    metrics = {step.ref: step.metrics for step in branch}  # Of each checkpoint of the branch
     reasons_by_ref = reasons(metrics, rule, metrics, own=own)
     abandoned_refs = {step.ref for step in committed} - metrics.keys()
     abandoned_reasons: tuple[str, ...] = ()

@@ -39,9 +39,9 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-_MOST_LOOKED_AT: Final = 64
+_MOST_EXAMINED: Final = 64
 """The most attempts of which all are looked at before the first commit of a job."""
-_BY_AGE: Final = frozenset({NEWEST, NEWEST_OWN})
+_REASONS_BY_AGE: Final = frozenset({NEWEST, NEWEST_OWN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +108,15 @@ def judge_now(inventory: Inventory, rule: Retention, context: PruneContext) -> l
     """
     while True:
         verdicts = judge(inventory.look(without_manifest=rule.keeps_all), rule, context)
-        is_pruned = any(
+        removes_checkpoint = any(
             not verdict.reasons and verdict.step.state == "committed" for verdict in verdicts
         )
-        newest = [
-            verdict.step.ref for verdict in verdicts if not _BY_AGE.isdisjoint(verdict.reasons)
+        refs_kept_as_newest = [
+            verdict.step.ref
+            for verdict in verdicts
+            if not _REASONS_BY_AGE.isdisjoint(verdict.reasons)
         ]
-        if not is_pruned or inventory.confirm(newest):
+        if not removes_checkpoint or inventory.confirm(refs_kept_as_newest):
             return verdicts
 
 
@@ -229,7 +231,7 @@ class Pruner:
 
     Thread safety: ``ask``, ``remove_remains`` and ``evict`` may be called from any thread;
     ``close`` by the owner, once. ``_lock`` guards ``_is_queued``. Only the pruning thread changes
-    ``_has_pruned``, ``_has_ended`` and ``_has_warned``.
+    ``_has_pruned``, ``_is_finished`` and ``_has_warned``.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class Pruner:
         if leads:
             self._workers.start()  # Later the system might refuse to start a thread
         self._lock = threading.Lock()
-        self._is_queued = self._has_pruned = self._has_ended = self._has_warned = False
+        self._is_queued = self._has_pruned = self._is_finished = self._has_warned = False
 
     def ask(self) -> None:
         """Queue a run of the pruning thread, and return at once.
@@ -261,7 +263,7 @@ class Pruner:
         successful run if the policy keeps everything.
         """
         with self._lock:
-            if not self._leads or self._is_queued or self._has_ended:
+            if not self._leads or self._is_queued or self._is_finished:
                 return
             self._is_queued = True
         self._workers.submit(self._prune)
@@ -307,19 +309,19 @@ class Pruner:
     def _prune(self) -> None:
         with self._lock:
             self._is_queued = False
-        if self._has_ended:  # ``ask`` was called during the first run
+        if self._is_finished:  # ``ask`` was called during the first run
             return
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
             if not self._has_pruned:
                 discard_orphans(self._tier.backend, self._claim, sorted(self._claim.listing))
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
-            self._has_pruned, self._has_ended = True, self._rule.keeps_all
+            self._has_pruned, self._is_finished = True, self._rule.keeps_all
             if not self._has_warned and (
-                unknown := unknown_metric(self._rule, self._inventory.metrics)
+                warning := unknown_metric(self._rule, self._inventory.metrics)
             ):
                 self._has_warned = True
-                _log.warning("ckpt: %s: %s", self._tier.url, unknown)
+                _log.warning("ckpt: %s: %s", self._tier.url, warning)
         except Exception as error:  # noqa: BLE001
             # Steps that are not removed now are removed after the next save.
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
@@ -328,7 +330,7 @@ class Pruner:
         try:
             attempts = sorted(self._claim.listing, reverse=True)
             if self._claim.has_heritage:
-                is_long = self._rule.keeps_all or len(attempts) > _MOST_LOOKED_AT
+                is_long = self._rule.keeps_all or len(attempts) > _MOST_EXAMINED
                 steps = (
                     self._inventory.newest_begun(attempts) if is_long else self._inventory.look()
                 )
@@ -356,14 +358,16 @@ class Pruner:
             self._claim.use()
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
             verdicts = judge_now(self._inventory, self._rule, context)
-            remains = [
+            # A full tier also loses the parts of steps that jobs which have ended left here.
+            eviction_verdicts = [
                 replace(verdict, reasons=())
                 if verdict.step.is_part and self._claim.is_dead(verdict.step.ref)
                 else verdict
                 for verdict in verdicts
-                if verdict.step.ref != restored_ref and (self._leads or self._is_ours(verdict.step))
+                if verdict.step.ref != restored_ref
+                and (self._leads or self._may_remove(verdict.step))
             ]
-            removed_steps = carry_out(self._tier.backend, remains, claim=self._claim)
+            removed_steps = carry_out(self._tier.backend, eviction_verdicts, claim=self._claim)
         except CkptError as error:
             _log.warning("ckpt: %s is full, and no room could be made: %s", self._tier.url, error)
             return False
@@ -376,11 +380,11 @@ class Pruner:
             )
         return bool(removed_steps)
 
-    def _is_ours(self, step: StoredStep) -> bool:
+    def _may_remove(self, step: StoredStep) -> bool:
         """Return True if a rank that is not the leader may remove ``step``.
 
         Only the leader knows which steps of an earlier job a farther tier still lacks. So other
         ranks remove only steps of this job, and saves that no process can finish.
         """
-        remains = step.state == "incomplete" and (step.is_cut or self._claim.is_dead(step.ref))
-        return remains or step.ref.job == self._claim.own
+        is_remains = step.state == "incomplete" and (step.is_cut or self._claim.is_dead(step.ref))
+        return is_remains or step.ref.job == self._claim.own

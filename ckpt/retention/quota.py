@@ -25,8 +25,10 @@ from ckpt.root.claim import Claim
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"
-_AMPLE: Final = b"ample"
-_LEAST_STEPS: Final = 4
+"""The answer of the leader: there is room for the step."""
+_OK_WITH_AMPLE_ROOM: Final = b"ample"
+"""The answer of the leader: there is room, and the capacity is that of ``_AMPLE_STEPS`` steps."""
+_AMPLE_STEPS: Final = 4
 """The least capacity of a tier whose steps refer to older ones, in whole steps."""
 _MESSAGE_NAME: Final = "the size"
 _GRACE_SECONDS: Final = 30.0
@@ -93,26 +95,26 @@ class Quota:
         if self._coordinator.rank == LEADER:
             answer = _OK
             try:
-                if evicts and (total := self._sum(ref, subject)) is not None:
+                if evicts and (total := self._total_bytes(ref, subject)) is not None:
                     self._evictor.evict_to_capacity(ref, total, restored_ref=restored_ref)
-                    if _LEAST_STEPS * total <= (self._tier.tier.capacity_bytes or 0):
-                        answer = _AMPLE
+                    if _AMPLE_STEPS * total <= (self._tier.tier.capacity_bytes or 0):
+                        answer = _OK_WITH_AMPLE_ROOM
             except BaseException as error:
-                answer = encode_json(_reason(error))
+                answer = encode_json(_abort_of(error))
                 raise
             finally:
                 self._coordinator.set_once(subject, answer)
                 self._coordinator.forget(subject)
-            return answer == _AMPLE
+            return answer == _OK_WITH_AMPLE_ROOM
         wait = self._timeout + _GRACE_SECONDS
         verdict = self._coordinator.verdict(subject, timeout=wait)
         self._coordinator.forget(subject)
         if verdict is None:
             raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
-        if verdict not in (_OK, _AMPLE):
+        if verdict not in (_OK, _OK_WITH_AMPLE_ROOM):
             reason = msgspec.json.decode(verdict, type=Abort)
             raise rebuild(reason, ref.step, message_name=_MESSAGE_NAME)
-        return verdict == _AMPLE
+        return verdict == _OK_WITH_AMPLE_ROOM
 
     def give_up(self, ref: StepRef, trial: int) -> None:
         """Post that this rank has given the save up, so that the leader does not wait for its size.
@@ -143,7 +145,7 @@ class Quota:
     def _subject(self, ref: StepRef, trial: int) -> str:
         return f"room/{self._tier.index}/{trial}/{ref.folder}"
 
-    def _sum(self, ref: StepRef, subject: str) -> int | None:
+    def _total_bytes(self, ref: StepRef, subject: str) -> int | None:
         """Wait for the sizes of the images of all ranks, and return their sum. Return None as soon
         as a rank has given the save up.
         """
@@ -156,5 +158,5 @@ class Quota:
         return total
 
 
-def _reason(error: BaseException) -> Abort:
+def _abort_of(error: BaseException) -> Abort:
     return abort_reason(error) if isinstance(error, CkptError) else Abort(repr(error), {})

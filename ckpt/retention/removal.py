@@ -93,12 +93,12 @@ def remove(backend: StorageBackend, step: StoredStep, claim: Claim | None = None
             delete_files(backend, [step.ref.manifest])
             with suppress(OutOfSpace):
                 has_marker = claim_committed_for_removal(backend, step.ref)
-    stays = {step.ref.claim_marker, *_remove_manifest(backend, step, claim)}
+    kept_keys = {step.ref.claim_marker, *_remove_manifest(backend, step, claim)}
     keys = {info.key for info in step.objects}
     if has_marker:  # The listing below would have a manifest that another process has put since
         keys.discard(step.ref.manifest)
-    keys.update(_added_since(backend, step.ref, has_marker))
-    delete_files(backend, keys - stays)
+    keys.update(_keys_added_since(backend, step.ref, has_marker))
+    delete_files(backend, keys - kept_keys)
     discard(backend, _unfinished_in(backend, step))
     if has_marker:
         release_removal(backend, step.ref)
@@ -133,7 +133,7 @@ def _remove_folder(backend: StorageBackend, step: StoredStep) -> None:
     delete_files(backend, [step.ref.late_metrics(checksum(b""))])
 
 
-def _added_since(backend: StorageBackend, ref: StepRef, has_marker: bool) -> list[str]:
+def _keys_added_since(backend: StorageBackend, ref: StepRef, has_marker: bool) -> list[str]:
     """Return the keys of objects that may have been added to a step since it was listed.
 
     If this process has put the claim marker (``has_marker``), the result has all objects of the
@@ -162,18 +162,18 @@ def _put_marker(backend: StorageBackend, step: StoredStep) -> bool:
     such as that of a finisher, or if this call has replaced such a marker because it was old. For
     an incomplete step, also return False if the step has a manifest by now.
     """
-    put = (
+    put_marker = (
         claim_for_removal
         if step.state == "incomplete" and not step.is_cut
         else claim_committed_for_removal
     )
     # A finisher may have seen its old marker just now. So replace the marker, and leave the removal
     # to a later call.
-    if _is_abandoned(step):
+    if _has_abandoned_marker(step):
         release_marker(backend, step.ref)
-        put(backend, step.ref)
+        put_marker(backend, step.ref)
         return False
-    return put(backend, step.ref)
+    return put_marker(backend, step.ref)
 
 
 def discard(backend: StorageBackend, writes: Iterable[UnfinishedWrite]) -> None:
@@ -210,7 +210,7 @@ def discard_orphans(backend: StorageBackend, claim: Claim, refs: Sequence[StepRe
                 backend.discard(write)
 
 
-def _is_abandoned(step: StoredStep) -> bool:
+def _has_abandoned_marker(step: StoredStep) -> bool:
     """Return True if a claim marker that blocks the removal of the step is more than a day old.
 
     The process that put the marker has ended, since no process takes a day from its marker to its
@@ -218,12 +218,12 @@ def _is_abandoned(step: StoredStep) -> bool:
     """
     # For an incomplete step, ``claim_for_removal`` puts an empty marker. So an empty marker there
     # does not block the removal.
-    blocking_size = 0 if step.state == "incomplete" else None
+    harmless_size = 0 if step.state == "incomplete" else None
     dates = [
         info.modified
         for info in step.objects
         if info.key == step.ref.claim_marker
-        and info.size != blocking_size
+        and info.size != harmless_size
         and not is_removal_marker(info.size)
     ]
     return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

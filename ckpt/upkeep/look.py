@@ -16,11 +16,11 @@ from ckpt.storage.api import StorageBackend
 def checkpoints(
     backend: StorageBackend,
     tier: Tier,
-    line: Sequence[StoredStep],
+    nearer_steps: Sequence[StoredStep],
     rollback: Rollback | None = None,
 ) -> Metrics:
-    """Return the checkpoints on a tier that decide which steps of ``line`` the tier lacks and would
-    keep, with their metrics. An abandoned one decides nothing, whatever its number is.
+    """Return the checkpoints on a tier that decide which of ``nearer_steps`` the tier lacks and
+    would keep, with their metrics. An abandoned one decides nothing, whatever its number is.
 
     The manifests of the tier are read only if its retention policy removes steps and it lacks a
     step that it takes.
@@ -28,13 +28,13 @@ def checkpoints(
     Args:
         backend: The store of the tier.
         tier: The settings of the tier.
-        line: The steps that the tier may get, all of one branch.
+        nearer_steps: The steps that the tier may get, all of one branch.
         rollback: The rollback that counts on nearer tiers; None if there is none.
 
     Raises:
         StorageError: The store has failed.
     """
-    taken_refs = [step.ref for step in line if step.ref.step % tier.every == 0]
+    taken_refs = [step.ref for step in nearer_steps if step.ref.step % tier.every == 0]
     present: dict[StepRef, Mapping[str, float]] = {
         ref: {} for ref in committed_among(backend, taken_refs)
     }

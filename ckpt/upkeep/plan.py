@@ -14,9 +14,9 @@ from ckpt.retention.policy import Metrics, Retention, reasons
 
 
 def missing_steps(
-    tier: Tier, present: Metrics, line: Sequence[StoredStep], limit: int | None = None
+    tier: Tier, present: Metrics, nearer_steps: Sequence[StoredStep], limit: int | None = None
 ) -> list[StoredStep]:
-    """Return the steps of ``line`` that a tier lacks and would keep, newest first.
+    """Return those of ``nearer_steps`` that a tier lacks and would keep, newest first.
 
     The tier would keep a step if it takes the step (``Tier.every``), and if its retention policy
     keeps the step beside those of ``present`` and all others that the tier lacks. So no copy is
@@ -25,13 +25,13 @@ def missing_steps(
     Args:
         tier: The settings of the tier.
         present: The checkpoints on the tier, each with its metrics. If the tier keeps all steps,
-            only those of ``line`` matter, and no metrics do.
-        line: The steps to choose from, which are checkpoints on nearer tiers.
+            only those of ``nearer_steps`` matter, and no metrics do.
+        nearer_steps: The steps to choose from, which are checkpoints on nearer tiers.
         limit: The most steps to return; None for all.
     """
     absent = {
         step.ref: step
-        for step in line
+        for step in nearer_steps
         if step.ref.step % tier.every == 0 and step.ref not in present
     }
     rule = Retention.of(tier)

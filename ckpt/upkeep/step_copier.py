@@ -78,20 +78,22 @@ class StepCopier:
     rollback: Rollback | None = None
     confirm: Callable[[], object] = lambda: None
 
-    def missing_steps(self, line: Sequence[StoredStep], limit: int) -> list[StoredStep]:
-        """Return the steps of ``line`` that the tier lacks and would keep (``plan.missing_steps``),
-        at most ``limit`` of them. A step whose removal from the tier has begun is left out, whether
-        it goes on or was cut short.
+    def missing_steps(self, nearer_steps: Sequence[StoredStep], limit: int) -> list[StoredStep]:
+        """Return those of ``nearer_steps`` that the tier lacks and would keep
+        (``plan.missing_steps``), at most ``limit`` of them. A step whose removal from the tier has
+        begun is left out, whether it goes on or was cut short.
 
         Raises:
             StorageError: The tier does not answer.
         """
-        present = checkpoints(self.tier.backend, self.tier.tier, line, self.rollback)
+        present = checkpoints(self.tier.backend, self.tier.tier, nearer_steps, self.rollback)
         while True:
-            steps = missing_steps(self.tier.tier, present, line, limit)
+            steps = missing_steps(self.tier.tier, present, nearer_steps, limit)
             if (candidates := self.without_removals(steps)) == steps:
                 return steps
-            line = [step for step in line if step in candidates or step not in steps]
+            nearer_steps = [
+                step for step in nearer_steps if step in candidates or step not in steps
+            ]
 
     def without_removals(self, steps: Sequence[StoredStep]) -> list[StoredStep]:
         """Return the steps whose removal from the tier has not begun, and log the others.
@@ -128,13 +130,14 @@ class StepCopier:
         has_capacity = target.tier.capacity is not None
         evictor = Evictor(target, self.claim, _CopyGuard(target.backend, self.guard, step.ref))
         encoder = encoder_of(codec)
-        is_alike = step.codecs == ((encoder.codec,) if encoder else ()) and not step.bases
+        keeps_encoding = step.codecs == ((encoder.codec,) if encoder else ()) and not step.bases
         # If the copy encodes the files in another way, their size is not known in advance.
-        is_exact = encoder is None or is_alike
+        is_exact = encoder is None or keeps_encoding
         if has_capacity:
-            is_elsewhere = bool(step.bases) or step.is_adopted
-            is_whole = not is_elsewhere and (is_alike or not step.codecs)
-            nbytes = step.nbytes if is_whole else step.staged_bytes
+            # The copy also gets the bytes that the step has in files of other steps or programs.
+            needs_other_files = bool(step.bases) or step.is_adopted
+            is_copied_as_stored = not needs_other_files and (keeps_encoding or not step.codecs)
+            nbytes = step.nbytes if is_copied_as_stored else step.staged_bytes
             if is_exact:
                 nbytes -= self._copied_bytes(step, is_encoded=encoder is not None)
             evictor.evict_to_capacity(step.ref, nbytes, restored_ref=None, is_exact=is_exact)
