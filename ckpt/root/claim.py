@@ -189,12 +189,12 @@ class Claim:
                 job has taken the root before, any other owner raises this error.
         """
         owner = read_owner(self._backend)
-        others = owner is not None and owner.attempt != self.own
-        if owner and others and (self._takeover is not None or not owner.has_ended):
+        is_of_other_job = owner is not None and owner.attempt != self.own
+        if owner and is_of_other_job and (self._takeover is not None or not owner.has_ended):
             raise RootInUse(self._backend.url, str(owner), is_same_process=owner.is_in_this_process)
         self._last_owner = owner.attempt if owner is not None else self.own
         self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
-        if owner is not None and not others:
+        if owner is not None and not is_of_other_job:
             self._ended_jobs = frozenset(owner.ended)
 
     def act_for_ended(self, owner: Owner | None) -> None:
@@ -260,10 +260,14 @@ class Claim:
         ref = checkpoint.ref
         if ref in self._copied_refs or ref.job == self.own or ref.job in self._ended_jobs:
             return True
-        return ref in self.listing and (not self.may_come(ref) or self._is_older(checkpoint))
+        return ref in self.listing and (
+            not self.may_come(ref) or self._predates_takeover(checkpoint)
+        )
 
-    def _is_older(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the manifest was put before ``writer.json``, by the clock of the store."""
+    def _predates_takeover(self, checkpoint: Checkpoint) -> bool:
+        """Return True if the manifest was put before ``writer.json``, by the clock of the store. A
+        manifest without a date counts as older.
+        """
         dates = {info.key: info.modified for info in checkpoint.objects}
         date, takeover = dates.get(checkpoint.ref.manifest), self.takeover
         if date is None:

@@ -31,12 +31,15 @@ from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, OutOfSpace, Sto
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend, is_there
 
-_REMOVE: Final = b""
-"""The content of the marker of a rank that removes its files. It is empty to fit on a full disk."""
-_REMOVAL: Final = b"removed\n"
+_RANK_REMOVAL: Final = b""
+"""The content of the marker of a rank that removes its files. It is empty to fit on a full disk.
+
+The sizes of all contents differ, so that the size of a marker tells which kind it is.
+"""
+_CHECKPOINT_REMOVAL: Final = b"removed\n"
 _FINISH: Final = b"finished from outside of its job\n"
-_COPY: Final = b"brought from a copy on another node\n"
-_TRIES: Final = 10
+_BRING: Final = b"brought from a copy on another node\n"
+_MOST_TRIES: Final = 10
 
 
 def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
@@ -68,7 +71,7 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
 
     After True, the save is no checkpoint, and never becomes one.
     """
-    if not _claim(backend, ref.claim_marker, _REMOVE):
+    if not _claim(backend, ref.claim_marker, _RANK_REMOVAL):
         return False
     if has_manifest(backend, ref):
         # A finisher was faster, and has deleted its marker already.
@@ -85,7 +88,7 @@ def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     step, and must remove the manifest first. If the removal is interrupted, the marker stays, and
     the next prune completes the removal.
     """
-    return _claim(backend, ref.claim_marker, _REMOVAL)
+    return _claim(backend, ref.claim_marker, _CHECKPOINT_REMOVAL)
 
 
 def is_removal_marker(marker_bytes: int) -> bool:
@@ -93,7 +96,7 @@ def is_removal_marker(marker_bytes: int) -> bool:
 
     The kinds of markers differ in their size.
     """
-    return marker_bytes == len(_REMOVAL)
+    return marker_bytes == len(_CHECKPOINT_REMOVAL)
 
 
 def is_being_removed(backend: StorageBackend, ref: StepRef) -> bool:
@@ -111,7 +114,7 @@ def claim_rank_to_bring(backend: StorageBackend, ref: StepRef, rank: int) -> boo
     After True, the rank does not remove its files of the save. No function of this module deletes
     the marker.
     """
-    return _claim(backend, ref.rank_marker(rank), _COPY)
+    return _claim(backend, ref.rank_marker(rank), _BRING)
 
 
 def is_marker_to_bring(marker_bytes: int) -> bool:
@@ -119,19 +122,19 @@ def is_marker_to_bring(marker_bytes: int) -> bool:
 
     The kinds of markers differ in their size.
     """
-    return marker_bytes == len(_COPY)
+    return marker_bytes == len(_BRING)
 
 
 def claim_rank_to_remove(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
     """Put a rank's marker for the removal of its files. Return True if the rank now has a marker of
     this kind.
     """
-    return _claim(backend, ref.rank_marker(rank), _REMOVE)
+    return _claim(backend, ref.rank_marker(rank), _RANK_REMOVAL)
 
 
 def release_rank(backend: StorageBackend, ref: StepRef, rank: int) -> None:
     """Delete the marker of a rank that has removed its files. The call raises no ``CkptError``."""
-    _release(backend, ref.rank_marker(rank), (_REMOVE,))
+    _release(backend, ref.rank_marker(rank), (_RANK_REMOVAL,))
 
 
 def release_finish(backend: StorageBackend, ref: StepRef) -> None:
@@ -141,7 +144,7 @@ def release_finish(backend: StorageBackend, ref: StepRef) -> None:
 
 def release_removal(backend: StorageBackend, ref: StepRef) -> None:
     """Delete the marker of the step if it is one for a removal. It raises no ``CkptError``."""
-    _release(backend, ref.claim_marker, (_REMOVE, _REMOVAL))
+    _release(backend, ref.claim_marker, (_RANK_REMOVAL, _CHECKPOINT_REMOVAL))
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
@@ -203,7 +206,11 @@ def discard_part(
 
 
 def _claim(backend: StorageBackend, key: str, content: bytes) -> bool:
-    for _ in range(_TRIES):
+    """Put a marker if there is none. Return True if the marker has the size of ``content`` now.
+
+    Return False also if other processes put and delete their markers at each of the tries.
+    """
+    for _ in range(_MOST_TRIES):
         with contextlib.suppress(ObjectExists):
             backend.put(key, [content], if_absent=True)
             return True

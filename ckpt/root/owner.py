@@ -39,7 +39,7 @@ from ckpt.storage.api import HasPlace, HasRoot, StorageBackend, read_record
 from ckpt.storage.places import OBJECT_STORES, canonical
 from ckpt.storage.registry import scheme_of
 
-_LIMIT = 64 << 10
+_MOST_RECORD_BYTES = 64 << 10
 NO_PROCESS: Final = 0
 """The ``pid`` in the record of a job that has closed and has left its root to the agent."""
 _WITHOUT_LINKS: Final = OBJECT_STORES | {"memory"}
@@ -80,16 +80,16 @@ class Work(Protocol):
         ...
 
 
-_works: Final = weakref.WeakValueDictionary[str, Work]()
+_work_by_attempt: Final = weakref.WeakValueDictionary[str, Work]()
 """The saves of each manager of this process, by its attempt."""
-os.register_at_fork(after_in_child=_works.clear)  # They go on in the parent only
+os.register_at_fork(after_in_child=_work_by_attempt.clear)  # They go on in the parent only
 
 
 def attend(attempt: str, manager: object, work: Work) -> None:
     """Note that ``manager`` makes the saves ``work``. It gives its roots up to another manager of
     this process if no save is under way, and when it is garbage collected.
     """
-    _works[attempt] = work
+    _work_by_attempt[attempt] = work
     weakref.finalize(manager, _collected_attempts.add, attempt).atexit = False
 
 
@@ -102,8 +102,10 @@ def await_others(attempt: str, urls: Collection[str]) -> None:
     """
     if threading.current_thread().name.startswith(THREAD_PREFIX):
         return
-    own_work = _works.get(attempt)
-    for reference in _works.valuerefs():  # A list, since a thread may make a manager meanwhile
+    own_work = _work_by_attempt.get(attempt)
+    for (
+        reference
+    ) in _work_by_attempt.valuerefs():  # A list, since a thread may make a manager meanwhile
         work = reference()
         if work is not None and work is not own_work and not work.urls.isdisjoint(urls):
             work.wait_kept(urls)
@@ -139,13 +141,13 @@ class Owner(msgspec.Struct, frozen=True):
     @classmethod
     def of_this_process(cls, attempt: str) -> Owner:
         """Return the record of this process as the owner, for ``attempt``."""
-        claimant = Process.of(os.getpid())
+        process = Process.of(os.getpid())
         return cls(
             attempt=attempt,
             host=socket.gethostname(),
             machine=machine(),
-            pid=claimant.pid,
-            started=claimant.start_time,
+            pid=process.pid,
+            started=process.start_time,
             program=PROGRAM,
         )
 
@@ -168,14 +170,14 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def work(self) -> Work | None:
         """The saves of this owner, if it is a manager of this process."""
-        return _works.get(self.attempt) if self.is_in_this_process else None
+        return _work_by_attempt.get(self.attempt) if self.is_in_this_process else None
 
     def is_predecessor(self, job: Owner) -> bool:
         """Return True if the processes of this owner are known to have started before those of
         ``job``, and to have ended.
         """
-        is_here = self.machine == job.machine == machine()
-        return is_here and not self.alive and self.started < job.started
+        is_on_this_machine = self.machine == job.machine == machine()
+        return is_on_this_machine and not self.alive and self.started < job.started
 
     @property
     def has_ended(self) -> bool:
@@ -304,7 +306,7 @@ def detach(backend: StorageBackend, claimant: Owner) -> None:
     The record then names the job and no process. The next job takes the root over, as after the
     death of its owner.
     """
-    if (owner := _leave(backend, claimant)) is not None:
+    if (owner := _end_attempt(backend, claimant)) is not None:
         backend.put(OWNER, [msgspec.json.encode(msgspec.structs.replace(owner, pid=NO_PROCESS))])
 
 
@@ -313,7 +315,7 @@ def release(backend: StorageBackend, claimant: Owner) -> None:
 
     Even if the deletion fails, later managers of this process may use the root.
     """
-    if _leave(backend, claimant) is not None:
+    if _end_attempt(backend, claimant) is not None:
         delete_owner(backend)
 
 
@@ -322,7 +324,7 @@ def delete_owner(backend: StorageBackend) -> None:
     backend.delete(OWNER)
 
 
-def _leave(backend: StorageBackend, claimant: Owner) -> Owner | None:
+def _end_attempt(backend: StorageBackend, claimant: Owner) -> Owner | None:
     """Note that the attempt of ``claimant`` is over. Return the owner of the root if that is still
     ``claimant``, else None.
     """
@@ -348,7 +350,7 @@ def read_owner(backend: StorageBackend) -> Owner | None:
     or if the root is a copy of the root of an owner that is alive on this machine.
     """
     try:
-        owner = read_record(backend, OWNER, _decoder.decode, limit=_LIMIT)
+        owner = read_record(backend, OWNER, _decoder.decode, limit=_MOST_RECORD_BYTES)
     except (IntegrityError, LinkRefused, ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
     return None if _is_elsewhere(backend, owner.root) and owner.alive else owner
@@ -369,12 +371,12 @@ def _is_elsewhere(backend: StorageBackend, place: str) -> bool:
         return backend.is_elsewhere(place)
     if scheme_of(backend.url) not in _WITHOUT_LINKS:
         return False
-    (host, path), (other_host, other_path) = map(_parts, (canonical(backend.url), place))
+    (host, path), (other_host, other_path) = map(_split_host, (canonical(backend.url), place))
     return host == other_host and path.casefold() != other_path.casefold()
 
 
-def _parts(url: str) -> tuple[str, str]:
+def _split_host(url: str) -> tuple[str, str]:
     """Return the part of a URL up to its host or bucket, and the path after it."""
-    scheme, mark, place = url.partition("://")
+    scheme, separator, place = url.partition("://")
     host, _, path = place.partition("/")
-    return f"{scheme}{mark}{host}", path
+    return f"{scheme}{separator}{host}", path

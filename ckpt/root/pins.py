@@ -50,9 +50,9 @@ ENDLESS: Final = 250_000_000_000
 ANY_ATTEMPT: Final = "anyattempt"
 """The attempt that a pin names if it keeps every attempt at its step, those to come too."""
 _RETRY: Final = RetryPolicy()
-_MOST_BYTES: Final = 1 << 12
-_MOST_REASON: Final = 200
-_NAME: Final = re.compile(r"(step-[^.]+\.[^.]+)\.([0-9]{1,12})\.([0-9a-f]{16})")
+_MOST_NOTE_BYTES: Final = 1 << 12
+_MOST_REASON_CHARACTERS: Final = 200
+_PIN_NAME: Final = re.compile(r"(step-[^.]+\.[^.]+)\.([0-9]{1,12})\.([0-9a-f]{16})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -101,7 +101,7 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
             removal.
         StorageError: The store has failed.
     """
-    return _put(backend, ref, seconds, reason, look_for_removal=True)
+    return _put_and_check(backend, ref, seconds, reason, look_for_removal=True)
 
 
 def reserve_step(backend: StorageBackend, step: int, seconds: float, reason: str = "") -> Pin:
@@ -110,7 +110,7 @@ def reserve_step(backend: StorageBackend, step: int, seconds: float, reason: str
 
     Raises ``ConfigError`` and ``StorageError`` as ``put_pin`` does.
     """
-    return _put_new(backend, _new_pin(StepRef(step, ANY_ATTEMPT), seconds), reason)
+    return _put_unchecked(backend, _new_pin(StepRef(step, ANY_ATTEMPT), seconds), reason)
 
 
 def put_endless_pin(
@@ -125,7 +125,7 @@ def put_endless_pin(
         branch: The name of the branch that the pin stands for.
         reason: The reason, for people.
     """
-    pin = _put_new(backend, Pin(ref, ENDLESS, token), reason, branch)
+    pin = _put_unchecked(backend, Pin(ref, ENDLESS, token), reason, branch)
     _check_presence(backend, pin, look_for_removal=True)
     return pin
 
@@ -137,15 +137,15 @@ def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "
     not ended, this function ignores such a marker, since every removal finds the old pin or the new
     pin. Raises the errors of ``put_pin``.
     """
-    new_pin = _put(backend, pin.ref, seconds, reason, look_for_removal=not pin.is_live)
+    new_pin = _put_and_check(backend, pin.ref, seconds, reason, look_for_removal=not pin.is_live)
     remove_pin(backend, pin)
     return new_pin
 
 
-def _put(
+def _put_and_check(
     backend: StorageBackend, ref: StepRef, seconds: float, reason: str, *, look_for_removal: bool
 ) -> Pin:
-    pin = _put_new(backend, _new_pin(ref, seconds), reason)
+    pin = _put_unchecked(backend, _new_pin(ref, seconds), reason)
     _check_presence(backend, pin, look_for_removal=look_for_removal)
     return pin
 
@@ -179,10 +179,12 @@ def _new_pin(ref: StepRef, seconds: float) -> Pin:
     return Pin(ref, int(time.time() + seconds) + 1, secrets.token_hex(8))
 
 
-def _put_new(backend: StorageBackend, pin: Pin, reason: str, branch: str = "") -> Pin:
-    if len(reason) > _MOST_REASON:
-        raise ConfigError(f"the reason has {len(reason)} characters: at most {_MOST_REASON}")
-    data = pack(PinNote(reason=reason, by=user_at_host()[:_MOST_REASON], branch=branch))
+def _put_unchecked(backend: StorageBackend, pin: Pin, reason: str, branch: str = "") -> Pin:
+    if len(reason) > _MOST_REASON_CHARACTERS:
+        raise ConfigError(
+            f"the reason has {len(reason)} characters: at most {_MOST_REASON_CHARACTERS}"
+        )
+    data = pack(PinNote(reason=reason, by=user_at_host()[:_MOST_REASON_CHARACTERS], branch=branch))
     with errors_of(backend.url):
         _RETRY.call(lambda: backend.put(pin.key, [data]))
     return pin
@@ -229,7 +231,7 @@ def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
     """Return the note in a pin. The note is empty if the pin is gone or damaged."""
     try:
         decode = partial(unpack, kind=PinNote, key=pin.key)
-        return _RETRY.call(partial(read_record, backend, pin.key, decode, limit=_MOST_BYTES))
+        return _RETRY.call(partial(read_record, backend, pin.key, decode, limit=_MOST_NOTE_BYTES))
     except (IntegrityError, LinkRefused, ObjectNotFound):
         return PinNote()
 
@@ -240,6 +242,6 @@ def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def _parse(key: str) -> Pin | None:
-    match = _NAME.fullmatch(key.removeprefix(f"{PINS}/"))
+    match = _PIN_NAME.fullmatch(key.removeprefix(f"{PINS}/"))
     ref = parse_folder(match[1]) if match else None
     return Pin(ref, int(match[2]), match[3]) if match and ref else None
