@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ckpt.agent.server import Agent
     from ckpt.pipeline.workers import Workers
 
-_THREADS: Final = 2
-_NICE: Final = 19
+_FINISH_THREADS: Final = 2
+_SCRUB_NICE: Final = 19
 _COPY_NICE: Final = 10
 """The number that is added to the niceness of a worker that copies files for a trainer.
 
@@ -63,16 +63,16 @@ def start() -> int:
         or 1 if that is 0. In the child, it is 0 when the agent has ended, or at once if another
         agent listens.
     """
-    ear, mouth = os.pipe()
+    read_end, write_end = os.pipe()
     if child := os.fork():  # A fork is safe here, since no other thread runs yet
-        os.close(mouth)
-        signal_byte = os.read(ear, 1)
+        os.close(write_end)
+        signal_byte = os.read(read_end, 1)
         return 0 if signal_byte else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or 1
-    os.close(ear)
+    os.close(read_end)
     agent = _agent(None)
     listens = agent.listen()
-    os.write(mouth, b"+")
-    os.close(mouth)
+    os.write(write_end, b"+")  # Any byte tells the parent that an agent listens
+    os.close(write_end)
     if listens:
         agent.run()
     return 0
@@ -101,12 +101,12 @@ def work(parent: int) -> int:
     """
     _end_with_parent(parent)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
-    reports = os.dup(1)
+    report_descriptor = os.dup(1)
     os.dup2(2, 1)  # the client of a store may print text, which must not be read as a report
     lock = threading.Lock()
 
     def report(message: msgspec.Struct) -> None:
-        with lock, os.fdopen(os.dup(reports), "wb") as pipe:
+        with lock, os.fdopen(os.dup(report_descriptor), "wb") as pipe:
             pipe.write(encode(message))
 
     report(_carry_out(order, report))
@@ -139,12 +139,12 @@ def _carry_out(order: Order, report: OnReport) -> Ended:
         case "scrub":
             from ckpt.agent.scrub import Scrub
 
-            os.nice(_NICE)
+            os.nice(_SCRUB_NICE)
             # With one thread, at most one piece is read at a time.
             with Workers("scrub", 1) as workers, Scrub(order, workers, report) as scrub:
                 return scrub.run()
         case "finish" | "free":
-            with Workers("agent", _THREADS) as workers:
+            with Workers("agent", _FINISH_THREADS) as workers:
                 return _finish(order, workers, report)
 
 
@@ -154,11 +154,11 @@ def _finish(order: Order, workers: Workers, report: OnReport) -> Ended:
     """
     from ckpt.agent.finish import Finish
 
-    with Finish(order.job, workers, report) as job:
-        outcome = job.free_memory() if order.task == "free" else job.run()
+    with Finish(order.job, workers, report) as finish:
+        outcome = finish.free_memory() if order.task == "free" else finish.run()
     if order.frees and outcome.outcome == "done":
-        with Finish(order.job, workers, report) as job:  # A new look at the tiers
-            return Ended("freed") if job.free_memory().outcome == "done" else outcome
+        with Finish(order.job, workers, report) as finish:  # A new look at the tiers
+            return Ended("freed") if finish.free_memory().outcome == "done" else outcome
     return outcome
 
 

@@ -19,9 +19,9 @@ from ckpt.agent.messages import VERSION, Answer, Request, Welcome, encode, frame
 from ckpt.errors import AgentError
 
 _log = logging.getLogger("ckpt")
-_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_REQUEST_DECODER: Final = msgspec.msgpack.Decoder(Request)
 _READ_BYTES: Final = 1 << 16
-_CONNECTIONS: Final = 256
+_MOST_PENDING_CONNECTIONS: Final = 256
 _SEND_SECONDS: Final = 1.0
 """How long a caller may take to receive an answer."""
 
@@ -65,8 +65,8 @@ class Callers:
         self._folder, self._selector, self._answer = folder, selector, answer
         self._lock = Lock(folder, "listen")
         self._listener: socket.socket | None = None
-        self._socket = (0, 0)
-        self._is_full = False
+        self._socket_identity = (0, 0)
+        self._lacks_descriptors = False
         self._callers: list[Caller] = []
 
     def __iter__(self) -> Iterator[Caller]:
@@ -80,7 +80,7 @@ class Callers:
     @property
     def has_lost_socket(self) -> bool:
         """Whether the file of the socket was removed or replaced while this agent listens."""
-        return self.is_listening and identity(self._folder.socket) != self._socket
+        return self.is_listening and identity(self._folder.socket) != self._socket_identity
 
     @property
     def is_lock_in_place(self) -> bool:
@@ -101,19 +101,19 @@ class Callers:
         with suppress(FileNotFoundError):
             os.unlink(self._folder.socket)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        mask = os.umask(0o177)
+        old_umask = os.umask(0o177)
         try:
             listener.bind(self._folder.socket)
         except OSError:
             listener.close()
             raise
         finally:
-            os.umask(mask)
+            os.umask(old_umask)
         if self._listener is not None:
             self._pause(self._listener)
             self._listener.close()
-        self._listener, self._socket = listener, identity(self._folder.socket)
-        listener.listen(_CONNECTIONS)
+        self._listener, self._socket_identity = listener, identity(self._folder.socket)
+        listener.listen(_MOST_PENDING_CONNECTIONS)
         self.accept_again()
 
     def accept_again(self) -> None:
@@ -133,11 +133,11 @@ class Callers:
             return
         except OSError as error:  # This process has no free descriptor
             self._pause(self._listener)
-            if not self._is_full:
-                self._is_full = True
+            if not self._lacks_descriptors:
+                self._lacks_descriptors = True
                 _log.warning("ckpt: the agent can hear no more callers for now: %s", error)
             return
-        self._is_full = False
+        self._lacks_descriptors = False
         try:
             pid = check_peer(connection, "a caller of the agent")
             connection.settimeout(_SEND_SECONDS)
@@ -148,19 +148,21 @@ class Callers:
             return
         caller = Caller(connection, pid)
         self._callers.append(caller)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, caller))
+        self._selector.register(
+            connection, selectors.EVENT_READ, partial(self._read_requests, caller)
+        )
 
-    def _hear(self, caller: Caller) -> None:
+    def _read_requests(self, caller: Caller) -> None:
         try:
             caller.buffer += (data := caller.connection.recv(_READ_BYTES))
             for frame in frames(caller.buffer):
-                if (answer := self._answer(_REQUESTS.decode(frame), caller)) is None:
-                    return
+                if (answer := self._answer(_REQUEST_DECODER.decode(frame), caller)) is None:
+                    return  # Another process has the connection now
                 caller.connection.sendall(encode(answer))
         except (OSError, AgentError, msgspec.MsgspecError) as error:
             _log.warning("ckpt: a connection to the agent is closed: %s", error)
             data = b""
-        if not data:
+        if not data:  # The caller has ended, or the connection was of no use any more
             self.leave(caller)
 
     def leave(self, caller: Caller) -> None:
@@ -173,7 +175,7 @@ class Callers:
         """Close the socket, so that another agent can listen. Connections stay open."""
         if self._listener is not None:
             self._pause(self._listener)
-            if identity(self._folder.socket) == self._socket:
+            if identity(self._folder.socket) == self._socket_identity:
                 os.unlink(self._folder.socket)
             self._listener.close()
             self._listener = None

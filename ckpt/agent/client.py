@@ -39,11 +39,13 @@ from ckpt.errors import AgentError
 _ANSWER_SECONDS: Final = 10.0
 _START_SECONDS: Final = 20.0
 _PAUSE_SECONDS: Final = 0.05
-_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
-_WELCOME: Final = msgspec.msgpack.Decoder(Welcome)
+_ANSWER_DECODER: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+_WELCOME_DECODER: Final = msgspec.msgpack.Decoder(Welcome)
 _VERIFICATION_DECODER: Final = msgspec.msgpack.Decoder(Verified)
 _STOP_DECODER: Final = msgspec.msgpack.Decoder(Stopped)
-_PARENT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGE_PARENT: Final = os.path.dirname(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+)
 """The folder that contains the package ckpt."""
 
 
@@ -70,7 +72,7 @@ class Connection:
         connection.settimeout(_ANSWER_SECONDS)
         check_peer(connection, "the agent's socket")
         try:
-            self.welcome = _WELCOME.decode(receive(connection))
+            self.welcome = _WELCOME_DECODER.decode(receive(connection))
         except msgspec.MsgspecError:
             raise AgentError("the agent's socket is served by another program") from None
 
@@ -104,7 +106,7 @@ class Connection:
         """
         self._socket.settimeout(timeout)
         try:
-            answer = _ANSWERS.decode(receive(self._socket))
+            answer = _ANSWER_DECODER.decode(receive(self._socket))
         except (OSError, EOFError) as error:
             raise AgentError(f"the agent does not answer: {error!r}") from None
         except msgspec.MsgspecError as error:
@@ -137,10 +139,10 @@ class Connection:
         """Return True if the other end closes the connection within ``seconds``. Data that arrives
         meanwhile is dropped.
         """
-        deadline, comes = time.monotonic() + seconds, select.poll()
-        comes.register(self._socket, select.POLLIN)
+        deadline, poll = time.monotonic() + seconds, select.poll()
+        poll.register(self._socket, select.POLLIN)
         with suppress(OSError):
-            while comes.poll(1e3 * max(0.0, deadline - time.monotonic())):
+            while poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
                 if not self._socket.recv(1 << 16):
                     return True
             return False
@@ -200,24 +202,26 @@ def reach(folder: AgentFolder) -> Connection:
     """
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        found = connect(folder)
-        if found is None:
+        connection = connect(folder)
+        if connection is None:
             start(folder, max(1.0, deadline - time.monotonic()))
-        elif found.welcome.version == VERSION:
-            return found
-        elif is_newer(found.welcome.version, VERSION):
-            found.close()
-            raise _other_version(found.welcome, "set CKPT_AGENT_FOLDER to a folder for this one")
+        elif connection.welcome.version == VERSION:
+            return connection
+        elif is_newer(connection.welcome.version, VERSION):
+            connection.close()
+            raise _version_error(
+                connection.welcome, "set CKPT_AGENT_FOLDER to a folder for this one"
+            )
         else:
             with suppress(AgentError):  # The older agent may be ending already
-                found.ask(Stop(keep_memory=True))
-            found.close()
+                connection.ask(Stop(keep_memory=True))
+            connection.close()
         if time.monotonic() > deadline:
             raise AgentError(
                 f"no agent of version {VERSION} answers after {_START_SECONDS:.0f} s: its log is "
                 f"{folder.log}"
             )
-        time.sleep(_PAUSE_SECONDS if found is not None else 0.0)
+        time.sleep(_PAUSE_SECONDS if connection is not None else 0.0)
 
 
 def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[Connection, Answer]:
@@ -256,7 +260,7 @@ def start(folder: AgentFolder, timeout: float) -> None:
             "CKPT_AGENT_FOLDER to another folder"
         ) from None
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-P", "-m", "ckpt.agent", "start"],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -271,9 +275,10 @@ def start(folder: AgentFolder, timeout: float) -> None:
         raise AgentError(f"the agent could not be started: {error}") from None
     finally:
         os.close(log)
-    if done.returncode:
+    if result.returncode:
         raise AgentError(
-            f"the agent could not be started (exit code {done.returncode}): its log is {folder.log}"
+            f"the agent could not be started (exit code {result.returncode}): its log is "
+            f"{folder.log}"
         )
 
 
@@ -283,11 +288,11 @@ def surroundings(folder: AgentFolder) -> dict[str, str]:
     They are the variables that the clients of object stores need, the variable with the agent's
     folder, and a ``PYTHONPATH`` with which Python finds the running copy of ckpt.
     """
-    found = environment_for_agent()
-    paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(":") if path]
-    if not _PARENT.endswith(("site-packages", "dist-packages")):
-        paths.append(_PARENT)
-    return {**found, "PYTHONPATH": ":".join(paths), AGENT_FOLDER_VARIABLE: folder.path}
+    variables = environment_for_agent()
+    paths = [os.path.abspath(path) for path in variables.get("PYTHONPATH", "").split(":") if path]
+    if not _PACKAGE_PARENT.endswith(("site-packages", "dist-packages")):
+        paths.append(_PACKAGE_PARENT)
+    return {**variables, "PYTHONPATH": ":".join(paths), AGENT_FOLDER_VARIABLE: folder.path}
 
 
 def status(folder: AgentFolder) -> AgentStatus | None:
@@ -296,13 +301,13 @@ def status(folder: AgentFolder) -> AgentStatus | None:
     Raises:
         AgentError: The agent has another version, or does not answer.
     """
-    found = connect(folder)
-    if found is None:
+    connection = connect(folder)
+    if connection is None:
         return None
-    with closing(found):
-        if found.welcome.version != VERSION:
-            raise _other_version(found.welcome, "ckpt agent stop ends it")
-        answer = found.ask(AskStatus())
+    with closing(connection):
+        if connection.welcome.version != VERSION:
+            raise _version_error(connection.welcome, "ckpt agent stop ends it")
+        answer = connection.ask(AskStatus())
     if not isinstance(answer, AgentStatus):
         raise AgentError("the agent has answered something else")
     return answer
@@ -315,13 +320,13 @@ def known_jobs() -> tuple[JobStatus, ...]:
     if not os.path.isdir(agent_folder()):
         return ()
     try:
-        found = status(AgentFolder.of_this_user())
+        agent_status = status(AgentFolder.of_this_user())
     except AgentError:
         return ()
-    return found.jobs if found is not None else ()
+    return agent_status.jobs if agent_status is not None else ()
 
 
-def _other_version(agent: Welcome, way_out: str) -> AgentError:
+def _version_error(agent: Welcome, way_out: str) -> AgentError:
     return AgentError(
         f"the agent (process {agent.pid}) has version {agent.version}, and this is {VERSION}: "
         f"{way_out}"

@@ -52,7 +52,7 @@ class AgentCopier:
     def __init__(self, job: Job, rank: int, config: SaveConfig, target: OpenTier) -> None:
         self._job, self._rank, self._target, self._config = job, rank, target, config
         self._connection: Connection | None = None
-        self._worker = Process(1, 0)
+        self._worker = Process(1, 0)  # A process that never was, until there is a connection
 
     def copy(self, ref: StepRef, source: OpenTier, on_bytes: OnBytes) -> tuple[int, ...]:
         """Copy the data file of this rank from ``source``, and wait until the copy is durable.
@@ -82,19 +82,19 @@ class AgentCopier:
             nice=self._config.nice,
             cpus=self._config.cpus,
         )
-        connection = self._borrow()
+        connection = self._borrow_worker()
         try:
             connection.send(request)
-            last = self._follow(connection, on_bytes)
+            outcome = self._follow(connection, on_bytes)
         except BaseException:
-            self._end()
+            self._end_worker()
             raise
-        if isinstance(last, FileCopied):
-            return last.lengths
-        error = rebuild(last.reason, ref.step)
+        if isinstance(outcome, FileCopied):
+            return outcome.lengths
+        error = rebuild(outcome.reason, ref.step)
         if isinstance(error, TransientStorageError | OutOfSpace):
             raise error
-        raise AgentError(last.reason.sentence)
+        raise AgentError(outcome.reason.sentence)
 
     def close(self) -> None:
         """Close the connection to the worker, which ends the worker. Call this only while no copy
@@ -105,7 +105,7 @@ class AgentCopier:
             self._connection.close()
             self._connection = None
 
-    def _borrow(self) -> Connection:
+    def _borrow_worker(self) -> Connection:
         """Return the connection to a worker that waits for requests.
 
         Raises:
@@ -131,12 +131,12 @@ class AgentCopier:
                 case Progress(done_bytes):
                     on_bytes(done_bytes - copied_bytes)
                     copied_bytes = done_bytes
-                case FileCopied() | FileFailed() as last:
-                    return last
+                case FileCopied() | FileFailed() as outcome:
+                    return outcome
                 case _:
                     raise AgentError("the worker has answered something else")
 
-    def _end(self) -> None:
+    def _end_worker(self) -> None:
         """Ask the worker to end, and kill it if it has not ended after ``_END_SECONDS``. This
         process may write the same file next, so the worker must have ended before that.
         """

@@ -70,16 +70,16 @@ class _Service:
 
     def __init__(self, order: Order) -> None:
         self._job, self._tiers = order.job, order.job.open_as()
-        self._open: dict[int, StorageBackend] = {}
+        self._open_stores: dict[int, StorageBackend] = {}
         self._copier = Workers("copying", 1)
         self._connection = socket.socket(fileno=order.connection)
         self._connection.settimeout(_SEND_SECONDS)
         # The trainer's process is watched too, since a child of the trainer may keep the connection
         # open after the trainer has ended.
-        self._trainer = os.pidfd_open(check_peer(self._connection, "the trainer"))
+        self._trainer_pidfd = os.pidfd_open(check_peer(self._connection, "the trainer"))
         self._completion = os.eventfd(0)
         self._selector = selectors.DefaultSelector()
-        for source in (self._connection, self._trainer, self._completion):
+        for source in (self._connection, self._trainer_pidfd, self._completion):
             self._selector.register(source, selectors.EVENT_READ)
 
     def run(self) -> None:
@@ -102,7 +102,7 @@ class _Service:
             EOFError: The trainer has ended.
         """
         ready: set[object] = {key.fileobj for key, _ in self._selector.select(seconds)}
-        if self._trainer in ready:
+        if self._trainer_pidfd in ready:
             raise EOFError
         return ready
 
@@ -151,6 +151,6 @@ class _Service:
     def _tier(self, index: int) -> tuple[Tier, StorageBackend]:
         if index >= len(self._tiers):
             raise AgentError(f"the job has {len(self._tiers)} tiers, and no tier {index}")
-        if index not in self._open:
-            self._open[index] = open_tier(self._job, index).backend
-        return self._tiers[index], self._open[index]
+        if index not in self._open_stores:
+            self._open_stores[index] = open_tier(self._job, index).backend
+        return self._tiers[index], self._open_stores[index]

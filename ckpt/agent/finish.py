@@ -100,26 +100,26 @@ class Finish:
         self._owner = job.owner
         self._errors: list[str] = []
         self._is_superseded = False
-        self._open: list[OpenTier] = []
-        self._handed_over = False
+        self._open_tiers: list[OpenTier] = []
+        self._is_left_to_agent = False
         self._ended_jobs: set[str] = set()
         owners: list[tuple[OpenTier, Owner | None]] = []
         for index in range(len(job.tiers)):
             try:
                 tier = open_tier(job, index)
-                self._open.append(tier)
+                self._open_tiers.append(tier)
                 owners.append((tier, owner_of(tier.backend)))
             except CkptError as error:
                 self._errors.append(str(error))
         for _, owner in owners:
             if owner is not None and owner.attempt == self._owner.attempt:
-                self._handed_over |= owner.pid == NO_PROCESS
+                self._is_left_to_agent |= owner.pid == NO_PROCESS
                 self._ended_jobs.update(owner.ended)
-        roots = [root for tier, owner in owners if (root := self._look(tier, owner))]
-        self._memory = [root for root in roots if root.tier.in_memory]
+        roots = [root for tier, owner in owners if (root := self._usable_root(tier, owner))]
+        self._memory_roots = [root for root in roots if root.tier.in_memory]
         durable = [root for root in roots if not root.tier.in_memory]
-        self._durable = [root for root in durable if not (job.here and root.tier.local)]
-        self._on_node = [root for root in durable if root not in self._durable]
+        self._durable_roots = [root for root in durable if not (job.here and root.tier.local)]
+        self._node_roots = [root for root in durable if root not in self._durable_roots]
         self._branch = JobBranch(root.tier.backend for root in durable)
         if not any(root.owner and root.owner.attempt == self._owner.attempt for root in roots):
             # If no root names the job, another job may have taken and released the roots since. If
@@ -130,7 +130,7 @@ class Finish:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for tier in self._open:
+        for tier in self._open_tiers:
             tier.backend.close()
 
     def run(self) -> Ended:
@@ -146,36 +146,36 @@ class Finish:
         if self._is_superseded:
             return Ended("superseded")
         remove_orphans()
-        for root in (*self._durable, *self._on_node):
+        for root in (*self._durable_roots, *self._node_roots):
             if root.tier.backend in self._branch.outdated_stores:
                 confirm = partial(self._confirm, root)
-                self._attempt(partial(self._branch.update, root.tier.backend, confirm))
+                self._run_task(partial(self._branch.update, root.tier.backend, confirm))
         if not self._job.here:
             self._run_whole()
-        elif self._durable:
-            self._attempt(self._run_parts)
+        elif self._durable_roots:
+            self._run_task(self._run_parts)
         if self._is_superseded:
             return Ended("superseded")
         if self._errors:
             return Ended("failed", self._errors[0])
         leads = not self._job.here or LEADER in self._job.here
-        for root in (*self._on_node, *(self._durable if leads else ())):
-            self._attempt(partial(self._give_back, root))
+        for root in (*self._node_roots, *(self._durable_roots if leads else ())):
+            self._run_task(partial(self._give_back, root))
         return Ended("done")
 
     def _run_whole(self) -> None:
         """Finish the job on the tiers that have the files of all ranks."""
         if self._has_died():
-            for root in self._durable:
-                self._attempt(partial(self._discard, root))
-        for root in (*self._memory, *self._durable):
-            self._attempt(partial(self._finish_commit, root))
-        if self._durable:
-            self._attempt(self._make_durable)
-        for root in self._durable[1:]:
-            self._attempt(partial(self._take_farther, root))
-        for root in self._durable:
-            self._attempt(partial(self._prune, root))
+            for root in self._durable_roots:
+                self._run_task(partial(self._discard_unfinished, root))
+        for root in (*self._memory_roots, *self._durable_roots):
+            self._run_task(partial(self._finish_commit, root))
+        if self._durable_roots:
+            self._run_task(self._make_durable)
+        for root in self._durable_roots[1:]:
+            self._run_task(partial(self._copy_farther, root))
+        for root in self._durable_roots:
+            self._run_task(partial(self._prune, root))
 
     def _run_parts(self) -> None:
         """Copy this node's part of each step to the nearest shared tier. On the leader's node,
@@ -189,51 +189,51 @@ class Finish:
             raise CommitError(
                 "processes of the job live on this node: its steps wait for their end"
             )
-        parts = self._parts()
-        self._attempt(parts.bring)
+        parts = self._node_parts()
+        self._run_task(parts.bring)
         if not self._errors and (newest := parts.newest()) is not None:
-            for root in self._on_node:
-                self._attempt(partial(self._fill_node, root, newest))
-                self._attempt(partial(self._prune_node, root, newest))
-        self._attempt(parts.check_newer)
+            for root in self._node_roots:
+                self._run_task(partial(self._fill_node, root, newest))
+                self._run_task(partial(self._prune_node, root, newest))
+        self._run_task(parts.check_newer)
         if LEADER not in self._job.here or self._is_superseded:
             return
         if not (living_ranks := parts.lacks_ends()):
             self._run_whole()
-        elif self._is_behind():
+        elif self._has_tier_behind():
             raise CommitError(
-                f"what {self._durable[0].tier.url} has is not brought to farther tiers yet: "
+                f"what {self._durable_roots[0].tier.url} has is not brought to farther tiers yet: "
                 f"rank(s) {rank_list(living_ranks)} have not ended, or their nodes have no agent"
             )
 
-    def _parts(self) -> NodeParts:
-        stores = [root.tier.backend for root in (*self._memory, *self._on_node)]
-        copier = self._copier(self._durable[0], [])
+    def _node_parts(self) -> NodeParts:
+        stores = [root.tier.backend for root in (*self._memory_roots, *self._node_roots)]
+        copier = self._copier_to(self._durable_roots[0], [])
         return NodeParts(self._job, stores, copier, self._workers, self._report)
 
-    def _is_behind(self) -> bool:
+    def _has_tier_behind(self) -> bool:
         """Return True if a farther tier lacks a step that the nearest shared tier has and that the
         farther tier would keep.
         """
         return any(
-            self._missing_steps(self._copier(target, []), self._line(target))
-            for target in self._durable[1:]
+            self._missing_steps(self._copier_to(target, []), self._nearer_steps(target))
+            for target in self._durable_roots[1:]
         )
 
     def free_memory(self) -> Ended:
-        """Free the memory of the steps that need not stay in memory (see ``_free``), and remove the
-        slot files of processes that have ended. Return the outcome.
+        """Free the memory of the steps that need not stay in memory (see ``_free_root``), and
+        remove the slot files of processes that have ended. Return the outcome.
         """
         if self._is_superseded:
             return Ended("superseded")
-        for root in self._memory:
-            self._attempt(partial(self._free, root))
+        for root in self._memory_roots:
+            self._run_task(partial(self._free_root, root))
         remove_orphans()
         return Ended("failed", self._errors[0]) if self._errors else Ended("done")
 
     # -- roots -------------------------------------------------------------------------------------
 
-    def _look(self, tier: OpenTier, owner: Owner | None) -> _Root | None:
+    def _usable_root(self, tier: OpenTier, owner: Owner | None) -> _Root | None:
         """Return the root of ``tier``, or None if ``_may_finish_for`` is False for its ``owner``.
         In that case, the job counts as superseded, and the agent does no more work for the job on
         any tier.
@@ -253,8 +253,8 @@ class Finish:
         """
         if owner.attempt in {self._owner.attempt, *self._ended_jobs}:
             return True
-        was_there = owner.attempt in self._job.before and not owner.alive
-        return was_there or owner.is_predecessor(self._owner)
+        is_earlier_owner = owner.attempt in self._job.before and not owner.alive
+        return is_earlier_owner or owner.is_predecessor(self._owner)
 
     def _confirm(self, target: _Root) -> None:
         """Check that no other job has taken the root ``target``, a root in memory, a root of this
@@ -264,13 +264,13 @@ class Finish:
             RootInUse: One of these roots has another owner than when the agent began.
             RootLost: One of these roots is gone, or another folder has taken its place.
         """
-        for root in {*self._memory, *self._on_node, *self._durable[:1], target}:
+        for root in {*self._memory_roots, *self._node_roots, *self._durable_roots[:1], target}:
             with errors_of(root.tier.url):
                 owner = owner_of(root.tier.backend)
             if (owner and owner.attempt) != (root.owner and root.owner.attempt):
                 raise RootInUse(root.tier.url, str(owner or "a job that has closed since"))
 
-    def _attempt(self, work: Callable[[], None]) -> None:
+    def _run_task(self, work: Callable[[], None]) -> None:
         """Call ``work``. Keep its ``CkptError`` for the outcome instead of raising it. Do nothing
         once another job has taken one of the roots.
         """
@@ -292,7 +292,7 @@ class Finish:
         processes = self._job.processes
         return len(processes) == self._job.ranks and not any(process.lives for process in processes)
 
-    def _discard(self, root: _Root) -> None:
+    def _discard_unfinished(self, root: _Root) -> None:
         """Discard the writes that the job had not finished when it died, so that the copies to the
         tier have more room.
         """
@@ -315,12 +315,12 @@ class Finish:
         for ref in self._branch.refs(attempts_of(backend, self._owner.attempt)):
             if is_committed(backend, ref):
                 return
-            if _is_finished(backend, ref, self._workers, facts):
+            if _finish_step(backend, ref, self._workers, facts):
                 _log.info("ckpt: step %d on %s lacked only its manifest", ref.step, root.tier.url)
                 self._report(Copied(ref.step, root.tier.url))
                 return
 
-    def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
+    def _own_steps(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
         """Return the committed steps of the job on a tier, newest first, without abandoned ones."""
         steps = (inventory or root.inventory).look()
         return [
@@ -334,63 +334,76 @@ class Finish:
         than all steps of the job on that tier are copied. The newest of them is always copied, and
         each other one only if the tier takes it and would keep it.
         """
-        near = self._durable[0]
-        newest_step = max((stored_step.ref.step for stored_step in self._own(near)), default=-1)
-        for root in self._memory:
-            line = [
-                stored_step for stored_step in self._own(root) if stored_step.ref.step > newest_step
+        nearest = self._durable_roots[0]
+        newest_step = max(
+            (stored_step.ref.step for stored_step in self._own_steps(nearest)),
+            default=-1,  # Before any step
+        )
+        for root in self._memory_roots:
+            newer_steps = [
+                stored_step
+                for stored_step in self._own_steps(root)
+                if stored_step.ref.step > newest_step
             ]
             # A copy evicts steps of the tier only if the tier has a capacity. Then the steps that
             # farther tiers still need must stay.
             awaited_refs = (
-                self._awaited_refs(near) if near.tier.tier.capacity is not None and line else ()
+                self._awaited_refs(nearest)
+                if nearest.tier.tier.capacity is not None and newer_steps
+                else ()
             )
-            copier = self._copier(near, [root, *self._durable[1:]], awaited_refs)
+            copier = self._copier_to(nearest, [root, *self._durable_roots[1:]], awaited_refs)
             chosen_steps = {
                 stored_step.ref: stored_step
                 for stored_step in (
-                    *copier.without_removals(line[:1]),
-                    *copier.missing_steps(line, len(line)),
+                    *copier.without_removals(newer_steps[:1]),
+                    *copier.missing_steps(newer_steps, len(newer_steps)),
                 )
             }
             for stored_step in chosen_steps.values():
                 self._copy(copier, stored_step)
 
-    def _take_farther(self, target: _Root) -> None:
+    def _copy_farther(self, target: _Root) -> None:
         """Copy to the tier ``target`` the steps that it lacks and would keep, newest first."""
-        other_roots = [root for root in self._durable[1:] if root is not target]
-        copier = self._copier(target, [*self._durable[:1], *self._memory, *other_roots])
-        for stored_step in self._missing_steps(copier, self._line(target)):
-            self._attempt(partial(self._copy, copier, stored_step))
+        other_roots = [root for root in self._durable_roots[1:] if root is not target]
+        copier = self._copier_to(
+            target, [*self._durable_roots[:1], *self._memory_roots, *other_roots]
+        )
+        for stored_step in self._missing_steps(copier, self._nearer_steps(target)):
+            self._run_task(partial(self._copy, copier, stored_step))
 
-    def _line(self, target: _Root) -> list[StoredStep]:
+    def _nearer_steps(self, target: _Root) -> list[StoredStep]:
         """Return the steps that the tier ``target`` may get: those in memory and on the durable
         tiers that are nearer than ``target`` (see ``_history``).
         """
-        return self._history([*self._durable[: self._durable.index(target)], *self._memory])
+        return self._history(
+            [*self._durable_roots[: self._durable_roots.index(target)], *self._memory_roots]
+        )
 
     def _history(self, roots: Sequence[_Root]) -> list[StoredStep]:
         """Return the committed steps of the job on ``roots``, and those of earlier jobs that led to
         them, newest step first.
         """
-        looks = [root.inventory.look() for root in roots[::-1]]
+        listings = [root.inventory.look() for root in roots[::-1]]
         steps = {
             stored_step.ref: stored_step
-            for look in looks
-            for stored_step in self._branch.steps(look)
+            for steps_of_root in listings
+            for stored_step in self._branch.steps(steps_of_root)
             if stored_step.state == "committed"
         }
-        own = [ref for ref in steps if ref.job == self._owner.attempt]
-        return history(steps.values(), max(own)) if own else []
+        own_refs = [ref for ref in steps if ref.job == self._owner.attempt]
+        return history(steps.values(), max(own_refs)) if own_refs else []
 
-    def _missing_steps(self, copier: StepCopier, line: Sequence[StoredStep]) -> list[StoredStep]:
-        """Return the steps of ``line`` that the tier of ``copier`` lacks and would keep, newest
+    def _missing_steps(
+        self, copier: StepCopier, nearer_steps: Sequence[StoredStep]
+    ) -> list[StoredStep]:
+        """Return those of ``nearer_steps`` that the tier of ``copier`` lacks and would keep, newest
         first. Return at most one step more than the trainer's tier queue holds, since the trainer
         may also have been copying a step that had left the queue.
         """
-        return copier.missing_steps(line, self._job.backlog + 1)
+        return copier.missing_steps(nearer_steps, self._job.backlog + 1)
 
-    def _copier(
+    def _copier_to(
         self, target: _Root, sources: Sequence[_Root], awaited_refs: Iterable[StepRef] = ()
     ) -> StepCopier:
         """Return a copier to the tier ``target``.
@@ -400,7 +413,7 @@ class Finish:
             sources: The tiers from which steps are copied, nearest first.
             awaited_refs: The steps on the target that must stay when room is made for a copy.
         """
-        durable = [root.tier.backend for root in self._durable if root is not target]
+        durable = [root.tier.backend for root in self._durable_roots if root is not target]
         return StepCopier(
             target.tier,
             target.claim,
@@ -423,7 +436,7 @@ class Finish:
     def _prune(self, root: _Root) -> None:
         """Apply retention to a durable tier. Also keep the steps that farther tiers still lack."""
         rule = Retention.of(root.tier.tier)
-        if rule.keeps_all or not self._own(root):
+        if rule.keeps_all or not self._own_steps(root):
             return
         self._confirm(root)
         guard = FixedGuard(self._awaited_refs(root))
@@ -443,17 +456,17 @@ class Finish:
             # This node does not know how other nodes have encoded their files, and the copy makes
             # no room on a tier with a capacity.
             return
-        steps = self._own(root, Inventory(tier.backend, part=True))
-        for memory in self._memory:
-            own = self._own(memory, Inventory(memory.tier.backend, part=True))
+        steps = self._own_steps(root, Inventory(tier.backend, part=True))
+        for memory in self._memory_roots:
+            memory_steps = self._own_steps(memory, Inventory(memory.tier.backend, part=True))
             if (
-                not own
-                or own[0].ref != newest
+                not memory_steps
+                or memory_steps[0].ref != newest
                 or newest in {stored_step.ref for stored_step in steps}
             ):
                 continue
             on_progress = progress_of(newest.step, tier.url, self._report)
-            meter = Meter(own[0].staged_bytes, on_progress)
+            meter = Meter(memory_steps[0].staged_bytes, on_progress)
             folder = StepFolder(tier.backend, newest, self._workers)
             confirm = partial(self._confirm, root)
             try:
@@ -475,15 +488,15 @@ class Finish:
         """
         rule, backend = Retention.of(root.tier.tier), root.tier.backend
         inventory = Inventory(backend, part=True)
-        own = self._own(root, inventory)
+        own_steps = self._own_steps(root, inventory)
         if (
             rule.keeps_all
-            or not own
-            or max(stored_step.ref.step for stored_step in own) > newest.step
+            or not own_steps
+            or max(stored_step.ref.step for stored_step in own_steps) > newest.step
         ):
             return
         self._confirm(root)
-        steps_to_copy = self._missing_steps(self._copier(self._durable[0], []), own)
+        steps_to_copy = self._missing_steps(self._copier_to(self._durable_roots[0], []), own_steps)
         guard = FixedGuard({newest, *(stored_step.ref for stored_step in steps_to_copy)})
         context = PruneContext(own=self._owner.attempt, alive=False, guard=guard, claim=root.claim)
         prune(backend, rule, context, inventory=inventory)
@@ -492,43 +505,51 @@ class Finish:
         """Return the steps that a tier farther than ``root`` lacks and may still get. If a farther
         tier cannot be read, or any task has failed before, return all steps of ``_history``.
         """
-        every = {stored_step.ref for stored_step in self._history([root, *self._memory])}
+        all_refs = {stored_step.ref for stored_step in self._history([root, *self._memory_roots])}
         if self._errors:
-            return every
+            return all_refs
         try:
-            lines = [
-                self._missing_steps(self._copier(target, []), self._line(target))
-                for target in self._durable[self._durable.index(root) + 1 :]
+            missing_by_tier = [
+                self._missing_steps(self._copier_to(target, []), self._nearer_steps(target))
+                for target in self._durable_roots[self._durable_roots.index(root) + 1 :]
             ]
-            return {stored_step.ref for line in lines for stored_step in line}
+            return {
+                stored_step.ref
+                for missing_steps in missing_by_tier
+                for stored_step in missing_steps
+            }
         except CkptError:  # The copy to the farther tier meets the same error, and reports it
-            return every
+            return all_refs
 
     def _give_back(self, root: _Root) -> None:
         """Remove ``writer.json`` from a root, if the job still owns the root and has left it to the
         agent. Without ``detach``, the job's own ``close`` would have removed the file.
         """
         owner = read_owner(root.tier.backend)
-        if owner and owner.attempt == self._owner.attempt and self._handed_over:
+        if owner and owner.attempt == self._owner.attempt and self._is_left_to_agent:
             delete_owner(root.tier.backend)
 
-    def _free(self, root: _Root) -> None:
+    def _free_root(self, root: _Root) -> None:
         """Free the memory of each step of the job that can never become a checkpoint, that is
         abandoned, or for which a durable tier has the same or a later step. If no step is left on
         the tier, remove its ``writer.json`` too.
         """
-        durable = max(
-            (stored_step.ref.step for target in self._durable for stored_step in self._own(target)),
-            default=-1,
+        newest_durable = max(
+            (
+                stored_step.ref.step
+                for target in self._durable_roots
+                for stored_step in self._own_steps(target)
+            ),
+            default=-1,  # Before any step
         )
-        parts = self._parts() if self._job.here and self._durable else None
+        parts = self._node_parts() if self._job.here and self._durable_roots else None
         has_steps = False
         for stored_step in Inventory(root.tier.backend, part=bool(self._job.here)).look():
-            own = stored_step.ref.job == self._owner.attempt
+            is_own = stored_step.ref.job == self._owner.attempt
             is_abandoned = not self._branch.steps([stored_step])
-            if own and (
-                stored_step.ref.step <= durable
-                or (is_abandoned and durable >= 0)
+            if is_own and (
+                stored_step.ref.step <= newest_durable
+                or (is_abandoned and newest_durable >= 0)
                 or _is_remains(stored_step, parts)
             ):
                 self._confirm(root)
@@ -540,7 +561,7 @@ class Finish:
             delete_owner(root.tier.backend)
 
 
-def _is_finished(backend: StorageBackend, ref: StepRef, workers: Workers, facts: RunFacts) -> bool:
+def _finish_step(backend: StorageBackend, ref: StepRef, workers: Workers, facts: RunFacts) -> bool:
     """Put the manifest of ``ref``, and return True. Return False if the step lacks more than that,
     or if its save was aborted.
 

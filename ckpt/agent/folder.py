@@ -21,6 +21,7 @@ from ckpt.errors import AgentError
 _MOST_PATH_BYTES: Final = 107
 """The longest path of a Unix socket in bytes, without the terminating zero byte."""
 _CREDENTIALS: Final = struct.Struct("3i")
+"""What the kernel tells about the other end: the ids of the process, the user and the group."""
 _MOST_LOG_BYTES: Final = 1 << 20
 
 
@@ -46,32 +47,32 @@ class AgentFolder:
             AgentError: The folder belongs to another user, is open to other users or cannot be
                 made, or its path is too long.
         """
-        folder = os.path.abspath(agent_folder())
-        own = cls(folder)
-        if (length := len(os.fsencode(own.socket))) > _MOST_PATH_BYTES:
+        path = os.path.abspath(agent_folder())
+        folder = cls(path)
+        if (length := len(os.fsencode(folder.socket))) > _MOST_PATH_BYTES:
             raise AgentError(
                 f"the path of the agent's socket has {length} bytes, and {_MOST_PATH_BYTES} are "
-                f"allowed: set CKPT_AGENT_FOLDER to a shorter folder than {folder}"
+                f"allowed: set CKPT_AGENT_FOLDER to a shorter folder than {path}"
             )
         try:
             with suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-            found = os.lstat(folder)
+                os.mkdir(path, 0o700)
+            status = os.lstat(path)
         except OSError as error:
             raise AgentError(
-                f"the agent's folder {folder} cannot be used ({error.strerror}): set "
+                f"the agent's folder {path} cannot be used ({error.strerror}): set "
                 "CKPT_AGENT_FOLDER to a folder on this machine"
             ) from None
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise AgentError(
-                f"{folder} is not a folder of this user: set CKPT_AGENT_FOLDER to another one"
+                f"{path} is not a folder of this user: set CKPT_AGENT_FOLDER to another one"
             )
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             raise AgentError(
-                f"the agent's folder {folder} is open to other users: chmod 700, or set "
+                f"the agent's folder {path} is open to other users: chmod 700, or set "
                 "CKPT_AGENT_FOLDER to another one"
             )
-        return own
+        return folder
 
     def open_log(self) -> int:
         """Open the log file for appending, and return its descriptor. A file of more than 1 MiB is
@@ -130,10 +131,10 @@ def identity(file: str | int) -> tuple[int, int]:
     system cannot give them, for example because the file does not exist.
     """
     try:
-        found = os.lstat(file) if isinstance(file, str) else os.fstat(file)
+        status = os.lstat(file) if isinstance(file, str) else os.fstat(file)
     except OSError:
         return 0, 0
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def check_peer(connection: socket.socket, what: str) -> int:

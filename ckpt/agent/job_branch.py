@@ -35,7 +35,7 @@ class JobBranch:
             with suppress(CkptError):
                 rollbacks.append((store, list_root(store).rollback))
         self.rollback = last_rollback(rollback for _, rollback in rollbacks)
-        self.outdated_stores = [store for store, last in rollbacks if last != self.rollback]
+        self.outdated_stores = [store for store, rollback in rollbacks if rollback != self.rollback]
 
     def update(self, store: StorageBackend, confirm: Callable[[], object]) -> None:
         """Put the rollback that counts on a tier that lacks it. Then retention there does not take

@@ -99,7 +99,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         Raises:
             ConfigError: The fields of a tier are not valid.
         """
-        return tuple(_tier(fields) for fields in self.tiers)
+        return tuple(_tier_of(fields) for fields in self.tiers)
 
 
 class Detach(msgspec.Struct, frozen=True, tag="detach"):
@@ -305,10 +305,10 @@ def is_newer(version: str, than: str) -> bool:
     the newer.
     """
 
-    def order(text: str) -> tuple[list[int], str]:
+    def sort_key(text: str) -> tuple[list[int], str]:
         return [int(number) for number in re.findall(r"[0-9]+", text)], text
 
-    return order(version) > order(than)
+    return sort_key(version) > sort_key(than)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -324,7 +324,7 @@ def encode(message: msgspec.Struct) -> bytes:
             f"a message to the agent holds a value that is not plain ({error}): give options of "
             "tiers as numbers and as strings of UTF-8"
         ) from None
-    _check(len(data))
+    _check_length(len(data))
     return _LENGTH.pack(len(data)) + data
 
 
@@ -343,9 +343,9 @@ def receive(connection: socket.socket) -> bytes:
         AgentError: The message is too long.
         OSError: The connection has failed, or its timeout has passed.
     """
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    _check(length)
-    return _exactly(connection, length)
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    _check_length(length)
+    return _receive_exactly(connection, length)
 
 
 def frames(buffer: bytearray) -> Iterator[bytes]:
@@ -356,7 +356,7 @@ def frames(buffer: bytearray) -> Iterator[bytes]:
     """
     while len(buffer) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(buffer)
-        _check(length)
+        _check_length(length)
         end = _LENGTH.size + length
         if len(buffer) < end:
             return
@@ -365,12 +365,12 @@ def frames(buffer: bytearray) -> Iterator[bytes]:
         yield data
 
 
-def _check(length: int) -> None:
+def _check_length(length: int) -> None:
     if length > MOST_BYTES:
         raise AgentError(f"a message of {length} bytes is too long: {MOST_BYTES} are allowed")
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         piece = connection.recv(count - len(data))
@@ -396,8 +396,8 @@ def roots_of(job: Job) -> tuple[str, ...]:
     return job.roots or urls_of(job)
 
 
-def _tier(fields: dict[str, Any]) -> Tier:
-    found: dict[str, Any] = {"url": "", **fields}  # Tier() refuses an empty URL
-    if isinstance(best := found.get("keep_best"), list):
-        found["keep_best"] = tuple(best)
-    return Tier(**found)
+def _tier_of(fields: dict[str, Any]) -> Tier:
+    arguments: dict[str, Any] = {"url": "", **fields}  # Tier() refuses an empty URL
+    if isinstance(best := arguments.get("keep_best"), list):
+        arguments["keep_best"] = tuple(best)
+    return Tier(**arguments)

@@ -64,7 +64,7 @@ from ckpt.upkeep.step_copier import StepCopier
 _log = logging.getLogger("ckpt")
 _PATIENCE_SECONDS: Final = 10.0
 """How long one try at a step waits for the agents of other nodes. The agent tries again later."""
-_LOOK_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.5
 _WAIT_SECONDS: Final = 3600.0
 """How long after it was written a part without a manifest keeps the agent from ending its work."""
 
@@ -125,10 +125,10 @@ class NodeParts:
         The steps are the newest committed step of this node if it is newer than the newest
         checkpoint on the shared tier, the steps that the tier lacks and would keep, and newer steps
         that other agents have begun. If a step fails because agents of other nodes are silent, the
-        agent also tries an older step that this node's copies may complete (``_older``). Before the
-        copy of each step, this agent puts notes into the folder of the step on the shared tier,
-        which say that the ranks of this node have ended. It also puts these notes into the folder
-        of the newest checkpoint on that tier.
+        agent also tries an older step that this node's copies may complete (``_older_part``).
+        Before the copy of each step, this agent puts notes into the folder of the step on the
+        shared tier, which say that the ranks of this node have ended. It also puts these notes into
+        the folder of the newest checkpoint on that tier.
 
         If an earlier call has already put this node's notes for a step, the failure of that step is
         raised only if this node has the manifest and the shared tier has no checkpoint that is as
@@ -140,36 +140,36 @@ class NodeParts:
             CkptError: A store has failed, or another job has taken the roots.
         """
         parts = self._parts()
-        fresh, failures = set[StepRef](), dict[StepRef, CkptError]()
-        past_refs: set[StepRef] = set()
+        newly_noted_refs, failures = set[StepRef](), dict[StepRef, CkptError]()
+        tried_refs: set[StepRef] = set()
         # Another agent may begin a newer step while this agent copies the steps that it knows.
-        while refs_to_bring := [ref for ref in self._refs_to_bring(parts) if ref not in past_refs]:
+        while refs_to_bring := [ref for ref in self._refs_to_bring(parts) if ref not in tried_refs]:
             # If an earlier call has put this node's notes for a step, the step may lack the part of
             # a lost node, and then every try fails. The failure of such a step is raised below only
             # if the shared tier has no newer step.
-            new = {
+            unnoted_refs = {
                 ref
                 for ref in refs_to_bring
                 if not self._node_ranks <= noted_ends(self._folder(ref))
             }
-            for ref in new:
+            for ref in unnoted_refs:
                 note_ends(self._folder(ref), self._node_ranks)
             self._note_newest()
             self._deadline = time.monotonic() + _PATIENCE_SECONDS
-            failures |= self._try(parts[ref] for ref in refs_to_bring)
-            fresh |= new
-            past_refs.update(refs_to_bring)
+            failures |= self._bring_all(parts[ref] for ref in refs_to_bring)
+            newly_noted_refs |= unnoted_refs
+            tried_refs.update(refs_to_bring)
         self._note_newest()
-        if (older := self._older(parts, failures)) is not None:
-            note_ends(self._folder(older.step.ref), self._node_ranks)
-            failures |= self._try([older])
+        if (older_part := self._older_part(parts, failures)) is not None:
+            note_ends(self._folder(older_part.step.ref), self._node_ranks)
+            failures |= self._bring_all([older_part])
         newest_number = self._newest_number()
         for ref, failure in failures.items():
-            if ref in fresh or (ref.step > newest_number and parts[ref].is_committed):
+            if ref in newly_noted_refs or (ref.step > newest_number and parts[ref].is_committed):
                 raise failure
             _log.info("ckpt: %s", failure)
 
-    def _try(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
+    def _bring_all(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
         """Call ``_bring`` for each of ``parts``, one after the other. Return the error of each step
         for which it fails. An error is raised instead if it concerns the whole store or root: a
         store is full, denies access or does not answer, or a root is lost or has another owner.
@@ -196,11 +196,11 @@ class NodeParts:
         Raises:
             CommitError: This node has such a part, and must try again later.
         """
-        newest, begin = self.newest(), time.time() - _WAIT_SECONDS
+        newest, earliest = self.newest(), time.time() - _WAIT_SECONDS
         if newest is None:  # There is no folder in which nodes note that their ranks have ended
             return
         for ref, part in self._parts().items():
-            is_recent = (part.step.last_change or 0) > begin
+            is_recent = (part.step.last_change or 0) > earliest
             if ref.step <= newest.step or not is_recent or part.is_committed:
                 continue
             if self.may_be_whole(ref):
@@ -219,7 +219,7 @@ class NodeParts:
         shared tier. Return all ranks if the job has no checkpoint there.
         """
         newest = self.newest()
-        return set(self._ranks) if newest is None else self._lacks_ends(self._folder(newest))
+        return set(self._ranks) if newest is None else self._unnoted_ranks(self._folder(newest))
 
     def may_be_whole(self, ref: StepRef) -> bool:
         """Return True if the step ``ref`` may still become a checkpoint with this node's part.
@@ -262,7 +262,7 @@ class NodeParts:
 
     def _newest_number(self) -> int:
         newest = self.newest()
-        return -1 if newest is None else newest.step
+        return -1 if newest is None else newest.step  # -1 is before any step
 
     def _parts(self) -> dict[StepRef, _Part]:
         """Return this node's part of each step of the job, newest step first. A step is left out if
@@ -276,14 +276,14 @@ class NodeParts:
                     is_own
                     and on_branch(self._copier.rollback, [step.ref])
                     and (step.state == "committed" or step.is_part)
-                    and self._has_all(step)
+                    and self._has_all_ranks(step)
                 ):
                     part = parts.get(step.ref) or _Part(step, (), frozenset())
                     copies = part.copies | self._copies(step)
                     parts[step.ref] = _Part(part.step, (*part.stores, store), copies)
         return dict(sorted(parts.items(), reverse=True))
 
-    def _has_all(self, step: StoredStep) -> bool:
+    def _has_all_ranks(self, step: StoredStep) -> bool:
         """Return True if the fragments of all ranks of this node are among the files of a step.
         Then the data files are too, since a rank puts its data before its fragment.
         """
@@ -295,7 +295,9 @@ class NodeParts:
         names = {info.name for info in step.objects}
         return frozenset(whole_ranks(names) - self._node_ranks)
 
-    def _older(self, parts: dict[StepRef, _Part], failures: Collection[StepRef]) -> _Part | None:
+    def _older_part(
+        self, parts: dict[StepRef, _Part], failures: Collection[StepRef]
+    ) -> _Part | None:
         """Return this node's part of an older step that this node's copies may complete.
 
         An older step is tried only if the newest of the ``failures`` steps has silent ranks, which
@@ -304,14 +306,14 @@ class NodeParts:
         the files of a silent rank. Return the part of the newest step of that kind, or None if
         there is none.
         """
-        silent = self._silent_ranks(self._folder(max(failures))) if failures else set[int]()
+        silent_ranks = self._silent_ranks(self._folder(max(failures))) if failures else set[int]()
         newest_number = self._newest_number()
         return next(
             (
                 part
                 for ref, part in parts.items()
                 if ref not in failures and ref.step > newest_number
-                if part.is_committed and part.copies & silent
+                if part.is_committed and part.copies & silent_ranks
             ),
             None,
         )
@@ -325,10 +327,10 @@ class NodeParts:
         step counts only if ``parts`` has this node's part of it.
         """
         newest_number = self._newest_number()
-        line = [part.step for part in parts.values() if part.is_committed]
-        newest = [step for step in line[:1] if step.ref.step > newest_number]
+        committed_steps = [part.step for part in parts.values() if part.is_committed]
+        newest = [step for step in committed_steps[:1] if step.ref.step > newest_number]
         newest = self._copier.without_removals(newest)
-        missing_steps = self._copier.missing_steps(line, self._job.backlog + 1)
+        missing_steps = self._copier.missing_steps(committed_steps, self._job.backlog + 1)
         begun_refs = [ref for ref in self._attempts() if ref in parts and ref.step > newest_number]
         refs = {*(step.ref for step in (*newest, *missing_steps)), *begun_refs}
         return sorted(refs, reverse=True)
@@ -339,20 +341,20 @@ class NodeParts:
         """Make a step a checkpoint on the shared tier, together with the other agents.
 
         Raises:
-            CommitError: Some ranks are not known to have ended (``_settle``), or the part of
-                another node or the manifest has not arrived in time.
+            CommitError: Some ranks are not known to have ended (``_wait_until_settled``), or the
+                part of another node or the manifest has not arrived in time.
             IntegrityError: No tier of this node has the files of a rank intact.
         """
         ref, target, folder = part.step.ref, self._target, self._folder(part.step.ref)
         began = time.perf_counter()
-        brings = self._settle(part, folder)
+        marked_ranks = self._wait_until_settled(part, folder)
         if not is_committed(target, ref):
             copy_began = time.perf_counter()
-            self._copy(part, folder, self._node_ranks | brings)
+            self._copy(part, folder, self._node_ranks | marked_ranks)
             self._replace_silent(part, folder, time.perf_counter() - copy_began)
         manifest = self._manifest(part)
         while not is_committed(target, ref):
-            missing_ranks = self._lacks_fragments(folder)
+            missing_ranks = self._ranks_without_fragments(folder)
             if not missing_ranks and manifest is not None:
                 commit_parts(folder, manifest, self._copier.confirm)
                 break
@@ -365,12 +367,12 @@ class NodeParts:
                         else "its manifest is missing, which this node does not have"
                     )
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self._report(Copied(ref.step, target.url))
         seconds = time.perf_counter() - began
         _log.info("ckpt: step %d is on %s now, in %.2f s", ref.step, target.url, seconds)
 
-    def _settle(self, part: _Part, folder: StepFolder) -> set[int]:
+    def _wait_until_settled(self, part: _Part, folder: StepFolder) -> set[int]:
         """Wait until no rank can remove its files of the step from the shared tier any more.
 
         This is so once each rank is noted as ended, or has a marker which says that an agent copies
@@ -391,13 +393,13 @@ class NodeParts:
         def is_settled() -> bool:
             return is_committed(self._target, ref) or not self._silent_ranks(folder)
 
-        if self._await(is_settled):
+        if self._wait_until(is_settled):
             return set()
-        if brings := mark_to_bring(folder, part.copies & self._silent_ranks(folder)):
-            self._log_silent(ref, brings)
+        if marked_ranks := mark_to_bring(folder, part.copies & self._silent_ranks(folder)):
+            self._log_silent(ref, marked_ranks)
             self._deadline = time.monotonic() + _PATIENCE_SECONDS
-            if self._await(is_settled):
-                return brings
+            if self._wait_until(is_settled):
+                return marked_ranks
         missing = rank_list(self._silent_ranks(folder))
         raise CommitError(
             f"step {ref.step} is not brought to {url} yet: rank(s) {missing} have not "
@@ -413,14 +415,18 @@ class NodeParts:
         """
 
         def is_whole() -> bool:
-            return is_committed(self._target, folder.ref) or not self._lacks_fragments(folder)
+            return is_committed(self._target, folder.ref) or not self._ranks_without_fragments(
+                folder
+            )
 
         if part.copies:
             self._deadline = max(self._deadline, time.monotonic() + seconds)
-        if self._await(is_whole) or not (brings := part.copies & self._lacks_fragments(folder)):
+        if self._wait_until(is_whole) or not (
+            ranks := part.copies & self._ranks_without_fragments(folder)
+        ):
             return
-        self._log_silent(folder.ref, brings)
-        self._copy(part, folder, brings)
+        self._log_silent(folder.ref, ranks)
+        self._copy(part, folder, ranks)
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
 
     def _log_silent(self, ref: StepRef, ranks: Collection[int]) -> None:
@@ -451,21 +457,21 @@ class NodeParts:
                     _log.warning("ckpt: %s", error)
         return None
 
-    def _lacks_ends(self, folder: StepFolder) -> set[int]:
+    def _unnoted_ranks(self, folder: StepFolder) -> set[int]:
         return self._ranks - noted_ends(folder)
 
     def _silent_ranks(self, folder: StepFolder) -> set[int]:
         """Return the ranks that may still remove their files of a step from the shared tier: those
         that are not noted as ended, and whose files no agent has marked to bring.
         """
-        return self._lacks_ends(folder) - ranks_marked_to_bring(folder)
+        return self._unnoted_ranks(folder) - ranks_marked_to_bring(folder)
 
-    def _lacks_fragments(self, folder: StepFolder) -> set[int]:
+    def _ranks_without_fragments(self, folder: StepFolder) -> set[int]:
         names = {info.name for info in own_objects(self._target, folder.ref)}
         return {rank for rank in self._ranks if fragment_name(rank) not in names}
 
-    def _await(self, condition: Callable[[], bool]) -> bool:
+    def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until ``condition`` holds or the deadline has passed. Return True if it holds."""
         while not (holds := condition()) and time.monotonic() < self._deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return holds

@@ -87,13 +87,13 @@ def prefetch(
         if ref in refs or (latest and newest > ref):
             results.append(PrefetchResult(tier=tier.url, ref=ref if ref in refs else newest))
         else:
-            results.append(_fill(tier, ref, sources, workers, on_progress))
+            results.append(_copy_step(tier, ref, sources, workers, on_progress))
         if results[-1].ref == ref:
             sources.insert(len(sources) - 1, tier.backend)
     return results
 
 
-def _fill(
+def _copy_step(
     tier: OpenTier,
     ref: StepRef,
     sources: Sequence[StorageBackend],
@@ -141,17 +141,17 @@ def _check_room(tier: OpenTier, manifest: Manifest, ref: StepRef) -> None:
     is_alike = has_codec(manifest, tier.tier.codec)
     present_bytes = sum(info.size for info in own_objects(backend, ref))
     demand = (manifest.stored_bytes if is_alike else manifest.nbytes) - present_bytes
-    ways = "remove steps there, or name another tier"
+    remedy = "remove steps there, or name another tier"
     if capacity is not None:
         used_bytes = sum(step.nbytes for step in Inventory(backend).look())
         if used_bytes + demand > capacity:
             raise OutOfSpace(
                 ref.folder,
                 f"{tier.url} has {size(used_bytes)} of its capacity of {size(capacity)}, and the "
-                f"step needs {size(demand)} more: {ways}",
+                f"step needs {size(demand)} more: {remedy}",
             )
     if isinstance(backend, HasSpace) and (free := backend.free_bytes()) < demand:
         raise OutOfSpace(
             ref.folder,
-            f"{tier.url} has {size(free)} free, and the step needs {size(demand)}: {ways}",
+            f"{tier.url} has {size(free)} free, and the step needs {size(demand)}: {remedy}",
         )

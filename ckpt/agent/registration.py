@@ -36,11 +36,11 @@ from ckpt.storage.tiers import Nodes, OpenTier
 _log = logging.getLogger("ckpt")
 _START_SECONDS: Final = 300.0
 """How many seconds a rank waits for the messages that other ranks post at their start."""
-_PAUSE_SECONDS: Final = 2.0
+_RETRY_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 2.0
 """How many seconds to wait until the stores return the owners of their roots."""
-_SUBJECT: Final = "agent"
-_ALL_NODES: Final = "agents"
+_NODE_SUBJECT: Final = "agent"
+_ALL_NODES_SUBJECT: Final = "agents"
 Notify = Callable[[Event], None]
 MakesCopier = Callable[[OpenTier], AgentCopier]
 
@@ -66,7 +66,7 @@ class Registration:
         self._job, self._copier, self._notify = job, copier, notify
         self._watcher = Workers("agent", 1)
         self._lock = threading.Lock()
-        self._ends = threading.Event()
+        self._end_event = threading.Event()
         self._connection: Connection | None = None
         if job is not None:
             self._connection = _register(job)
@@ -122,7 +122,7 @@ class Registration:
     def _end(self) -> None:
         """Stop the watching thread, so that the job is not registered again."""
         with self._lock:
-            self._ends.set()
+            self._end_event.set()
             if self._connection is not None:
                 self._connection.interrupt()
         self._watcher.close()
@@ -139,21 +139,21 @@ class Registration:
                 while (news := connection.next_news()) is not None:
                     self._pass_on(news)
                 connection.close()
-            if self._ends.is_set():
+            if self._end_event.is_set():
                 return
             try:
-                found = _register(job)
+                connection = _register(job)
             except CkptError as error:
                 level = logging.DEBUG if str(error) in reasons else logging.WARNING
                 _log.log(level, "ckpt: this job has no agent for now: %s", error)
                 reasons.add(str(error))
-                found = None
+                connection = None
             with self._lock:
-                self._connection = found
-                if found is not None and self._ends.is_set():
-                    found.interrupt()
-            if found is None:
-                self._ends.wait(_PAUSE_SECONDS)
+                self._connection = connection
+                if connection is not None and self._end_event.is_set():
+                    connection.interrupt()
+            if connection is None:
+                self._end_event.wait(_RETRY_SECONDS)
 
     def _pass_on(self, news: Verified) -> None:
         if news.damage:
@@ -195,35 +195,38 @@ def register(
     """
     if config.agent == "off":
         return None
-    own = Owner.of_this_process(coordinator.attempt)
+    owner = Owner.of_this_process(coordinator.attempt)
     nodes = next((tier.nodes for tier in tiers if tier.nodes is not None), None)
-    node = on_node(coordinator, nodes)
-    node.post(_SUBJECT, msgspec.json.encode(own))
+    node_coordinator = on_node(coordinator, nodes)
+    node_coordinator.post(_NODE_SUBJECT, msgspec.json.encode(owner))
     registration: Registration | None = None
 
     def copier(target: OpenTier) -> AgentCopier:
-        return AgentCopier(_job(own, [own], tiers, config), coordinator.rank, config, target)
+        return AgentCopier(
+            _job_message(owner, [owner], tiers, config), coordinator.rank, config, target
+        )
 
     def decide() -> str:
         nonlocal registration
-        messages = gather(node, _SUBJECT, Wait(_START_SECONDS, "the manager"))
-        ranks = [msgspec.json.decode(data, type=Owner) for data in messages.values()]
+        messages = gather(node_coordinator, _NODE_SUBJECT, Wait(_START_SECONDS, "the manager"))
+        rank_owners = [msgspec.json.decode(data, type=Owner) for data in messages.values()]
         try:
-            job = _job(own, ranks, tiers, config)
+            job = _job_message(owner, rank_owners, tiers, config)
             if nodes is not None:
-                job = _of_node(job, nodes, coordinator.rank, tiers)
+                job = _job_of_node(job, nodes, coordinator.rank, tiers)
             # The trainer resolves the links, since it uses these file systems in any case.
             roots = tuple(canonical(url) for url in urls_of(job))
-            job = msgspec.structs.replace(job, before=_owners_of(tiers), roots=roots)
+            job = msgspec.structs.replace(job, before=_owner_attempts(tiers), roots=roots)
             job = msgspec.structs.replace(job, marks=_marks_of(tiers))
             registration = Registration(job, copier, notify)
         except CkptError as error:
             return str(error)
         return ""
 
+    # The ranks wait longer than the leader, so that they get its error.
     wait = Wait(_START_SECONDS + 30, "the registration with the agent")
-    refusal = leader_decides(node, _SUBJECT, decide, wait, str)
-    node.forget(_SUBJECT)
+    refusal = leader_decides(node_coordinator, _NODE_SUBJECT, decide, wait, str)
+    node_coordinator.forget(_NODE_SUBJECT)
     if nodes is not None:
         refusal = _refusal_of_all(coordinator, nodes, refusal)
     if not refusal:
@@ -264,24 +267,26 @@ def _register(job: Job) -> Connection:
     return reach_and_ask(job)[0]
 
 
-def _job(own: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
-    """Return the job as a message for the agent. ``ranks`` are the records of its processes.
-    ``Job.processes`` contains only the processes on the machine and in the process namespace of
-    ``own``.
+def _job_message(
+    owner: Owner, rank_owners: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig
+) -> Job:
+    """Return the job as a message for the agent. ``rank_owners`` are the records of its
+    processes. ``Job.processes`` contains only the processes on the machine and in the process
+    namespace of ``owner``.
     """
-    machine_ranks = [rank for rank in ranks if rank.machine == own.machine]
+    machine_ranks = [rank for rank in rank_owners if rank.machine == owner.machine]
     return Job(
-        owner=own,
+        owner=owner,
         processes=tuple(Process(rank.pid, rank.started) for rank in machine_ranks),
-        ranks=len(ranks),
-        tiers=tuple(fields_of(tier.tier, _place_of(tier)) for tier in tiers),
+        ranks=len(rank_owners),
+        tiers=tuple(fields_of(tier.tier, _url_for_agent(tier)) for tier in tiers),
         backlog=config.backlog,
         environment=environment_for_agent(),
         scrub_mb_per_s=config.scrub_mb_per_s,
     )
 
 
-def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Job:
+def _job_of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Job:
     """Return a copy of ``job`` for an agent that sees only the files of its own node. ``Job.here``
     contains the ranks on the node of ``rank``, and ``Job.ranks`` counts the ranks of all nodes.
 
@@ -290,12 +295,12 @@ def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Jo
             share only some of their local tiers, or the ranks of the node are in several process
             namespaces. Agents cannot finish such a job.
     """
-    own = [tier for tier in tiers if tier.nodes is not None]
+    local_tiers = [tier for tier in tiers if tier.nodes is not None]
     shared_tiers = [tier for tier in tiers if not tier.local]
     if not shared_tiers:
         raise AgentError(
-            f"{own[-1].url} is each node's own, and so are all tiers of the job: an agent brings "
-            "steps to a tier that all nodes share, so add one, such as an object store"
+            f"{local_tiers[-1].url} is each node's own, and so are all tiers of the job: an agent "
+            "brings steps to a tier that all nodes share, so add one, such as an object store"
         )
     if any(tier.nodes != nodes for tier in tiers if tier.local):
         raise AgentError(
@@ -325,11 +330,11 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
     """
     if coordinator.rank in nodes.lowest_ranks:
         agent = f"{Owner.of_this_process('').machine} {os.path.realpath(agent_folder())}"
-        coordinator.post(_ALL_NODES, encode_json((refusal, agent)))
+        coordinator.post(_ALL_NODES_SUBJECT, encode_json((refusal, agent)))
 
     def decide() -> str:
         wait = Wait(_START_SECONDS, "the manager")
-        messages = gather(coordinator, _ALL_NODES, wait, ranks=nodes.lowest_ranks).values()
+        messages = gather(coordinator, _ALL_NODES_SUBJECT, wait, ranks=nodes.lowest_ranks).values()
         answers = [msgspec.json.decode(data, type=tuple[str, str]) for data in messages]
         reason = next((reason for reason, _ in answers if reason), "")
         if not reason and len({agent for _, agent in answers}) < len(answers):
@@ -340,21 +345,22 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
             )
         return reason
 
+    # Each node may have waited for its own ranks before.
     wait = Wait(_START_SECONDS + 60, "the registration with the agents")
-    refusal_of_all = leader_decides(coordinator, _ALL_NODES, decide, wait, str)
-    coordinator.forget(_ALL_NODES)
+    refusal_of_all = leader_decides(coordinator, _ALL_NODES_SUBJECT, decide, wait, str)
+    coordinator.forget(_ALL_NODES_SUBJECT)
     return refusal_of_all
 
 
-def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
+def _owner_attempts(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
     """Return the attempts that own the roots of ``tiers``. A store that fails, or does not answer
     within ``_LOOK_SECONDS``, is left out.
     """
     workers = Workers("owners", len(tiers))
-    looks = wait([workers.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)
-    if not looks.not_done:
+    reads = wait([workers.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)
+    if not reads.not_done:
         workers.close()
-    owners = [look.result() for look in looks.done if look.exception() is None]
+    owners = [read.result() for read in reads.done if read.exception() is None]
     return tuple({owner.attempt for owner in owners if owner is not None})
 
 
@@ -364,12 +370,12 @@ def _marks_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
     or does not answer within ``_LOOK_SECONDS``.
     """
     workers = Workers("roots", len(tiers))
-    looks = [workers.submit(_mark_of, tier) for tier in tiers]
-    done, pending = wait(looks, _LOOK_SECONDS)
+    reads = [workers.submit(_mark_of, tier) for tier in tiers]
+    done, pending = wait(reads, _LOOK_SECONDS)
     if not pending:
         workers.close()
     return tuple(
-        look.result() if look in done and look.exception() is None else "" for look in looks
+        read.result() if read in done and read.exception() is None else "" for read in reads
     )
 
 
@@ -377,7 +383,7 @@ def _mark_of(tier: OpenTier) -> str:
     return tier.backend.mark() if isinstance(tier.backend, HoldsRoot) else ""
 
 
-def _place_of(tier: OpenTier) -> str:
+def _url_for_agent(tier: OpenTier) -> str:
     """Return a URL with which another process reaches the tier. Raises ``AgentError`` if there is
     none.
     """

@@ -119,13 +119,13 @@ def at_intervals(on_progress: OnProgress) -> OnProgress:
     """Return a function that passes its arguments to ``on_progress``, but only a few times a second
     and when all bytes are done.
     """
-    reported = 0.0
+    reported_at = 0.0
 
-    def progress(done: int, total: int) -> None:
-        nonlocal reported
-        if done == total or time.monotonic() - reported > REPORT_SECONDS:
-            reported = time.monotonic()
-            on_progress(done, total)
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal reported_at
+        if done_bytes == total_bytes or time.monotonic() - reported_at > REPORT_SECONDS:
+            reported_at = time.monotonic()
+            on_progress(done_bytes, total_bytes)
 
     return progress
 

@@ -67,7 +67,7 @@ class Scrub:
         self._pace = Pace(order.job.scrub_mb_per_s)
         self._errors: dict[str, str] = {}
         """The first error of each tier that cannot be verified as a whole, by the tier's URL."""
-        self._silent: set[str] = set()
+        self._silent_urls: set[str] = set()
         """The URLs of the tiers that do not answer or deny access. They are not asked again."""
         self._tiers: list[OpenTier] = []
         for index, settings in enumerate(order.job.open_as()):
@@ -92,10 +92,10 @@ class Scrub:
         due: list[tuple[StepRef, _Root]] = []
         for tier in self._tiers:
             if not tier.in_memory and self._verifies(tier):
-                self._attempt(tier, partial(self._find, tier, due))
+                self._run_task(tier, partial(self._add_due_steps, tier, due))
         for ref, root in sorted(due, key=lambda pair: (-pair[0].step, pair[1].tier.index)):
-            if root.tier.url not in self._silent:
-                self._attempt(root.tier, partial(self._scrub, root, ref))
+            if root.tier.url not in self._silent_urls:
+                self._run_task(root.tier, partial(self._scrub_step, root, ref))
         if self._errors:
             return Ended("failed", next(iter(self._errors.values())))
         return Ended("done")
@@ -107,7 +107,7 @@ class Scrub:
         node_ranks = self._job.here
         return not node_ranks or tier.local or LEADER in node_ranks
 
-    def _attempt(self, tier: OpenTier, work: Callable[[], None]) -> None:
+    def _run_task(self, tier: OpenTier, work: Callable[[], None]) -> None:
         """Call ``work``, and note its ``CkptError`` for ``tier`` instead of raising it. Other tiers
         can then still be verified, and so can other steps of the tier, unless the tier does not
         answer or denies access.
@@ -118,11 +118,11 @@ class Scrub:
             _log.info("ckpt: %s is not verified: %s", tier.url, error)
         except CkptError as error:
             self._errors.setdefault(tier.url, str(error))
-            stops = isinstance(error, AccessDenied | TransientStorageError)
-            if stops and not isinstance(error, LinkRefused):
-                self._silent.add(tier.url)
+            is_silent = isinstance(error, AccessDenied | TransientStorageError)
+            if is_silent and not isinstance(error, LinkRefused):
+                self._silent_urls.add(tier.url)
 
-    def _find(self, tier: OpenTier, due: list[tuple[StepRef, _Root]]) -> None:
+    def _add_due_steps(self, tier: OpenTier, due: list[tuple[StepRef, _Root]]) -> None:
         """Append to ``due`` each step of ``tier`` that must be verified now, with the tier's root.
 
         These are the committed steps that the order does not list as verified. On a tier of this
@@ -139,17 +139,19 @@ class Scrub:
             refs = [ref for ref in refs if ref.job == self._job.owner.attempt]
         due += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._fresh_steps]
 
-    def _scrub(self, root: _Root, ref: StepRef) -> None:
+    def _scrub_step(self, root: _Root, ref: StepRef) -> None:
         """Verify a step, mend it if it is damaged, report the result, and record it in the journals
         of the tiers. Report and record nothing if another process has removed the step meanwhile.
         """
         began, url = time.perf_counter(), root.tier.url
         faults, reason = dict[str, Fault](), ""
         report = self._verify(root, ref)
-        while fresh := {fault.key: fault for fault in report.faults if fault.key not in faults}:
+        while new_faults := {
+            fault.key: fault for fault in report.faults if fault.key not in faults
+        }:
             # Once a manifest or fragment is mended, more damage may become visible. The next pass
             # of this loop mends it.
-            faults |= fresh
+            faults |= new_faults
             if is_committed(root.tier.backend, ref):
                 mend = self._mend if root.ranks is None else self._mend_part
                 reason = mend(root, ref, report.faults)
@@ -245,10 +247,10 @@ class Scrub:
     def _sources(self, root: _Root, ref: StepRef) -> list[StorageBackend]:
         """Return the stores of the other tiers on which the step is committed, nearest first."""
         stores = [tier.backend for tier in self._tiers if tier is not root.tier]
-        return [store for store in stores if _has(store, ref)]
+        return [store for store in stores if _is_committed_on(store, ref)]
 
 
-def _has(store: StorageBackend, ref: StepRef) -> bool:
+def _is_committed_on(store: StorageBackend, ref: StepRef) -> bool:
     """Return True if the step is committed on ``store``. Return False if it is not, or if the store
     fails.
     """

@@ -70,7 +70,7 @@ class Rounds:
         self._again_seconds, self._notify = again_seconds, notify
         self._look_seconds = min(_LOOK_SECONDS, again_seconds / 4)
         self._rounds: dict[str, _Round] = {}
-        self._runs: _Round | None = None
+        self._current_round: _Round | None = None
         self._worker: Worker | None = None
 
     def add(self, job: Job) -> None:
@@ -80,9 +80,9 @@ class Rounds:
         if not job.scrub_mb_per_s:
             return
         next_at = time.monotonic() + self._look_seconds
-        run = self._rounds.get(job.owner.attempt)
-        if run is not None:
-            run.job, run.next_at = job, next_at
+        job_round = self._rounds.get(job.owner.attempt)
+        if job_round is not None:
+            job_round.job, job_round.next_at = job, next_at
         else:
             self._rounds[job.owner.attempt] = _Round(job, next_at)
             self.forget(list(self._rounds)[:-_MOST_JOBS])
@@ -96,7 +96,7 @@ class Rounds:
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
         """Return the locations of the tiers of each job, by the job's attempt."""
-        return {name: roots_of(run.job) for name, run in self._rounds.items()}
+        return {name: roots_of(job_round.job) for name, job_round in self._rounds.items()}
 
     def due_in(self) -> float | None:
         """Return in how many seconds the next round begins. Return None if there is no job, or if a
@@ -104,7 +104,9 @@ class Rounds:
         """
         if self._worker is not None or not self._rounds:
             return None
-        return max(0.0, min(run.next_at for run in self._rounds.values()) - time.monotonic())
+        return max(
+            0.0, min(job_round.next_at for job_round in self._rounds.values()) - time.monotonic()
+        )
 
     def begin(self, workplace: Workplace) -> None:
         """Start a round for the job that has been due for the longest time.
@@ -116,22 +118,24 @@ class Rounds:
             OSError: No worker can be started. The round begins some minutes later.
         """
         time_now = time.monotonic()
-        self._runs = run = min(self._rounds.values(), key=lambda candidate: candidate.next_at)
-        run.next_at = time_now + self._look_seconds
-        run.results = {
+        self._current_round = job_round = min(
+            self._rounds.values(), key=lambda candidate: candidate.next_at
+        )
+        job_round.next_at = time_now + self._look_seconds
+        job_round.results = {
             key: (date, result)
-            for key, (date, result) in run.results.items()
+            for key, (date, result) in job_round.results.items()
             # Older results are of steps that were removed: an existing step would have been
             # verified again since.
             if time_now - date < 2 * self._again_seconds + _LOOK_SECONDS
         }
-        fresh = [
+        fresh_keys = [
             key
-            for key, (date, result) in run.results.items()
+            for key, (date, result) in job_round.results.items()
             if time_now - date < self._pause_seconds(result)
         ]
-        order = Order(run.job, "scrub", tuple(fresh))
-        self._worker = Worker(order, workplace, partial(self._take_in, run), self._on_end)
+        order = Order(job_round.job, "scrub", tuple(fresh_keys))
+        self._worker = Worker(order, workplace, partial(self._record, job_round), self._on_end)
 
     def _pause_seconds(self, result: Verified) -> float:
         """Return how many seconds after ``result`` a step is verified again. A damaged step is
@@ -139,20 +143,21 @@ class Rounds:
         """
         return self._again_seconds / _DAMAGED_RATE if result.damage else self._again_seconds
 
-    def _take_in(self, run: _Round, report: Report) -> None:
-        """Record a report of the worker. Call ``notify`` for each result for which ``_is_news`` is
-        True. Log the error of the round if it differs from the previous error.
+    def _record(self, job_round: _Round, report: Report) -> None:
+        """Record a report of the worker. Call ``notify`` for each result for which
+        ``_record_result`` is True. Log the error of the round if it differs from the previous
+        error.
         """
         match report:
             case Verifying():
-                run.progress = report
+                job_round.progress = report
             case Verified():
-                if _is_news(run, report):
-                    self._notify(run.job.owner.attempt, report)
+                if _record_result(job_round, report):
+                    self._notify(job_round.job.owner.attempt, report)
             case Ended(_, error):
-                if error and error != run.error:
+                if error and error != job_round.error:
                     _log.warning("ckpt: not all steps can be verified: %s", error)
-                run.error = error
+                job_round.error = error
             case _:
                 pass  # Workers for other tasks send these reports
 
@@ -170,41 +175,41 @@ class Rounds:
     def _forget_worker(self) -> None:
         """Note that no round is under way."""
         self._worker = None
-        if self._runs is not None:
-            self._runs.progress = None
+        if self._current_round is not None:
+            self._current_round.progress = None
 
     def status(self, attempt: str) -> ScrubStatus:
         """Return the status of the verification of a job, without credentials in URLs."""
-        run = self._rounds.get(attempt)
-        if run is None:
+        job_round = self._rounds.get(attempt)
+        if job_round is None:
             return ScrubStatus()
-        progress = run.progress
-        results = [result for _, result in run.results.values()]
+        progress = job_round.progress
+        results = [result for _, result in job_round.results.values()]
         return ScrubStatus(
             step=progress.step if progress else -1,
             tier=redact(progress.tier) if progress else "",
             done_bytes=progress.done_bytes if progress else 0,
             total_bytes=progress.total_bytes if progress else 0,
             verified=sum(not result.damage for result in results),
-            mended=run.mended_count,
+            mended=job_round.mended_count,
             damaged=tuple(
                 f"{result.step} {redact(result.tier)}: {result.damage}"
                 for result in results
                 if result.damage
             ),
-            error=run.error,
+            error=job_round.error,
         )
 
 
-def _is_news(run: _Round, report: Verified) -> bool:
-    """Store the result for a step in ``run``, and log the mended files and the damage of the step.
-    If the step was already damaged in the previous result, is still damaged, and no file was
+def _record_result(job_round: _Round, report: Verified) -> bool:
+    """Store the result for a step in ``job_round``, and log the mended files and the damage of the
+    step. If the step was already damaged in the previous result, is still damaged, and no file was
     mended, log nothing and return False. Otherwise return True.
     """
     key = f"{report.tier} {report.folder}"
-    _, last_result = run.results.get(key, (0.0, None))
-    run.results[key] = time.monotonic(), report
-    run.mended_count += len(report.mended)
+    _, last_result = job_round.results.get(key, (0.0, None))
+    job_round.results[key] = time.monotonic(), report
+    job_round.mended_count += len(report.mended)
     subject = f"step {report.step} on {redact(report.tier)}"
     for name in report.mended:
         _log.warning("ckpt: %s was damaged, and is mended: %s", subject, name)

@@ -65,7 +65,7 @@ _MAX_JOBS_LISTED: Final = 16
 """The status lists at most this many jobs that are over."""
 _MOST_WORKERS: Final = 8
 """The most jobs that the agent finishes at the same time. Each takes a worker, and so memory."""
-_MOST_LENT: Final = 32
+_MOST_COPY_WORKERS: Final = 32
 """The most workers that copy for living trainers at the same time. A trainer process needs one
 worker for each farther tier.
 """
@@ -94,16 +94,16 @@ class Agent:
     ) -> None:
         self._folder, self._rounds = folder, Rounds(scrub_seconds, self._tell_trainer)
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
-        self._may_work = Lock(folder, "work")
-        self._works = self._ends = self._has_signal = False
-        self._start_time, self._busy = time.time(), time.monotonic()
+        self._work_lock = Lock(folder, "work")
+        self._has_work_lock = self._is_ending = self._has_signal = False
+        self._start_time, self._busy_at = time.time(), time.monotonic()
         self._jobs: list[WatchedJob] = []
         self._past_jobs: list[JobStatus] = []
         self._given_up: list[JobStatus] = []
-        self._asker: Caller | None = None
+        self._stop_caller: Caller | None = None
         self._selector = selectors.DefaultSelector()
         self._callers = Callers(folder, self._selector, self._answer)
-        self._workplace = Workplace(folder, self._may_work, self._selector)
+        self._workplace = Workplace(folder, self._work_lock, self._selector)
         self._copy_workers: dict[Worker, str] = {}
 
     def listen(self) -> bool:
@@ -115,19 +115,19 @@ class Agent:
         done after a request to stop or a signal.
         """
         allow_descriptors()
-        ear, mouth = socket.socketpair()
-        ear.setblocking(False)
-        mouth.setblocking(False)
-        self._selector.register(ear, selectors.EVENT_READ, partial(self._on_signal, ear))
-        old = signal.set_wakeup_fd(mouth.fileno())
+        read_end, write_end = socket.socketpair()
+        read_end.setblocking(False)
+        write_end.setblocking(False)
+        self._selector.register(read_end, selectors.EVENT_READ, partial(self._on_signal, read_end))
+        old_descriptor = signal.set_wakeup_fd(write_end.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: None)  # The loop reads the signal from ``read_end``
         _log.info("ckpt: agent %s listens, process %d", VERSION, os.getpid())
         try:
             while not self._is_over():
-                self._look_for_socket()
+                self._restore_socket()
                 self._begin_what_is_due()
-                ready = self._selector.select(self._patience())
+                ready = self._selector.select(self._wait_seconds())
                 # If callers were not accepted because no descriptor was free, one may be free now.
                 self._callers.accept_again()
                 for key, _ in ready:
@@ -135,28 +135,28 @@ class Agent:
                     if self._selector.get_map().get(key.fd) == key:
                         key.data()
         finally:
-            signal.set_wakeup_fd(old)
+            signal.set_wakeup_fd(old_descriptor)
             self._close()
-            ear.close()
-            mouth.close()
+            read_end.close()
+            write_end.close()
         _log.info("ckpt: agent ends, process %d", os.getpid())
 
     # -- planning ----------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
         if self._jobs or self._copy_workers:
-            self._busy = time.monotonic()
+            self._busy_at = time.monotonic()
             return False
-        return self._ends or time.monotonic() - self._busy > self._idle_seconds
+        return self._is_ending or time.monotonic() - self._busy_at > self._idle_seconds
 
-    def _patience(self) -> float | None:
+    def _wait_seconds(self) -> float | None:
         """Return how many seconds the loop may wait for events; None for no limit."""
         time_now = time.monotonic()
         waits = [_SOCKET_SECONDS] if self._callers.is_listening else []
-        if (round_in := self._scrubs_in()) is not None:
+        if (round_in := self._seconds_to_round()) is not None:
             waits.append(max(_LOOK_SECONDS, round_in))
         if not self._jobs:
-            waits.append(max(0.0, self._busy + self._idle_seconds - time_now) + _LOOK_SECONDS)
+            waits.append(max(0.0, self._busy_at + self._idle_seconds - time_now) + _LOOK_SECONDS)
         waits += [
             max(_LOOK_SECONDS, job.next_at - time_now)
             for job in self._jobs
@@ -169,15 +169,15 @@ class Agent:
         verification. An agent that ends and only has memory left to free releases ``work.lock``.
         """
         due = [job for job in self._jobs if job.waits and time.monotonic() >= job.next_at]
-        frees = self._ends and all(job.is_settled for job in self._jobs)
-        if frees and self._works and not any(job.worker for job in self._jobs):
-            self._works = False
-            self._may_work.release()
+        only_frees_memory = self._is_ending and all(job.is_settled for job in self._jobs)
+        if only_frees_memory and self._has_work_lock and not any(job.worker for job in self._jobs):
+            self._has_work_lock = False
+            self._work_lock.release()
         elif due:
-            self._takes_work()
+            self._take_work_lock()
         # A job that has failed often comes last, so that a store that hangs delays no other job.
         due.sort(key=lambda job: job.failures)
-        for job in due if self._works or frees else ():
+        for job in due if self._has_work_lock or only_frees_memory else ():
             worker_count = sum(other_job.worker is not None for other_job in self._jobs)
             if worker_count < _MOST_WORKERS and not self._is_held_up(job):
                 self._rounds.cancel()
@@ -189,24 +189,24 @@ class Agent:
 
     def _begin_round(self) -> None:
         """Start a round of verification, if one is due and there is nothing else to do."""
-        if self._scrubs_in() == 0.0 and self._takes_work():
+        if self._seconds_to_round() == 0.0 and self._take_work_lock():
             try:
                 self._rounds.begin(self._workplace)
             except OSError as error:
                 _log.warning("ckpt: no worker could be started: %s", error)
 
-    def _takes_work(self) -> bool:
+    def _take_work_lock(self) -> bool:
         """Take ``work.lock``, if this agent does not have it. Return True if it has the lock, and
         False while workers of an agent that it has replaced still run.
         """
-        self._works = self._works or self._may_work.take()
-        return self._works
+        self._has_work_lock = self._has_work_lock or self._work_lock.take()
+        return self._has_work_lock
 
-    def _scrubs_in(self) -> float | None:
+    def _seconds_to_round(self) -> float | None:
         """Return in how many seconds a round of verification is due. Return None if no round may
         begin: the agent ends, a worker finishes a job, a round is under way, or no job is known.
         """
-        if self._ends or any(job.worker is not None for job in self._jobs):
+        if self._is_ending or any(job.worker is not None for job in self._jobs):
             return None
         return self._rounds.due_in()
 
@@ -234,9 +234,9 @@ class Agent:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    def _check(self, job: Job, caller: Caller) -> None:
+    def _check_job(self, job: Job, caller: Caller) -> None:
         """Raise ``AgentError`` or ``ConfigError`` if the agent cannot work for a job."""
-        if self._ends:
+        if self._is_ending:
             raise AgentError("it is about to end: try again")
         if caller.pid not in [process.pid for process in job.processes]:
             raise AgentError(
@@ -252,10 +252,10 @@ class Agent:
         this one, its worker is killed, and it gets no more rounds of verification.
 
         Raises:
-            AgentError, ConfigError: The agent cannot work for the job (``_check``).
+            AgentError, ConfigError: The agent cannot work for the job (``_check_job``).
             AgentError: The processes of the job cannot be watched.
         """
-        self._check(job, caller)
+        self._check_job(job, caller)
         new_job = WatchedJob(job, self._workplace, self._on_death)
         for other_job in [
             other_job for other_job in self._jobs if other_job.attempt == new_job.attempt
@@ -285,11 +285,11 @@ class Agent:
         Raises:
             AgentError: No worker can be lent.
         """
-        self._check(job, caller)
-        if not self._takes_work():
+        self._check_job(job, caller)
+        if not self._take_work_lock():
             raise AgentError("an agent that it has replaced still works")
-        if len(self._copy_workers) >= _MOST_LENT:
-            raise AgentError(f"{_MOST_LENT} of its workers copy for trainers already")
+        if len(self._copy_workers) >= _MOST_COPY_WORKERS:
+            raise AgentError(f"{_MOST_COPY_WORKERS} of its workers copy for trainers already")
         order = Order(job, "copy", connection=caller.connection.fileno())
         try:
             worker = Worker(
@@ -300,12 +300,14 @@ class Agent:
         self._copy_workers[worker] = job.owner.attempt
         self._callers.leave(caller)
 
-    def _end_lent(self, attempt: str | None = None) -> None:
+    def _kill_copy_workers(self, attempt: str | None = None) -> None:
         """Kill the workers that copy for living trainers: those of the job ``attempt``, or all if
         ``attempt`` is None.
         """
         for worker in [
-            worker for worker, of in self._copy_workers.items() if attempt in (None, of)
+            worker
+            for worker, owner_attempt in self._copy_workers.items()
+            if attempt in (None, owner_attempt)
         ]:
             del self._copy_workers[worker]
             worker.kill()
@@ -326,7 +328,7 @@ class Agent:
         """Kill the workers that copy for a job whose last process on this node has ended. Begin to
         finish the job, unless its trainer has detached before.
         """
-        self._end_lent(job.attempt)
+        self._kill_copy_workers(job.attempt)
         if job.runs:
             _log.info("ckpt: the trainer of job %s has ended", job.attempt)
             self._end_of_trainer(job)
@@ -336,7 +338,7 @@ class Agent:
         forgets the job instead.
         """
         job.end()
-        if self._ends:
+        if self._is_ending:
             self._drop(job)
 
     def _after_try(self, job: WatchedJob, outcome: Ended) -> None:
@@ -348,7 +350,7 @@ class Agent:
         if outcome.outcome == "superseded":
             self._drop(job, "superseded")
         elif outcome.outcome == "failed":
-            if self._ends or time.monotonic() - job.ended_at > _GIVE_UP_SECONDS:
+            if self._is_ending or time.monotonic() - job.ended_at > _GIVE_UP_SECONDS:
                 self._drop(job, "given up")
         elif outcome.outcome == "done" and job.has_memory and not job.is_settled:
             job.is_settled, job.next_at = True, time.monotonic() + self._memory_seconds
@@ -389,7 +391,7 @@ class Agent:
                     self._lend(job, caller)
                     return None
                 case Stop(at_once, keep_memory):
-                    self._asker = caller
+                    self._stop_caller = caller
                     self._stop(at_once=at_once, keep_memory=keep_memory)
                     return Done()
         except (AgentError, ConfigError) as error:
@@ -401,7 +403,7 @@ class Agent:
             pid=os.getpid(),
             started=self._start_time,
             idle_seconds=self._idle_seconds,
-            works=self._works,
+            works=self._has_work_lock,
             jobs=tuple(
                 msgspec.structs.replace(job, scrub=self._rounds.status(job.attempt))
                 for job in (*self._past_jobs, *(entry.status() for entry in self._jobs))
@@ -425,11 +427,11 @@ class Agent:
         """
         self._callers.stop_listening()
         self._rounds.cancel()
-        self._end_lent()
-        self._ends = True
+        self._kill_copy_workers()
+        self._is_ending = True
         if not keep_memory:
             self._memory_seconds = 0.0
-        for caller in [caller for caller in self._callers if caller is not self._asker]:
+        for caller in [caller for caller in self._callers if caller is not self._stop_caller]:
             self._callers.leave(caller)
         for job in list(self._jobs):
             if job.runs:
@@ -439,24 +441,24 @@ class Agent:
             elif not (keep_memory and job.is_settled):
                 job.next_at = 0.0
 
-    def _on_signal(self, ear: socket.socket) -> None:
+    def _on_signal(self, read_end: socket.socket) -> None:
         """Stop the agent once the jobs whose trainers have ended are finished and their memory is
         freed. At a second signal, give these jobs up and stop at once.
         """
-        ear.recv(_READ_BYTES)
+        read_end.recv(_READ_BYTES)
         ready = {key.fd for key, _ in self._selector.select(0)}
         for job in list(self._jobs):
             job.look(ready)  # The trainer may have ended just before the signal
         self._stop(at_once=self._has_signal)
         self._has_signal = True
 
-    def _look_for_socket(self) -> None:
+    def _restore_socket(self) -> None:
         """Make the socket again if it was removed. If a lock file was removed too, another agent
         may have started in the folder, so this agent stops.
         """
         if not self._callers.has_lost_socket:
             return
-        if self._callers.is_lock_in_place and self._may_work.is_in_place():
+        if self._callers.is_lock_in_place and self._work_lock.is_in_place():
             try:
                 self._callers.bind()
                 _log.warning("ckpt: the agent's socket was removed: it was made again")
@@ -468,18 +470,18 @@ class Agent:
 
     def _close(self) -> None:
         self._rounds.cancel()
-        self._end_lent()
+        self._kill_copy_workers()
         for job in list(self._jobs):
             self._drop(job)
-        if self._asker is not None:
+        if self._stop_caller is not None:
             with suppress(OSError):  # The caller has not waited for the end of the agent
-                self._asker.connection.sendall(encode(Stopped(tuple(self._given_up))))
+                self._stop_caller.connection.sendall(encode(Stopped(tuple(self._given_up))))
         self._callers.stop_listening()
         for key in list(self._selector.get_map().values()):
-            if isinstance(end := key.fileobj, socket.socket):
-                end.close()
+            if isinstance(connection := key.fileobj, socket.socket):
+                connection.close()
         self._selector.close()
-        self._may_work.close()
+        self._work_lock.close()
 
 
 def _log_error(report: Report) -> None:

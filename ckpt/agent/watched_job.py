@@ -152,13 +152,13 @@ class WatchedJob:
         self.worker = Worker(
             order,
             self._workplace,
-            self._take_in,
-            lambda code: on_end(self, self._finish(code)),
+            self._record,
+            lambda code: on_end(self, self._end_worker(code)),
             of=f"for job {self.attempt}",
         )
         self.state_time = time.time()
 
-    def _take_in(self, report: Report) -> None:
+    def _record(self, report: Report) -> None:
         match report:
             case Copying():
                 self._copy_progress = report
@@ -170,7 +170,7 @@ class WatchedJob:
             case _:
                 pass  # Workers for other tasks send these reports
 
-    def _finish(self, code: int) -> Ended:
+    def _end_worker(self, code: int) -> Ended:
         """Record that the worker has ended with the exit code ``code``, and return its last report.
         If it has sent none, return a report with the outcome "failed". If the outcome is "failed",
         also plan the next try.

@@ -20,7 +20,7 @@ from ckpt.agent.reports import Order, Report
 from ckpt.errors import AgentError
 
 _log = logging.getLogger("ckpt")
-_REPORTS: Final = msgspec.msgpack.Decoder(Report)
+_REPORT_DECODER: Final = msgspec.msgpack.Decoder(Report)
 _READ_BYTES: Final = 1 << 16
 
 
@@ -65,27 +65,27 @@ class Worker:
     ) -> None:
         """Start the process. Raises ``OSError`` if the system has no memory or process id left."""
         self._selector, self._on_report, self._on_end = workplace.selector, on_report, on_end
-        self._of = of
-        descriptor = os.memfd_create("ckpt-agent-order", os.MFD_CLOEXEC)
-        descriptors = [
+        self._origin = of
+        order_descriptor = os.memfd_create("ckpt-agent-order", os.MFD_CLOEXEC)
+        shared_descriptors = [
             workplace.lock.descriptor,
             *([order.connection] if order.connection >= 0 else []),
         ]
         try:
-            with os.fdopen(os.dup(descriptor), "wb") as file:
+            with os.fdopen(os.dup(order_descriptor), "wb") as file:
                 file.write(msgspec.msgpack.encode(order))
-            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.lseek(order_descriptor, 0, os.SEEK_SET)
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and fixed words
                 [sys.executable, "-P", "-m", "ckpt.agent", "work", str(os.getpid())],
-                stdin=descriptor,
+                stdin=order_descriptor,
                 stdout=subprocess.PIPE,
                 cwd="/",
-                env={**order.job.environment, **_python(surroundings(workplace.folder))},
-                pass_fds=descriptors,
+                env={**order.job.environment, **_agent_variables(surroundings(workplace.folder))},
+                pass_fds=shared_descriptors,
                 bufsize=0,
             )
         finally:
-            os.close(descriptor)
+            os.close(order_descriptor)
         assert self._process.stdout is not None
         self._pipe, self._buffer = self._process.stdout, bytearray()
         os.set_blocking(self._pipe.fileno(), False)
@@ -94,7 +94,7 @@ class Worker:
     def kill(self) -> None:
         """Kill the process, and wait until it has ended. The next worker continues its work."""
         self._process.kill()
-        self._await()
+        self._wait_for_end()
 
     def _read(self) -> None:
         """Receive the reports that have arrived, and pass them on. Once the process has closed its
@@ -106,18 +106,18 @@ class Worker:
         except BlockingIOError:
             return
         if not data:
-            self._on_end(self._await())
+            self._on_end(self._wait_for_end())
             return
         self._buffer += data
         try:
             for frame in frames(self._buffer):
-                self._on_report(_REPORTS.decode(frame))
+                self._on_report(_REPORT_DECODER.decode(frame))
         except (AgentError, msgspec.MsgspecError) as error:
-            _log.warning("ckpt: the reports %s cannot be read: %s", self._of, error)
+            _log.warning("ckpt: the reports %s cannot be read: %s", self._origin, error)
             self._process.kill()
-            self._on_end(self._await())
+            self._on_end(self._wait_for_end())
 
-    def _await(self) -> int:
+    def _wait_for_end(self) -> int:
         """Wait until the process, which was killed or is about to end, has ended. Return its exit
         code.
         """
@@ -127,7 +127,7 @@ class Worker:
         return code
 
 
-def _python(environment: dict[str, str]) -> dict[str, str]:
+def _agent_variables(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables of ``environment`` that set the copy of ckpt, the folder of the agent,
     and the warnings of Python. A worker gets them from the agent, and not from its job.
     """

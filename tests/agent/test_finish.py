@@ -395,7 +395,7 @@ def test_a_root_that_is_lost_during_the_work_is_no_root_of_another_job(tmp_path:
         tier, None, Claim(backend, Owner.of_this_process("abcabcabcabc")), Inventory(backend)
     )
     finishing = finish_of(
-        Owner.of_this_process("abcabcabcabc"), _memory=[], _on_node=[], _durable=[]
+        Owner.of_this_process("abcabcabcabc"), _memory_roots=[], _node_roots=[], _durable_roots=[]
     )
     finishing._confirm(root)
     (tmp_path / "root").rmdir()
@@ -640,7 +640,7 @@ def test_a_root_that_another_job_takes_during_a_commit_ends_the_work(
     monkeypatch.setattr("ckpt.agent.finish.finalize", finalize)
     root = SimpleNamespace(tier=SimpleNamespace(backend=backend, url=str(tmp_path)))
     finish = finish_of(owner, _workers=None)
-    finish._attempt(partial(finish._finish_commit, root))
+    finish._run_task(partial(finish._finish_commit, root))
     assert finish._is_superseded
 
 
@@ -655,7 +655,7 @@ def test_a_tier_in_memory_keeps_its_owner_as_long_as_a_step_stays(
     monkeypatch.setattr("ckpt.agent.finish.remove", lambda *_: not is_pinned)
     monkeypatch.setattr(Finish, "_confirm", lambda *_: None)
     root = SimpleNamespace(tier=SimpleNamespace(backend=backend), claim=None)
-    finish_of(owner, _durable=[], _job=SimpleNamespace(here=()))._free(root)
+    finish_of(owner, _durable_roots=[], _job=SimpleNamespace(here=()))._free_root(root)
     assert (tmp_path / OWNER).exists() == is_pinned
 
 

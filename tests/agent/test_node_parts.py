@@ -70,10 +70,10 @@ def test_an_error_of_one_step_keeps_no_further_step_from_being_tried(
     own = object.__new__(NodeParts)
     if error in OF_THE_STORE:
         with pytest.raises(type(error)):
-            own._try(parts)
+            own._bring_all(parts)
         assert tried == [3]
     else:
-        assert own._try(parts) == {part.step.ref: error for part in parts}
+        assert own._bring_all(parts) == {part.step.ref: error for part in parts}
 
 
 @pytest.fixture
