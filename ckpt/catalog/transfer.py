@@ -173,7 +173,9 @@ def fetch_nearest(
     first_error: IntegrityError | None = None
     tried_manifests: set[bytes] = set()
     for position, source in enumerate(sources):
-        if position and (not (packed := _manifest_bytes(source, ref)) or packed in tried_manifests):
+        if position and (
+            not (packed := _packed_manifest(source, ref)) or packed in tried_manifests
+        ):
             continue
         others = [*sources[:position], *sources[position + 1 :]]
         try:
@@ -186,7 +188,7 @@ def fetch_nearest(
             continue
         except IntegrityError as error:
             first_error = first_error or error
-            tried_manifests.add(_manifest_bytes(source, ref))
+            tried_manifests.add(_packed_manifest(source, ref))
             continue
         if first_error is not None:
             # Earlier tries may have left files that this manifest does not name.
@@ -196,7 +198,7 @@ def fetch_nearest(
     raise first_error
 
 
-def _manifest_bytes(source: StorageBackend, ref: StepRef) -> bytes:
+def _packed_manifest(source: StorageBackend, ref: StepRef) -> bytes:
     """Return the bytes of the manifest; empty bytes if it is missing or cannot be read."""
     try:
         return read_packed(source, ref)[1]

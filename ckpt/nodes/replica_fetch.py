@@ -92,7 +92,7 @@ class StepCopies:
         self._check_room(sum(file.size for file in stored_files))
         self.written_keys += [file.key for file in stored_files]
         folder = StepFolder(backend, ref, self.executor.workers, RetryPolicy(patience_seconds=0))
-        fetch = _fetch(store, stored_files, self.executor.pace)
+        fetch = _fetch_function(store, stored_files, self.executor.pace)
         copy_files(fetch, stored_files, folder, on_bytes=self.executor.pace.spend)
         for name, _, data in parts:
             self.written_keys.append(ref.key(name))
@@ -142,19 +142,19 @@ def peer_store(
     return NodeStore(tier.index, tier.url, [peer_part], encryption, lambda: pace.is_stopped)
 
 
-def _fetch(
+def _fetch_function(
     store: NodeStore, files: Sequence[StoredFile], pace: Pace
 ) -> Callable[[Sequence[ChunkRead], Sink], int]:
     """Return the function with which ``copy_files`` reads chunks of ``files`` from ``store``. The
     function always returns 0, the position of the source that gave the chunks.
     """
-    reader, of_rank = ChunkReader(store, RetryPolicy()), {file.rank: file for file in files}
+    reader, files_by_rank = ChunkReader(store, RetryPolicy()), {file.rank: file for file in files}
 
     def fetch(reads: Sequence[ChunkRead], sink: Sink) -> int:
         for run in runs_of(reads):
             if pace.is_stopped:
                 raise StorageError("replicas", "the copying of other nodes' files has ended")
-            for _, error in reader.read(run, of_rank[run.rank], sink):
+            for _, error in reader.read(run, files_by_rank[run.rank], sink):
                 raise error
         return 0
 

@@ -41,7 +41,7 @@ _END_SECONDS: Final = 60.0
 take to exchange which files of a restored step each has.
 """
 _SUBJECT: Final = "replicas"
-_TRIES: Final = 3
+_MOST_TRIES: Final = 3
 """The most tries to copy a step. After a failure, there is no further try if a newer step waits.
 The first tries may fail, since a node may learn of the commit later than its buddy, and does not
 give its files before that.
@@ -68,9 +68,9 @@ class NodeReplicas:
         observers: They get a `NodeReplicated` event for each step that was copied.
 
     Thread safety: any thread may call ``committed`` and ``copied_refs``. Only the owner calls
-    ``set_restored`` and, once, ``close``. ``_lock`` guards ``_restored_ref`` and ``_restores``, and
-    the fields ``newest``, ``copied_ref`` and ``outdate`` of each ring. The other fields are set
-    once, or belong to the owner or to the thread that copies.
+    ``set_restored`` and, once, ``close``. ``_lock`` guards ``_restored_ref`` and
+    ``_restore_count``, and the fields ``newest``, ``copied_ref`` and ``outdate`` of each ring. The
+    other fields are set once, or belong to the owner or to the thread that copies.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class NodeReplicas:
         self._write_thread = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()
         self._restored_ref: StepRef | None = None
-        self._restores = 0
+        self._restore_count = 0
         executor = CopyExecutor(self._write_thread, self._pace)
         self._rings = {
             tier.index: ring_of(tier, nodes, coordinator.rank, executor) for tier in tiers
@@ -157,13 +157,13 @@ class NodeReplicas:
         """
         with self._lock:
             self._restored_ref = ref
-            self._restores += 1
+            self._restore_count += 1
             for ring in self._rings.values():
                 # The job may have gone back, so a step that was copied before may be abandoned.
                 ring.copied_ref = None
         for index, ring in self._rings.items():
             self._server.allow(ref, index)
-            self._copy_thread.submit(self._copy_restored, ring, ref, self._restores)
+            self._copy_thread.submit(self._copy_restored, ring, ref, self._restore_count)
 
     def committed(self, tier: OpenTier, ref: StepRef, outdate: Callable[[], None]) -> None:
         """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
@@ -185,9 +185,9 @@ class NodeReplicas:
             return
         self._server.allow(ref, tier.index)
         with self._lock:
-            waits = ring.newest is not None
-            ring.newest, ring.outdate = (ref, self._restores), outdate
-        if not waits:
+            is_queued = ring.newest is not None
+            ring.newest, ring.outdate = (ref, self._restore_count), outdate
+        if not is_queued:
             self._copy_thread.submit(self._copy, ring)
 
     def copied_refs(self, tier: OpenTier) -> frozenset[StepRef]:
@@ -213,13 +213,14 @@ class NodeReplicas:
         """
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
         self._pace.end(at_once=not wait)
+        # The call of ``int`` runs once the thread has made all copies that were queued before.
         if wait and not futures.wait([self._copy_thread.submit(int)], _END_SECONDS).done:
             self._pace.end(at_once=True)
         self._copy_thread.close(cancel=True)
         self._write_thread.close(cancel=True)
         for ring in self._rings.values():
             ring.end(warn=wait)
-        self._meet_buddies(deadline)
+        self._wait_for_buddies(deadline)
         self._server.close()
 
     def _copy(self, ring: Ring) -> None:
@@ -230,31 +231,31 @@ class NodeReplicas:
         with self._lock:
             newest, ring.newest = ring.newest, None
         assert newest is not None
-        (ref, restores), began = newest, time.perf_counter()
+        (ref, restore_count), began = newest, time.perf_counter()
         try:
-            nbytes = self._try(ring, ref)
+            nbytes = self._copy_with_retries(ring, ref)
         except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
             ring.note_failure(ref, error)
             if ring.fails and ring.unheard:
                 self._post_first_copy(ring)  # Other nodes need not wait for this node any more
                 ring.unheard.clear()
-                self._end_earlier(ring)
+                self._outdate_earlier_steps(ring)
             return
         if nbytes is not None:
             with self._lock:
-                if restores == self._restores:
+                if restore_count == self._restore_count:
                     ring.copied_ref = ref
             self._report(ring, ref, nbytes, began)
             if ring.unheard and self._all_have_copied(ring):
-                self._end_earlier(ring)
+                self._outdate_earlier_steps(ring)
 
-    def _copy_restored(self, ring: Ring, ref: StepRef, number: int) -> None:
+    def _copy_restored(self, ring: Ring, ref: StepRef, restore_number: int) -> None:
         """Exchange with the other nodes which files of a restored step each has, and copy the files
-        that this node must have. ``number`` counts the restores of this job.
+        that this node must have. ``restore_number`` counts the restores of this job.
         """
         began = time.perf_counter()
         try:
-            holdings = self._exchange_holdings(ring, ref, number)
+            holdings = self._exchange_holdings(ring, ref, restore_number)
             nbytes = ring.copy_restored(ref, holdings)
         except Exception as error:  # noqa: BLE001 - the job goes on without these copies
             _log.log(
@@ -276,7 +277,9 @@ class NodeReplicas:
             NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
         )
 
-    def _exchange_holdings(self, ring: Ring, ref: StepRef, number: int) -> dict[int, Holding]:
+    def _exchange_holdings(
+        self, ring: Ring, ref: StepRef, restore_number: int
+    ) -> dict[int, Holding]:
         """Post which files of a step this node has. Return which files each node has, by the number
         of the node.
 
@@ -287,7 +290,7 @@ class NodeReplicas:
             CommitTimeout: A node has not posted in time, or the copying was stopped.
         """
         ranks, subjects = ring.nodes.lowest_ranks, ring.posted_subjects
-        subject = f"{_SUBJECT}/restored{ring.tier.index}/{number}"
+        subject = f"{_SUBJECT}/restored{ring.tier.index}/{restore_number}"
         self._coordinator.post(subject, msgspec.json.encode(ring.holding(ref)))
         subjects.append(subject)
         messages, deadline = dict[int, bytes](), time.monotonic() + _END_SECONDS
@@ -299,19 +302,20 @@ class NodeReplicas:
             messages |= self._coordinator.collect(
                 subject, missing, timeout=min(seconds_left, _LOOK_SECONDS)
             )
-        for earlier in subjects[:-1]:
-            self._coordinator.forget(earlier)
+        for old_subject in subjects[:-1]:
+            self._coordinator.forget(old_subject)
         subjects[:] = [subject]
         return {
             node: msgspec.json.decode(messages[rank], type=Holding)
             for node, rank in enumerate(ranks)
         }
 
-    def _try(self, ring: Ring, ref: StepRef) -> int | None:
+    def _copy_with_retries(self, ring: Ring, ref: StepRef) -> int | None:
         """Return the result of ``ring.copy(ref)``. After a ``CkptError``, call it again, at most
-        ``_TRIES`` times in all. Raise the error if a newer step waits or the copying was stopped.
+        ``_MOST_TRIES`` times in all. Raise the error if a newer step waits or the copying was
+        stopped.
         """
-        for _ in range(_TRIES - 1):
+        for _ in range(_MOST_TRIES - 1):
             try:
                 return ring.copy(ref)
             except CkptError:
@@ -321,7 +325,7 @@ class NodeReplicas:
                     raise
         return ring.copy(ref)
 
-    def _end_earlier(self, ring: Ring) -> None:
+    def _outdate_earlier_steps(self, ring: Ring) -> None:
         """Call the ``outdate`` of ``ring``: the steps of earlier jobs are not needed any more."""
         with self._lock:
             outdate = ring.outdate
@@ -351,7 +355,7 @@ class NodeReplicas:
                 self._coordinator.post(_subject_of_first_copy(ring), b"")
                 ring.unheard.discard(rank)
 
-    def _meet_buddies(self, deadline: float) -> None:
+    def _wait_for_buddies(self, deadline: float) -> None:
         """Post that this node copies nothing more. Then wait, at most until ``deadline``, until its
         buddies have posted the same, since they read from this node's server.
 
@@ -370,19 +374,19 @@ class NodeReplicas:
 
 
 def _exchange(
-    rings: Sequence[Nodes], server: NodeServer | None, coordinator: Coordinator
+    nodes_by_tier: Sequence[Nodes], server: NodeServer | None, coordinator: Coordinator
 ) -> dict[int, Node]:
     """Exchange the addresses of the nodes' servers. All ranks call this.
 
     Args:
-        rings: The nodes of each tier with replicas.
+        nodes_by_tier: The nodes of each tier with replicas.
         server: The server of this node, on a rank that has one.
         coordinator: The connection to the other ranks.
 
     Returns:
         All nodes, by their lowest rank.
     """
-    ranks = {rank for nodes in rings for rank in nodes.lowest_ranks}
+    ranks = {rank for nodes in nodes_by_tier for rank in nodes.lowest_ranks}
     if server is not None:
         peer = Peer(coordinator.rank, server.addresses, server.port, server.token.hex(), {})
         coordinator.post(_SUBJECT, msgspec.json.encode(Node(peer, failure_domain())))
@@ -392,6 +396,7 @@ def _exchange(
         messages = gather(coordinator, _SUBJECT, wait, ranks=ranks)
         return [msgspec.json.decode(message, type=Node) for message in messages.values()]
 
+    # The ranks wait longer than the leader, so that its error comes first.
     wait = Wait(_START_SECONDS + 30, "the addresses of the nodes")
     all_nodes = leader_decides(coordinator, _SUBJECT, decide, wait, list[Node])
     coordinator.forget(_SUBJECT)

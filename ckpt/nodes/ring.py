@@ -149,29 +149,30 @@ class Ring:
                 The copies that this call has made are removed.
         """
         backend, has_manifest = self.tier.backend, holdings[self.own_node].has_manifest
-        manifest_nodes = [node for node, files in holdings.items() if files.has_manifest]
+        manifest_nodes = [node for node, holding in holdings.items() if holding.has_manifest]
         if not manifest_nodes:
             return 0
         peer, pace = self.peers[manifest_nodes[0]], self.executor.pace
         store = backend if has_manifest else peer_store(self.tier, peer, ref, {}, pace)
         manifest, data = read_packed(store, ref)
         holders = {
-            file.rank: [node for node, files in holdings.items() if file.rank in files.ranks]
+            file.rank: [node for node, holding in holdings.items() if file.rank in holding.ranks]
             for file in manifest.files
         }
         if not all(holders.values()):
             return 0
         homes = {rank: self._home(rank) for rank in holders}
         missing_nodes = missing_copies(holders, homes, self.domains, self.tier.tier.buddies)
-        from_node: dict[int, set[int]] = defaultdict(set)
+        ranks_by_source: dict[int, set[int]] = defaultdict(set)
         for rank, nodes in missing_nodes.items():
             if self.own_node in nodes:
-                from_node[holders[rank][rank % len(holders[rank])]].add(rank)
+                # The numbers of the ranks distribute the reads over the nodes that have the files.
+                ranks_by_source[holders[rank][rank % len(holders[rank])]].add(rank)
         copies = self._copies(manifest, [])
         try:
             nbytes = sum(
                 copies.fetch(self.peers[node], frozenset(ranks))
-                for node, ranks in from_node.items()
+                for node, ranks in ranks_by_source.items()
             )
             if not has_manifest:
                 put_manifest(backend, ref.manifest, data)
@@ -194,8 +195,8 @@ class Ring:
         """Return an object that makes the copies of a step. It appends the key of each object that
         it writes to ``written_keys``.
         """
-        own = self._ranks_of(manifest, self.own_node)
-        nbytes = sum(file.size for file in manifest.files if file.rank in own)
+        own_ranks = self._ranks_of(manifest, self.own_node)
+        nbytes = sum(file.size for file in manifest.files if file.rank in own_ranks)
         return StepCopies(self.tier, manifest, nbytes, self.executor, written_keys)
 
     def _ranks_of(self, manifest: Manifest, node: int) -> frozenset[int]:
@@ -262,8 +263,8 @@ def ring_of(
     """
     nodes = tier.nodes
     assert nodes is not None
-    lowest = nodes.lowest_ranks
-    domains = [nodes_by_rank[lowest_rank].domain for lowest_rank in lowest]
+    lowest_ranks = nodes.lowest_ranks
+    domains = [nodes_by_rank[lowest_rank].domain for lowest_rank in lowest_ranks]
     keepers_by_node = buddies(domains, tier.tier.buddies)
     own_node = nodes.of[rank]
     max_sources = max(
@@ -280,10 +281,10 @@ def ring_of(
         tier,
         nodes,
         own_node,
-        peers=[nodes_by_rank[lowest_rank].peer for lowest_rank in lowest],
+        peers=[nodes_by_rank[lowest_rank].peer for lowest_rank in lowest_ranks],
         domains=domains,
         sources=[node for node, keepers in enumerate(keepers_by_node) if own_node in keepers],
-        keepers=[lowest[node] for node in keepers_by_node[own_node]],
-        unheard=set(lowest) if tier.in_memory else set(),
+        keepers=[lowest_ranks[node] for node in keepers_by_node[own_node]],
+        unheard=set(lowest_ranks) if tier.in_memory else set(),
         executor=executor,
     )

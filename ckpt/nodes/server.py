@@ -51,12 +51,12 @@ _MAX_CALLERS_PER_ADDRESS: Final = 128
 """The most connections without a complete request that may come from one address at the same time.
 The threads of all ranks of a node connect from the same address.
 """
-_KEY_BYTES: Final = 1024
+_MOST_KEY_BYTES: Final = 1024
 _MAX_STEPS: Final = 256
 """How many steps of a tier other nodes may read. A restore reads one step. Buddies copy the newest
 steps, and a slow buddy may still be copying a step when many later ones are committed.
 """
-_NOTES: Final = 64
+_MOST_LOGGED_REFUSALS: Final = 64
 """How many refused connections are logged. There is a limit because any process that reaches the
 port can cause such log messages.
 """
@@ -123,7 +123,7 @@ class NodeServer:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.served_bytes = 0
         self._change = threading.Condition()
-        self._open: set[socket.socket] = set()
+        self._open_connections: set[socket.socket] = set()
         # The connections without a complete request, oldest first. Only the listening thread uses
         # them.
         self._callers: dict[socket.socket, _Caller] = {}
@@ -131,7 +131,7 @@ class NodeServer:
         self._listeners = _listen(interfaces())
         self.addresses = tuple(str(listener.getsockname()[0]) for listener in self._listeners)
         self.port: int = self._listeners[0].getsockname()[1]
-        self._wake, self._wake_end = socket.socketpair()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
         self._workers = Workers("serve", _ANSWER_THREADS + 1, nice=nice, cpus=cpus)
         self._workers.submit(self._listen)
 
@@ -156,15 +156,15 @@ class NodeServer:
         with self._change:
             self._is_closed = True
             self._change.notify_all()
-            for connection in self._open:
+            for connection in self._open_connections:
                 with suppress(OSError):
                     # SSLSocket.shutdown would end the encryption first, and a thread that is
                     # answering could then send plain bytes. So the method of socket is called.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
         with suppress(OSError):  # The socket may be closed already
-            self._wake.send(b"x")
+            self._wake_sender.send(b"x")
         self._workers.close()
-        for end in (*self._listeners, self._wake, self._wake_end):
+        for end in (*self._listeners, self._wake_sender, self._wake_receiver):
             end.close()
 
     # -- the listening thread ----------------------------------------------------------------------
@@ -172,7 +172,7 @@ class NodeServer:
     def _listen(self) -> None:
         """Accept connections and read their requests, until ``close`` is called."""
         with selectors.DefaultSelector() as selector:
-            for end in (*self._listeners, self._wake_end):
+            for end in (*self._listeners, self._wake_receiver):
                 end.setblocking(False)
                 selector.register(end, selectors.EVENT_READ)
             try:
@@ -182,28 +182,28 @@ class NodeServer:
                         None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
                     )
                     for key, _ in selector.select(timeout):
-                        self._ready(selector, key.fileobj)
-                    self._drop_late(selector)
+                        self._handle_ready(selector, key.fileobj)
+                    self._drop_overdue(selector)
             finally:
                 for caller in list(self._callers.values()):
                     self._drop(selector, caller)
 
-    def _ready(self, selector: selectors.BaseSelector, ready: object) -> None:
+    def _handle_ready(self, selector: selectors.BaseSelector, ready: object) -> None:
         """Handle the readiness of a socket: accept a connection, or read from one."""
         if not isinstance(ready, socket.socket):
             return
         if ready in self._listeners:
             try:
-                connection, place = self._accept(ready)
+                connection, peer_address = self._accept(ready)
             except OSError:
                 # The caller has closed the connection again, or too many files are open. The pause
                 # keeps the loop from spinning in the second case.
                 with self._change:
                     self._change.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
                 return
-            self._admit(selector, connection, str(place[0]))
+            self._admit(selector, connection, str(peer_address[0]))
         elif (caller := self._callers.get(ready)) is not None:
-            self._hear(selector, caller)
+            self._read_request(selector, caller)
 
     def _accept(self, listener: socket.socket) -> tuple[socket.socket, tuple[object, ...]]:
         return listener.accept()
@@ -215,9 +215,9 @@ class NodeServer:
         wait, close the oldest of these. If too many wait in all, close the oldest of all.
         """
         connection.setblocking(False)
-        from_there = [caller for caller in self._callers.values() if caller.host == host]
-        if len(from_there) >= _MAX_CALLERS_PER_ADDRESS:
-            self._drop(selector, from_there[0])
+        callers_of_host = [caller for caller in self._callers.values() if caller.host == host]
+        if len(callers_of_host) >= _MAX_CALLERS_PER_ADDRESS:
+            self._drop(selector, callers_of_host[0])
         elif len(self._callers) >= _MAX_CALLERS:
             self._drop(selector, next(iter(self._callers.values())))
         try:
@@ -229,12 +229,12 @@ class NodeServer:
         self._callers[connection] = _Caller(connection, host, time.monotonic() + _REQUEST_SECONDS)
         selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
+    def _read_request(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
         """Read from a connection. If the request is complete, let another thread answer it. If the
         connection has failed or has sent a wrong token, close the connection.
         """
         try:
-            self._hear_all(caller)
+            self._receive_request(caller)
         except (BlockingIOError, ssl.SSLWantReadError):
             selector.modify(caller.connection, selectors.EVENT_READ)
             return
@@ -242,7 +242,7 @@ class NodeServer:
             selector.modify(caller.connection, selectors.EVENT_WRITE)
             return
         except OSError as error:
-            self._note(caller, error)
+            self._log_refusal(caller, error)
             self._drop(selector, caller)
             return
         if self._encryption is not None:
@@ -250,10 +250,10 @@ class NodeServer:
         selector.unregister(caller.connection)
         del self._callers[caller.connection]
         with self._change:
-            self._open.add(caller.connection)
+            self._open_connections.add(caller.connection)
         self._workers.submit(self._serve, caller)
 
-    def _hear_all(self, caller: _Caller) -> None:
+    def _receive_request(self, caller: _Caller) -> None:
         """Receive the missing bytes of the request.
 
         All bytes that have arrived are read in one call, since a selector does not report bytes
@@ -269,20 +269,22 @@ class NodeServer:
         while missing := caller.missing():
             piece = caller.connection.recv(missing)
             caller.request += piece
-            head = bytes(caller.request[: len(MAGIC)])
-            if not piece or not MAGIC.startswith(head) or not self._knows_token(caller.request):
+            prefix = bytes(caller.request[: len(MAGIC)])
+            if not piece or not MAGIC.startswith(prefix) or not self._knows_token(caller.request):
                 raise ConnectionAbortedError("it does not know the token")
 
-    def _note(self, caller: _Caller, error: OSError) -> None:
+    def _log_refusal(self, caller: _Caller, error: OSError) -> None:
         """Log why TLS has refused the connection of ``caller``, unless the same host was refused
-        for the same reason since its last good connection, or ``_NOTES`` refusals were logged. Log
-        nothing if the caller has only closed the connection.
+        for the same reason since its last good connection, or ``_MOST_LOGGED_REFUSALS`` were
+        logged. Log nothing if the caller has only closed the connection.
         """
         if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
             return
-        place, reason = caller.host, reason_of(error)
-        if self._encryption is not None and self._encryption.is_new(place, reason, limit=_NOTES):
-            _log.warning("ckpt: a connection from %s was refused: %s", place, reason)
+        host, reason = caller.host, reason_of(error)
+        if self._encryption is not None and self._encryption.is_new(
+            host, reason, limit=_MOST_LOGGED_REFUSALS
+        ):
+            _log.warning("ckpt: a connection from %s was refused: %s", host, reason)
 
     def _knows_token(self, request: bytearray) -> bool:
         """Return False if the token in ``request`` is wrong, or the key in the request is too long.
@@ -293,14 +295,14 @@ class NodeServer:
         if len(request) < REQUEST.size:
             return True
         _, token, *_, key_bytes = REQUEST.unpack_from(request)
-        return hmac.compare_digest(token, self.token) and key_bytes <= _KEY_BYTES
+        return hmac.compare_digest(token, self.token) and key_bytes <= _MOST_KEY_BYTES
 
     def _drop(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
         selector.unregister(caller.connection)
         del self._callers[caller.connection]
         caller.connection.close()
 
-    def _drop_late(self, selector: selectors.BaseSelector) -> None:
+    def _drop_overdue(self, selector: selectors.BaseSelector) -> None:
         """Close the connections whose deadline has passed."""
         time_now = time.monotonic()
         for caller in list(self._callers.values()):
@@ -322,14 +324,14 @@ class NodeServer:
             _log.debug("ckpt: a request from another node was not answered: %s", error)
         finally:
             with self._change:
-                self._open.discard(caller.connection)
+                self._open_connections.discard(caller.connection)
 
     def _answer(self, connection: socket.socket, request: bytearray) -> None:
         """Send the head of the answer, and then the requested bytes that the object has."""
         _, _, tier, offset, length, _ = REQUEST.unpack_from(request)
         try:
             store, key = self._stores[tier], check_key(request[REQUEST.size :].decode())
-            self._check(tier, key)
+            self._check_allowed(tier, key)
             size = store.head(key).size
         except ObjectNotFound:
             connection.sendall(ANSWER.pack(MAGIC, NOT_THERE, 0))
@@ -357,7 +359,7 @@ class NodeServer:
         with self._change:
             self.served_bytes += nbytes
 
-    def _check(self, tier: int, key: str) -> None:
+    def _check_allowed(self, tier: int, key: str) -> None:
         """Raise ``ObjectNotFound`` if other nodes may not read ``key``.
 
         If the step is not allowed yet, wait for at most ``CONNECT_SECONDS``. Other ranks may learn
@@ -384,20 +386,20 @@ def interfaces() -> tuple[str, ...]:
     """
     with suppress(OSError):
         if (leader := job_address()) is not None:
-            kind, _, _, _, place = socket.getaddrinfo(*leader, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-                probe.connect(place)  # A UDP connect sends nothing
+            family, _, _, _, leader_address = socket.getaddrinfo(*leader, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(leader_address)  # A UDP connect sends nothing
                 address = str(probe.getsockname()[0])
-            if not _is_near(address):
+            if not _is_loopback(address):
                 return (address,)
     own_addresses: list[str] = []
     with suppress(OSError):
         addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         own_addresses = [str(info[4][0]) for info in addresses]
-    return tuple(dict.fromkeys([*sorted(own_addresses, key=_is_near), "127.0.0.1"]))
+    return tuple(dict.fromkeys([*sorted(own_addresses, key=_is_loopback), "127.0.0.1"]))
 
 
-def _is_near(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     """Return True for a loopback address."""
     return address == "::1" or address.startswith("127.")
 

@@ -79,9 +79,9 @@ class NodeStore:
         self.url = f"{url} of other nodes"
         self.capabilities = Capabilities(put_if_absent=False, shared=True)
         # The stores that ``copies`` returns share these three objects.
-        self._dead: set[int] = set()
+        self._silent_ranks: set[int] = set()
         self._addresses: dict[int, str] = {}
-        self._reports: set[tuple[int, str]] = set()
+        self._logged_failures: set[tuple[int, str]] = set()
         self.first_copy = 0
 
     def copies(self, number: int) -> list[Self]:
@@ -92,8 +92,8 @@ class NodeStore:
         nodes. An object that N nodes or fewer have does not exist in store N.
         """
         stores = [copy.copy(self) for _ in range(1, number)]
-        for place, store in enumerate(stores, 1):
-            store.first_copy = place
+        for index, store in enumerate(stores, 1):
+            store.first_copy = index
         return [self, *stores]
 
     def folders(self, prefix: str) -> Iterator[str]:
@@ -131,18 +131,18 @@ class NodeStore:
         self._first_answer(key, lambda peer: self._ask(peer, key, offset, out.cast("B")))
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:  # noqa: ARG002
-        self._abort_all(key)
+        self._refuse_write(key)
 
     def upload(self, key: str, size: int) -> Upload:  # noqa: ARG002
-        self._abort_all(key)
+        self._refuse_write(key)
 
     def delete(self, key: str) -> None:
-        self._abort_all(key)
+        self._refuse_write(key)
 
     def close(self) -> None:
         """Do nothing, since the store keeps no connection open."""
 
-    def _abort_all(self, key: str) -> NoReturn:
+    def _refuse_write(self, key: str) -> NoReturn:
         raise StorageError(key, "other nodes' tiers are only read")
 
     def _first_answer(self, key: str, work: Callable[[Peer], int]) -> int:
@@ -165,7 +165,7 @@ class NodeStore:
                     raise
                 failures[peer.rank] = error
             else:
-                self._note(key, failures)
+                self._log_failures(key, failures)
                 return answer
         raise min(
             failures.values(),
@@ -192,7 +192,7 @@ class NodeStore:
         if self.first_copy >= len(holders):
             return []
         rotation = holders[self.first_copy :] + holders[: self.first_copy]
-        return [peer for peer in rotation if peer.rank not in self._dead]
+        return [peer for peer in rotation if peer.rank not in self._silent_ranks]
 
     def _ask(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
         """Fill ``out`` from an object of another node, and return the size of the object.
@@ -208,26 +208,28 @@ class NodeStore:
                 if not is_repeat:
                     continue
                 if not isinstance(error, _CutShort):
-                    self._dead.add(peer.rank)
-                elif (peer.rank, key) in self._reports:
+                    self._silent_ranks.add(peer.rank)
+                elif (peer.rank, key) in self._logged_failures:
                     continue  # The log has this failure already
-                self._reports.add((peer.rank, key))
+                self._logged_failures.add((peer.rank, key))
                 self._warn(peer, error)
-        raise ObjectNotFound(key, f"{_name(peer.rank)} does not answer")
+        raise ObjectNotFound(key, f"{_node_name(peer.rank)} does not answer")
 
-    def _note(self, key: str, failures: Mapping[int, StorageError]) -> None:
+    def _log_failures(self, key: str, failures: Mapping[int, StorageError]) -> None:
         """Log once for each rank in ``failures`` that its node does not give an object which
         another node has given.
         """
         for rank, error in failures.items():
-            if (rank, key) not in self._reports:
-                self._reports.add((rank, key))
+            if (rank, key) not in self._logged_failures:
+                self._logged_failures.add((rank, key))
                 _log.warning(
-                    "ckpt: %s does not give a file that another node has: %s", _name(rank), error
+                    "ckpt: %s does not give a file that another node has: %s",
+                    _node_name(rank),
+                    error,
                 )
 
     def _warn(self, peer: Peer, error: OSError) -> None:
-        node, reason = _name(peer.rank), reason_of(error)
+        node, reason = _node_name(peer.rank), reason_of(error)
         # With a wrong certificate, the copies of every step fail. The reason is logged only once.
         if self._encryption is None or self._encryption.is_new(node, reason):
             _log.warning("ckpt: %s does not give its files: %s", node, reason)
@@ -236,27 +238,27 @@ class NodeStore:
         """Send one request. Return and raise as ``_ask`` does, and raise ``OSError`` if the node
         does not answer.
         """
-        name = key.encode()
+        encoded_key = key.encode()
         request = REQUEST.pack(
-            MAGIC, bytes.fromhex(peer.token), self._tier, offset, len(out), len(name)
+            MAGIC, bytes.fromhex(peer.token), self._tier, offset, len(out), len(encoded_key)
         )
-        head = memoryview(bytearray(ANSWER.size))
+        answer_head = memoryview(bytearray(ANSWER.size))
         deadline = time.monotonic() + ANSWER_SECONDS + len(out) / _LEAST_BYTES_PER_SECOND
         with self._connect(peer) as connection:
             # If the node has refused the connection, receiving below raises the reason.
             with suppress(ConnectionError, ssl.SSLEOFError):
-                connection.sendall(request + name)
+                connection.sendall(request + encoded_key)
             connection.settimeout(_LOOK_SECONDS)
-            self._fill(connection, head, deadline)
-            magic, outcome, size = ANSWER.unpack(head)
+            self._fill(connection, answer_head, deadline)
+            magic, outcome, size = ANSWER.unpack(answer_head)
             if magic != MAGIC:
                 raise ConnectionError("the process that answers is not of this job")
             if self._encryption is not None:
-                self._encryption.note_connection(_name(peer.rank))
+                self._encryption.note_connection(_node_name(peer.rank))
             if outcome == NOT_THERE:
                 raise ObjectNotFound(key)
             if outcome != OK:
-                raise TransientStorageError(key, f"{_name(peer.rank)} cannot read it")
+                raise TransientStorageError(key, f"{_node_name(peer.rank)} cannot read it")
             if out and offset + len(out) > size:
                 raise StorageError(key, f"has {size} bytes, {offset + len(out)} were wanted")
             try:
@@ -275,17 +277,17 @@ class NodeStore:
             StorageError: The bytes are not needed any more.
             OSError: The answer takes too long, or the connection has ended.
         """
-        silent_until = time.monotonic() + ANSWER_SECONDS
+        silence_deadline = time.monotonic() + ANSWER_SECONDS
         while out:
             if self._is_over():
                 raise StorageError(self.url, "its files are not wanted any more")
-            if time.monotonic() > min(deadline, silent_until):
+            if time.monotonic() > min(deadline, silence_deadline):
                 raise TimeoutError("its answer takes too long")
             with suppress(TimeoutError):
-                got = connection.recv_into(out)
-                if not got:
+                received_bytes = connection.recv_into(out)
+                if not received_bytes:
                     raise ConnectionError("the connection ended too soon")
-                out, silent_until = out[got:], time.monotonic() + ANSWER_SECONDS
+                out, silence_deadline = out[received_bytes:], time.monotonic() + ANSWER_SECONDS
 
     def _connect(self, peer: Peer) -> socket.socket:
         """Return a new connection to the server of a node. Use the address that was reached before,
@@ -367,5 +369,5 @@ class Union:
         """Do nothing, since ``own`` and ``other_nodes`` are not closed here."""
 
 
-def _name(rank: int) -> str:
+def _node_name(rank: int) -> str:
     return f"the node of rank {rank}"

@@ -31,7 +31,7 @@ from ckpt.plan.copies_per_node import without_copy
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
-_STEPS: Final = 64
+_MOST_STEPS: Final = 64
 """A node announces at most this many of its newest steps."""
 _START_SECONDS: Final = 600.0
 """How many seconds may pass until all nodes have begun the same restore."""
@@ -87,7 +87,9 @@ class NodeSurvey:
         )
         rank = coordinator.rank
         # The lowest rank of a node announces the steps of the node.
-        self._own_tiers = [tier for tier in tiers if _is_part(tier) and rank in _lowest_ranks(tier)]
+        self._own_tiers = [
+            tier for tier in tiers if _is_node_local(tier) and rank in _lowest_ranks(tier)
+        ]
         self._all_peers: list[Peer] | None = None
         self._server: NodeServer | None = None
 
@@ -99,7 +101,7 @@ class NodeSurvey:
             )
         try:
             if self._own_tiers:
-                self._coordinator.post(self._subject, msgspec.json.encode(self._peer()))
+                self._coordinator.post(self._subject, msgspec.json.encode(self._own_record()))
         except BaseException:
             self._stop_serving()
             raise
@@ -115,10 +117,10 @@ class NodeSurvey:
             if self._server.served_bytes:
                 _log.info("ckpt: %s were given to other nodes", size(self._server.served_bytes))
 
-    def _peer(self) -> Peer:
+    def _own_record(self) -> Peer:
         """Return the record that this node posts: the address of its server, and its steps."""
         server = self._server
-        listings = {tier.index: _listing(tier.backend) for tier in self._own_tiers}
+        listings = {tier.index: _list_or_nothing(tier.backend) for tier in self._own_tiers}
         rollback = last_rollback(listing.rollback for listing in listings.values())
         refs = {ref for listing in listings.values() for ref in listing.refs}
         return Peer(
@@ -127,14 +129,14 @@ class NodeSurvey:
             port=server.port if server else 0,
             token=server.token.hex() if server else "",
             tiers={
-                tier.index: self._steps(tier.backend, listings[tier.index])
+                tier.index: self._step_records(tier.backend, listings[tier.index])
                 for tier in self._own_tiers
             },
             rollback=rollback,
             heads=tuple(ref.folder for ref in heads_of(refs)),
         )
 
-    def _steps(self, backend: StorageBackend, listing: RootContents) -> dict[str, Step]:
+    def _step_records(self, backend: StorageBackend, listing: RootContents) -> dict[str, Step]:
         """Return the newest steps on a tier of this node, by the names of their folders. Return an
         empty dict if the tier does not answer.
         """
@@ -143,7 +145,7 @@ class NodeSurvey:
             # No abandoned step takes the place of a step of the current branch.
             branch = set(listing.on_branch)
             refs.sort(key=lambda ref: ref not in branch)
-            return {ref.folder: _step(backend, ref) for ref in refs[:_STEPS]}
+            return {ref.folder: _step_record(backend, ref) for ref in refs[:_MOST_STEPS]}
         except CkptError as error:
             _log.warning("ckpt: the contents of %s cannot be listed: %s", backend.url, error)
             return {}
@@ -188,7 +190,7 @@ class NodeSurvey:
             candidate: The step.
             stores: The stores that the method ``stores`` has returned.
         """
-        if not _is_part(self._tiers[candidate.nearest]) or self._is_on_shared_tier(
+        if not _is_node_local(self._tiers[candidate.nearest]) or self._is_on_shared_tier(
             candidate, stores
         ):
             return ""
@@ -231,7 +233,7 @@ class NodeSurvey:
 
     def _known_peers(self) -> list[Peer]:
         """Return the records of all nodes; an empty list if no tier is local."""
-        return self._peers() if any(map(_is_part, self._tiers)) else []
+        return self._peers() if any(map(_is_node_local, self._tiers)) else []
 
     def _peers(self) -> list[Peer]:
         """Return the records of all nodes. The first call waits for them."""
@@ -240,7 +242,9 @@ class NodeSurvey:
         return self._all_peers
 
     def _gather(self) -> list[Peer]:
-        ranks = {rank for tier in self._tiers if _is_part(tier) for rank in _lowest_ranks(tier)}
+        ranks = {
+            rank for tier in self._tiers if _is_node_local(tier) for rank in _lowest_ranks(tier)
+        }
         wait = Wait(_START_SECONDS, "what its node has")
         messages = gather(self._coordinator, self._subject, wait, ranks=ranks)
         return [_decoder.decode(message) for message in messages.values()]
@@ -248,7 +252,7 @@ class NodeSurvey:
     def _is_on_shared_tier(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> bool:
         """Return True if a shared tier has the step as a checkpoint."""
         for position in candidate.reachable:
-            if not _is_part(self._tiers[position]):
+            if not _is_node_local(self._tiers[position]):
                 with suppress(StorageError):
                     if is_committed(stores[position], candidate.ref):
                         return True
@@ -287,7 +291,7 @@ class NodeSurvey:
             for tier in node_tiers
             for store in self._store(tier, peers).copies(copy_count(peers, tier.index))
         )
-        partial = {place for place, tier in enumerate(tiers) if tier.nodes}
+        partial = {index for index, tier in enumerate(tiers) if tier.nodes}
         partial |= set(range(position, position + len(other_tiers)))
         return Sources(
             (*tiers[:position], *other_tiers, *tiers[position:]),
@@ -318,8 +322,12 @@ class NodeSurvey:
         """Return the records in ``peers`` of the other nodes. Two ranks may share a node on one
         tier and not on another, so the result depends on ``tier``.
         """
-        of = tier.nodes.of if tier.nodes else (0,) * self._coordinator.world_size
-        return [peer for peer in peers if of[peer.rank] != of[self._coordinator.rank]]
+        node_by_rank = tier.nodes.of if tier.nodes else (0,) * self._coordinator.world_size
+        return [
+            peer
+            for peer in peers
+            if node_by_rank[peer.rank] != node_by_rank[self._coordinator.rank]
+        ]
 
 
 def copy_count(peers: Sequence[Peer], tier: int) -> int:
@@ -348,7 +356,7 @@ def copy_count(peers: Sequence[Peer], tier: int) -> int:
     )
 
 
-def _listing(backend: StorageBackend) -> RootContents:
+def _list_or_nothing(backend: StorageBackend) -> RootContents:
     """Return what a tier of this node has; nothing if the tier cannot be listed."""
     try:
         return list_root(backend)
@@ -357,7 +365,7 @@ def _listing(backend: StorageBackend) -> RootContents:
         return RootContents([])
 
 
-def _is_part(tier: OpenTier) -> bool:
+def _is_node_local(tier: OpenTier) -> bool:
     """Return True if a node may see only its own part of each step on ``tier``, because the tier is
     local to the node.
     """
@@ -369,7 +377,7 @@ def _lowest_ranks(tier: OpenTier) -> tuple[int, ...]:
     return tier.nodes.lowest_ranks if tier.nodes else (0,)
 
 
-def _step(backend: StorageBackend, ref: StepRef) -> Step:
+def _step_record(backend: StorageBackend, ref: StepRef) -> Step:
     """Return whether a step's folder on this node has the manifest, and the sizes of its data
     files.
     """

@@ -151,7 +151,7 @@ def test_bytes_that_are_sent_at_once_are_all_counted(
 def test_a_file_that_is_cut_while_it_is_sent_is_an_error(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NodeServer, "_check", lambda self, _tier, key: cut(self, key))
+    monkeypatch.setattr(NodeServer, "_check_allowed", lambda self, _tier, key: cut(self, key))
 
     def cut(server: NodeServer, key: str) -> None:
         """Make the file shorter when its size is known."""

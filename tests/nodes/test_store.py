@@ -210,7 +210,7 @@ def test_the_copies_share_what_they_know_of_silent_nodes(nodes: Buddies) -> None
     assert third.head(nodes.done.ref.manifest).size
     out = memoryview(bytearray(8))
     second.read_into(nodes.keys[0], 0, out)
-    assert first._dead == second._dead == third._dead == {11}
+    assert first._silent_ranks == second._silent_ranks == third._silent_ranks == {11}
 
 
 def test_a_copy_that_no_node_has_is_asked_of_none(nodes: Buddies) -> None:
