@@ -137,13 +137,13 @@ def words(ranks: int) -> dict[str, float]:
             self.rank, self.world_size, self.attempt = 0, ranks, "abcxyzdefuvw"
             self._store = store
 
-        def _look(self, key: str) -> bytes | None:
+        def _read_value(self, key: str) -> bytes | None:
             count[0] += 1
-            return super()._look(key)
+            return super()._read_value(key)
 
-        def _are_there(self, keys: list[str]) -> bool:
+        def _have_values(self, keys: list[str]) -> bool:
             count[0] += 1
-            return super()._are_there(keys)
+            return super()._have_values(keys)
 
         def _wait(self, keys: list[str], seconds: float) -> bool:
             count[0] += 1

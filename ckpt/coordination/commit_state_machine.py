@@ -31,7 +31,7 @@ from ckpt.coordination.gather import encode_json
 from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
-_FEW: Final = 8
+_FIRST_RANKS: Final = 8
 """If the leader is late, ranks below this number and ranks that are powers of two step in."""
 
 
@@ -263,14 +263,16 @@ class CommitMachine:
     ) -> None:
         self._step, self._rank, self._bounds = step, rank, bounds
         self._stagger = bounds.stagger(rank)
-        self._last = current_time + bounds.timeout + self._stagger
-        self._pause = self._shortest = max(self._stagger, min(bounds.takeover, bounds.timeout))
-        self._missing = frozenset(range(world_size))
-        self._durable: dict[int, FragmentRef] = {}
+        self._deadline = current_time + bounds.timeout + self._stagger
+        self._next_pause = self._first_pause = max(
+            self._stagger, min(bounds.takeover, bounds.timeout)
+        )
+        self._missing_ranks = frozenset(range(world_size))
+        self._fragments: dict[int, FragmentRef] = {}
         self._go: Go | None = None
         self._checksum: str | None = None
         self._fault: Abort | None = None
-        self._exclusive = False
+        self._is_only_putter = False  # Whether no other rank may put the manifest
 
     def begin(self, current_time: float, abort: Abort | None = None) -> Action:
         """Return the first action.
@@ -283,7 +285,7 @@ class CommitMachine:
         if abort is not None:
             return Propose(abort)
         return (
-            Gather(self._missing, self._last)
+            Gather(self._missing_ranks, self._deadline)
             if self._rank == LEADER
             else Await(current_time + self._stagger)
         )
@@ -294,7 +296,7 @@ class CommitMachine:
             case Outcome(verdict):
                 return Look() if verdict is None else Finish(verdict)
             case Votes(votes):
-                return self._hear(votes, current_time)
+                return self._on_votes(votes, current_time)
             case IntentAnswer(intent):
                 return self._on_intent(intent, current_time)
             case MergeResult(checksum):
@@ -308,18 +310,18 @@ class CommitMachine:
             case PutResult(reason, abort):
                 return self._on_put(reason, abort, current_time)
 
-    def _hear(self, votes: Mapping[int, Vote], current_time: float) -> Action:
-        for rank in sorted(self._missing & votes.keys()):
+    def _on_votes(self, votes: Mapping[int, Vote], current_time: float) -> Action:
+        for rank in sorted(self._missing_ranks & votes.keys()):
             match votes[rank]:
                 case Failure(reason):
                     return Propose(abort_reason(PeerFailed(self._step, {rank: reason})))
                 case Durable(fragment):
-                    self._durable[rank] = fragment
-        self._missing -= self._durable.keys()
-        if not self._missing:
-            return self._all_there(current_time)
-        if self._rank == LEADER and self._go is None and current_time < self._last:
-            return Gather(self._missing, self._last)
+                    self._fragments[rank] = fragment
+        self._missing_ranks -= self._fragments.keys()
+        if not self._missing_ranks:
+            return self._on_all_votes(current_time)
+        if self._rank == LEADER and self._go is None and current_time < self._deadline:
+            return Gather(self._missing_ranks, self._deadline)
         return self._follow(current_time)
 
     def _on_intent(self, intent: Intent | None, current_time: float) -> Action:
@@ -329,12 +331,12 @@ class CommitMachine:
             case Abort():
                 return Conclude(intent)
             case Go(rank) if rank == self._rank and self._checksum is not None and self._go is None:
-                self._go, self._exclusive = intent, True
+                self._go, self._is_only_putter = intent, True
                 return Put()
             case Go() if self._go is None:  # Give the proposer time to put the manifest
                 self._go = intent
-                self._last = current_time + self._bounds.timeout + self._stagger
-                self._pause = self._shortest
+                self._deadline = current_time + self._bounds.timeout + self._stagger
+                self._next_pause = self._first_pause
                 return self._follow(current_time)
             case Go():
                 return self._step_in(current_time)
@@ -347,18 +349,24 @@ class CommitMachine:
         ranks, and ranks whose number is a power of two, ask at once. Powers of two are used because
         such ranks are on many different nodes. The other ranks ask when their timeout is over.
         """
-        if self._rank >= _FEW and self._rank & (self._rank - 1) and current_time < self._last:
+        if (
+            self._rank >= _FIRST_RANKS
+            and self._rank & (self._rank - 1)  # It is no power of two
+            and current_time < self._deadline
+        ):
             return self._follow(current_time)
         return (
-            Gather(self._missing, current_time) if self._missing else self._all_there(current_time)
+            Gather(self._missing_ranks, current_time)
+            if self._missing_ranks
+            else self._on_all_votes(current_time)
         )
 
-    def _all_there(self, current_time: float) -> Action:
+    def _on_all_votes(self, current_time: float) -> Action:
         if self._fault is not None:
             return self._follow(current_time)
         if self._checksum is not None:
             return self._on_merge(self._checksum, current_time)
-        return Merge(tuple(self._durable[rank] for rank in sorted(self._durable)))
+        return Merge(tuple(self._fragments[rank] for rank in sorted(self._fragments)))
 
     def _on_merge(self, checksum: str, current_time: float) -> Action:
         self._checksum = checksum
@@ -374,7 +382,7 @@ class CommitMachine:
             return Conclude(turn)
         if turn.rank == self._rank:
             return Put()
-        self._exclusive = False
+        self._is_only_putter = False
         return self._follow(current_time) if self._fault else Put()  # All ranks put the same bytes
 
     def _on_put(self, reason: str, abort: Abort | None, current_time: float) -> Action:
@@ -382,7 +390,7 @@ class CommitMachine:
             assert self._go is not None
             return Conclude(Committed(self._go.checksum))
         self._fault = abort or Abort(reason, {})
-        if not self._exclusive:
+        if not self._is_only_putter:
             return self._follow(current_time)  # Another rank may succeed
         return ProposeTurn(abort) if abort is not None else Conclude(Unknown(reason))
 
@@ -390,8 +398,9 @@ class CommitMachine:
         """Wait for other ranks while time is left. After that, conclude `Unknown` if the intent is
         `Go`, and otherwise propose to abort the save.
         """
-        if current_time < self._last:
-            deadline, self._pause = min(current_time + self._pause, self._last), self._pause * 2
+        if current_time < self._deadline:
+            deadline = min(current_time + self._next_pause, self._deadline)
+            self._next_pause *= 2
             return Await(deadline)
         if self._go is not None:
             detail = f": {self._fault.sentence}" if self._fault is not None else ""
@@ -400,7 +409,7 @@ class CommitMachine:
             )
         if self._fault is not None:
             return Propose(self._fault)
-        missing = tuple(sorted(self._missing))
+        missing = tuple(sorted(self._missing_ranks))
         return Propose(
             abort_reason(CommitTimeout(self._step, missing, self._bounds.timeout, "the part"))
         )

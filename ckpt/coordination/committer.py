@@ -76,7 +76,7 @@ class Retry(Protocol):
     def __call__(self, work: Callable[[], T], /) -> T: ...
 
 
-def _at_once(work: Callable[[], T], /) -> T:
+def _call_once(work: Callable[[], T], /) -> T:
     return work()
 
 
@@ -174,7 +174,7 @@ class SharedStore:
     def __init__(
         self,
         backend: StorageBackend,
-        retry: Retry = _at_once,
+        retry: Retry = _call_once,
         *,
         confirm: Callable[[], object] = lambda: None,
         pins: Callable[[Collection[StepRef]], object] = lambda _: None,
@@ -188,7 +188,7 @@ class SharedStore:
 
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
         key = ref.key(fragment.name)
-        decode = partial(_as_written, fragment=fragment, key=key)
+        decode = partial(_checked_fragment, fragment=fragment, key=key)
         return self._retry(lambda: read_record(self._backend, key, decode, limit=fragment.size))
 
     def confirm(self) -> None:
@@ -369,11 +369,11 @@ class _Commit:
                 return outcome
             if reasons := who_has_left(self._coordinator, ranks):
                 # They post nothing more, but they may have posted votes just before they left.
-                last = self._coordinator.collect(self._subject, set(reasons), timeout=0.0)
+                late_votes = self._coordinator.collect(self._subject, set(reasons), timeout=0.0)
                 failures = {
                     rank: Failure(f"it has ended: {reason}") for rank, reason in reasons.items()
                 }
-                return Votes(failures | {rank: _vote_of(data) for rank, data in last.items()})
+                return Votes(failures | {rank: _vote_of(data) for rank, data in late_votes.items()})
 
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:
@@ -402,14 +402,14 @@ class _Commit:
             if fragment.rank == self._coordinator.rank:
                 raise
             raise TierNotShared(self._store.url, [fragment.rank]) from None
-        return unpack(_as_written(data, fragment=fragment, key=key), Packed, key=key)
+        return unpack(_checked_fragment(data, fragment=fragment, key=key), Packed, key=key)
 
     def _put(self) -> PutResult:
         try:
             self._store.put(self._ref, self._manifest)
         except ManifestUnsent as unsent:
             cause = with_root(unsent.error, self._store.url)
-            return PutResult(_text(cause), abort_reason(cause))
+            return PutResult(_error_text(cause), abort_reason(cause))
         except Exception as error:  # noqa: BLE001 - the manifest may exist in spite of the error
             failure = with_root(error, self._store.url) if isinstance(error, CkptError) else error
             return self._put_failure(failure)
@@ -421,22 +421,22 @@ class _Commit:
         The event says that the manifest can never appear if the manifest is absent and the error is
         not transient, so that the store has refused the put.
         """
-        text = _text(error)
+        text = _error_text(error)
         abort = abort_reason(error) if isinstance(error, CkptError) else Abort(repr(error), {})
         try:
             is_final = not isinstance(error, TransientStorageError) and self._store.is_absent(
                 self._ref
             )
-        except Exception as blind:  # noqa: BLE001 - so it is unknown whether the manifest is absent
-            return PutResult(f"{text}; then {blind!r}")
+        except Exception as check_error:  # noqa: BLE001 - it may be there or not
+            return PutResult(f"{text}; then {check_error!r}")
         return PutResult(text, abort if is_final else None)
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _as_written(data: bytes, *, fragment: FragmentRef, key: str) -> bytes:
+def _checked_fragment(data: bytes, *, fragment: FragmentRef, key: str) -> bytes:
     """Return the bytes of a fragment. Raise ``ManifestCorrupt`` if its rank has put other ones."""
     if checksum(data) != fragment.checksum:
         raise ManifestCorrupt(key, "it is not what its rank has written")

@@ -29,10 +29,10 @@ from ckpt.errors import ConfigError
 _START_SECONDS: Final = 300.0
 _ANY_PORT: Final = 0
 _MOST_PORT: Final = 65535
-_SILENT: Final = "does rank 0 run, and can this machine reach that address?"
-_ADVICE: Final = (
-    f"{_SILENT} Rank 0 has given the name of its host, or 127.0.0.1 if it cannot look that up: "
-    "pass host= on rank 0 with a name or address that the other machines reach"
+_SILENCE_ADVICE: Final = "does rank 0 run, and can this machine reach that address?"
+_BROADCAST_ADVICE: Final = (
+    f"{_SILENCE_ADVICE} Rank 0 has given the name of its host, or 127.0.0.1 if it cannot look that "
+    "up: pass host= on rank 0 with a name or address that the other machines reach"
 )
 
 
@@ -59,14 +59,14 @@ def join(
         CommitTimeout: Some ranks have not joined in time.
         CommitError: The connection to rank 0 was lost during the call.
     """
-    _check(rank, world_size)
+    _check_ranks(rank, world_size)
     _check_timeout(timeout)
     host, port = _host_and_port(address)
     if world_size == 1:
         return SingleCoordinator()
     deadline = time.monotonic() + timeout
-    store = _store(host, port, serves=rank == 0, timeout=timeout)
-    return _meet(store, rank, world_size, deadline)
+    store = _open_store(host, port, serves=rank == 0, timeout=timeout)
+    return _wait_for_ranks(store, rank, world_size, deadline)
 
 
 def join_mpi(
@@ -138,8 +138,8 @@ def _join_by_broadcast(
     deadline, address, store = time.monotonic() + timeout, "", None
     try:
         if rank == 0:
-            host = host or _own_name()
-            store = _store(host, _ANY_PORT, serves=True, timeout=timeout)
+            host = host or _own_host()
+            store = _open_store(host, _ANY_PORT, serves=True, timeout=timeout)
             address = f"{host}:{store.port}"
     finally:
         # The other ranks wait for this broadcast. Rank 0 sends an empty text if it has failed.
@@ -148,11 +148,11 @@ def _join_by_broadcast(
         raise ConfigError("join: rank 0 has failed to serve a store: see its own error")
     if store is None:
         host, port = _host_and_port(address)
-        store = _store(host, port, serves=False, timeout=timeout, way=_ADVICE)
-    return _meet(store, rank, world_size, deadline)
+        store = _open_store(host, port, serves=False, timeout=timeout, advice=_BROADCAST_ADVICE)
+    return _wait_for_ranks(store, rank, world_size, deadline)
 
 
-def _check(rank: int, world_size: int) -> None:
+def _check_ranks(rank: int, world_size: int) -> None:
     if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
         raise ConfigError(
             f"join(rank={rank!r}, world_size={world_size!r}): give the number of this process, "
@@ -171,7 +171,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _own_name() -> str:
+def _own_host() -> str:
     """Return the name of this host, or "127.0.0.1" if the name cannot be looked up."""
     with suppress(OSError):
         socket.getaddrinfo(name := socket.gethostname(), None)
@@ -179,13 +179,15 @@ def _own_name() -> str:
     return "127.0.0.1"
 
 
-def _store(host: str, port: int, *, serves: bool, timeout: float, way: str = _SILENT) -> Any:
+def _open_store(
+    host: str, port: int, *, serves: bool, timeout: float, advice: str = _SILENCE_ADVICE
+) -> Any:
     """Return a store at ``host`` and ``port``.
 
     Args:
         serves: True if this process serves the store, False if it connects to the store.
         timeout: How many seconds to wait for the store.
-        way: The advice in the error if the store cannot be reached.
+        advice: The advice in the error if the store cannot be reached.
 
     Raises:
         ConfigError: The store cannot be served, or cannot be reached.
@@ -201,12 +203,12 @@ def _store(host: str, port: int, *, serves: bool, timeout: float, way: str = _SI
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         if serves:
-            way = "is the port free on this machine, and is this the machine of that name?"
+            advice = "is the port free on this machine, and is this the machine of that name?"
         cause = str(error).splitlines()[0]
-        raise ConfigError(f"join: no store at {host}:{port}: {way} ({cause})") from None
+        raise ConfigError(f"join: no store at {host}:{port}: {advice} ({cause})") from None
 
 
-def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordinator:
+def _wait_for_ranks(store: Store, rank: int, world_size: int, deadline: float) -> Coordinator:
     """Wait until all ranks have joined, and return the coordinator over ``store``.
 
     Raises:

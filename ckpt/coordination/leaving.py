@@ -24,7 +24,7 @@ END_OF_DATA: Final = (StopIteration, StopAsyncIteration, GeneratorExit)
 _SUBJECT: Final = "gone"
 _LOOK_SECONDS: Final = 1.0
 _MOST_LOOK_SECONDS: Final = 10.0
-_LOOKS: Final = 256
+_MOST_LOOKS_PER_SECOND: Final = 256
 """The most requests per second to the job's store by all waiting ranks together."""
 
 
@@ -65,10 +65,12 @@ class DepartingCoordinator:
         of the wrapped coordinator.
     """
 
-    def __init__(self, whole: Coordinator, departure: threading.Event | None = None) -> None:
-        self._whole, self._departure = whole, departure or threading.Event()
-        self.rank, self.world_size, self.attempt = whole.rank, whole.world_size, whole.attempt
-        self.look_seconds = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, whole.world_size / _LOOKS))
+    def __init__(self, inner: Coordinator, departure: threading.Event | None = None) -> None:
+        self._inner, self._departure = inner, departure or threading.Event()
+        self.rank, self.world_size, self.attempt = inner.rank, inner.world_size, inner.attempt
+        self.look_seconds = min(
+            _MOST_LOOK_SECONDS, max(_LOOK_SECONDS, inner.world_size / _MOST_LOOKS_PER_SECOND)
+        )
 
     def leave(self, reason: str) -> None:
         """Leave the exchanges of the job, and tell the other ranks the reason.
@@ -79,33 +81,33 @@ class DepartingCoordinator:
         message = encode_json(Departure(self.rank, reason))
         with suppress(CkptError):
             # The verdict names only the first rank that leaves. Its existence is cheap to check.
-            self._whole.post(_SUBJECT, message)
-            self._whole.set_once(_SUBJECT, message)
+            self._inner.post(_SUBJECT, message)
+            self._inner.set_once(_SUBJECT, message)
 
     def post(self, subject: str, message: bytes) -> None:
-        self._check()
-        self._whole.post(subject, message)
+        self._check_not_left()
+        self._inner.post(subject, message)
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         return self._wait(
-            lambda seconds: self._whole.collect(subject, ranks, timeout=seconds), timeout
+            lambda seconds: self._inner.collect(subject, ranks, timeout=seconds), timeout
         )
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        self._check()
-        return self._whole.set_once(subject, verdict)
+        self._check_not_left()
+        return self._inner.set_once(subject, verdict)
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
-        return self._wait(lambda seconds: self._whole.verdict(subject, timeout=seconds), timeout)
+        return self._wait(lambda seconds: self._inner.verdict(subject, timeout=seconds), timeout)
 
     def forget(self, subject: str) -> None:
-        self._whole.forget(subject)
+        self._inner.forget(subject)
 
     def clone(self) -> DepartingCoordinator:
-        return DepartingCoordinator(self._whole.clone(), self._departure)
+        return DepartingCoordinator(self._inner.clone(), self._departure)
 
     def close(self) -> None:
-        self._whole.close()
+        self._inner.close()
 
     def _wait(self, ask: Callable[[float], T], timeout: float) -> T:
         """Call ``ask`` until it returns an answer or ``timeout`` seconds are over, and return its
@@ -113,13 +115,13 @@ class DepartingCoordinator:
         """
         deadline = time.monotonic() + timeout
         while True:
-            self._check()
+            self._check_not_left()
             seconds = deadline - time.monotonic()
             answer = ask(min(seconds, self.look_seconds))
             if answer or seconds <= self.look_seconds:
                 return answer
 
-    def _check(self) -> None:
+    def _check_not_left(self) -> None:
         if self._departure.is_set():
             raise CommitError(f"rank {self.rank} ends, and has left the others")
 

@@ -45,10 +45,12 @@ def receive(
         CommitError: The data has not arrived, is damaged, or has more than ``limit`` bytes.
     """
     deadline = time.monotonic() + timeout
-    count, _, head = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")
+    count, _, head = _receive_piece(coordinator, f"{subject}/0", rank, deadline).partition(b":")
     try:
         numbers = range(1, int(count))
-        rest = [_hear(coordinator, f"{subject}/{number}", rank, deadline) for number in numbers]
+        rest = [
+            _receive_piece(coordinator, f"{subject}/{number}", rank, deadline) for number in numbers
+        ]
         frame = b64decode(b"".join([head, *rest]), validate=True)
         if not 0 <= zstandard.frame_content_size(frame) <= limit:
             raise CommitError(f"rank {rank} sent more than the {limit} bytes that it announced")
@@ -65,7 +67,7 @@ def drop(coordinator: Coordinator, subject: str, pieces: int) -> None:
         coordinator.forget(f"{subject}/{number}")
 
 
-def _hear(coordinator: Coordinator, subject: str, rank: int, deadline: float) -> bytes:
+def _receive_piece(coordinator: Coordinator, subject: str, rank: int, deadline: float) -> bytes:
     messages = coordinator.collect(subject, {rank}, timeout=max(0.0, deadline - time.monotonic()))
     if rank not in messages:
         raise CommitError(f"what rank {rank} was to send did not come")

@@ -41,12 +41,12 @@ _START_SECONDS: Final = 300.0
 """How many seconds the leader waits until all ranks have posted their local tiers."""
 _PUT_SECONDS: Final = 20.0
 """How many seconds the other nodes may need to put a manifest."""
-_SENT_SECONDS: Final = 10.0
+_ARRIVAL_SECONDS: Final = 10.0
 """How many seconds a message may need to arrive after its sender has announced it."""
 _LOOK_SECONDS: Final = 1.0
 
 
-class _Rank(msgspec.Struct, frozen=True):
+class _RankMessage(msgspec.Struct, frozen=True):
     """The message that each rank posts at its start.
 
     Attributes:
@@ -97,35 +97,36 @@ def agree(
         encryption = encryption_of(tls)
     except ConfigError as error:  # All ranks raise the error below, so post it first
         fault = str(error)
-    own_rank = _Rank([_identity(tier.backend) for tier in local], tls is not None, fault)
+    own_rank = _RankMessage([_identity(tier.backend) for tier in local], tls is not None, fault)
     coordinator.post("nodes", encode_json(own_rank))
     wait = Wait(_START_SECONDS + 30, "which ranks share a node")
     decision = leader_decides(
-        coordinator, "nodes", lambda: _decide(_ranks(coordinator)), wait, _Decision
+        coordinator, "nodes", lambda: _decide(_rank_messages(coordinator)), wait, _Decision
     )
     coordinator.forget("nodes")
     if decision.fault:
         raise ConfigError(decision.fault)
     nodes_by_tier = {
-        tier.index: Nodes(of, encryption) if max(of) else None
-        for tier, of in zip(local, decision.nodes, strict=True)
+        # Nodes are numbered from 0, so with one node all numbers are 0.
+        tier.index: Nodes(node_by_rank, encryption) if max(node_by_rank) else None
+        for tier, node_by_rank in zip(local, decision.nodes, strict=True)
     }
     return tuple(replace(tier, nodes=nodes_by_tier.get(tier.index)) for tier in tiers)
 
 
-def _ranks(coordinator: Coordinator) -> list[_Rank]:
+def _rank_messages(coordinator: Coordinator) -> list[_RankMessage]:
     """Return the messages of all ranks, by rank."""
     messages = gather(coordinator, "nodes", Wait(_START_SECONDS, "the manager"))
-    return [msgspec.json.decode(message, type=_Rank) for message in messages.values()]
+    return [msgspec.json.decode(message, type=_RankMessage) for message in messages.values()]
 
 
-def _decide(ranks: Sequence[_Rank]) -> _Decision:
-    if fault := _fault(ranks):
+def _decide(ranks: Sequence[_RankMessage]) -> _Decision:
+    if fault := _mismatch(ranks):
         return _Decision([], fault)
-    return _Decision(_number([rank.tiers for rank in ranks]), "")
+    return _Decision(_number_nodes([rank.tiers for rank in ranks]), "")
 
 
-def _fault(ranks: Sequence[_Rank]) -> str:
+def _mismatch(ranks: Sequence[_RankMessage]) -> str:
     """Return why the tiers or the settings ``tls`` of ``ranks`` do not fit together.
 
     The text is empty if they do.
@@ -152,7 +153,7 @@ def _rank_list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
 
 
-def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+def _number_nodes(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
     """Return, for each tier, the node of each rank. Ranks whose tier has the same identity get the
     same number.
 
@@ -160,10 +161,10 @@ def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
         identities: For each rank the identities of its local tiers.
     """
     tier_numbers: list[tuple[int, ...]] = []
-    for of_tier in zip(*identities, strict=True):
+    for tier_identities in zip(*identities, strict=True):
         numbers: dict[str, int] = {}
         tier_numbers.append(
-            tuple(numbers.setdefault(identity, len(numbers)) for identity in of_tier)
+            tuple(numbers.setdefault(identity, len(numbers)) for identity in tier_identities)
         )
     return tier_numbers
 
@@ -182,40 +183,40 @@ def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:
 
     If ``nodes`` is None, the job has one node, so return ``coordinator`` itself.
     """
-    return coordinator if nodes is None else _OnNode(coordinator, nodes)
+    return coordinator if nodes is None else _NodeCoordinator(coordinator, nodes)
 
 
-class _OnNode:
+class _NodeCoordinator:
     def __init__(self, coordinator: Coordinator, nodes: Nodes) -> None:
-        self._whole, self._nodes = coordinator, nodes
-        self._mates = nodes.mates(coordinator.rank)
+        self._inner, self._nodes = coordinator, nodes
+        self._node_ranks = nodes.mates(coordinator.rank)
         self._prefix = f"node{nodes.of[coordinator.rank]}/"
-        self.rank, self.world_size = self._mates.index(coordinator.rank), len(self._mates)
+        self.rank, self.world_size = self._node_ranks.index(coordinator.rank), len(self._node_ranks)
         self.attempt = coordinator.attempt
 
     def post(self, subject: str, message: bytes) -> None:
-        self._whole.post(self._prefix + subject, message)
+        self._inner.post(self._prefix + subject, message)
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        messages = self._whole.collect(
-            self._prefix + subject, {self._mates[rank] for rank in ranks}, timeout=timeout
+        messages = self._inner.collect(
+            self._prefix + subject, {self._node_ranks[rank] for rank in ranks}, timeout=timeout
         )
-        return {self._mates.index(rank): message for rank, message in messages.items()}
+        return {self._node_ranks.index(rank): message for rank, message in messages.items()}
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        return self._whole.set_once(self._prefix + subject, verdict)
+        return self._inner.set_once(self._prefix + subject, verdict)
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
-        return self._whole.verdict(self._prefix + subject, timeout=timeout)
+        return self._inner.verdict(self._prefix + subject, timeout=timeout)
 
     def forget(self, subject: str) -> None:
-        self._whole.forget(self._prefix + subject)
+        self._inner.forget(self._prefix + subject)
 
-    def clone(self) -> _OnNode:
-        return _OnNode(self._whole.clone(), self._nodes)
+    def clone(self) -> _NodeCoordinator:
+        return _NodeCoordinator(self._inner.clone(), self._nodes)
 
     def close(self) -> None:
-        self._whole.close()
+        self._inner.close()
 
 
 class _MergeNotice(msgspec.Struct, frozen=True):
@@ -255,8 +256,9 @@ class NodeLocalStore:
     ) -> None:
         self._store, self._coordinator, self._nodes = store, coordinator, nodes
         self._name = name
-        self._pieces = 0
-        self._is_attended = coordinator.rank not in nodes.lowest_ranks
+        self._fragment_pieces = 0
+        # Only the lowest rank of a node puts the manifest there.
+        self._has_done_put = coordinator.rank not in nodes.lowest_ranks
 
     @property
     def url(self) -> str:
@@ -264,7 +266,7 @@ class NodeLocalStore:
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
         """Send the fragment of this rank to the other ranks. Call this before the rank votes."""
-        self._pieces = send(
+        self._fragment_pieces = send(
             self._coordinator, self._subject(ref, "fragment"), self._store.read(ref, fragment)
         )
 
@@ -297,14 +299,14 @@ class NodeLocalStore:
             CommitError: The manifest is on this node, but is not known to be on all nodes.
         """
         self._store.put(ref, manifest)
-        self._is_attended = True
+        self._has_done_put = True
         # If this rank dies after this point, the rank that takes the turn waits for this message.
         if self._coordinator.rank in self._nodes.lowest_ranks:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
         notice = _MergeNotice(self._coordinator.rank, len(manifest), checksum(manifest))
         self._coordinator.set_once(self._subject(ref, "merged"), msgspec.json.encode(notice))
-        faults = self._faults(ref)
+        faults = self._put_failures(ref)
         drop(self._coordinator, self._subject(ref, "manifest"), pieces)
         if faults:
             text = "; ".join(
@@ -327,25 +329,25 @@ class NodeLocalStore:
         ``deadline``. A put that has begun by then is completed. Only the lowest rank of each node
         waits, and the other ranks return at once.
         """
-        while not self._is_attended and (seconds := deadline - time.monotonic()) > 0:
+        while not self._has_done_put and (seconds := deadline - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
                 return
             data = self._coordinator.verdict(
                 self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, seconds)
             )
             if data is not None:
-                self._is_attended = True
+                self._has_done_put = True
                 notice = _decoder.decode(data)
                 if self._nodes.of[notice.rank] != self._nodes.of[self._coordinator.rank]:
-                    message = self._put_here(ref, notice)
+                    message = self._put_on_this_node(ref, notice)
                     self._coordinator.post(self._subject(ref, "put"), message.encode())
 
     def forget(self, ref: StepRef) -> None:
         """Remove the messages of this rank about the save ``ref``, whose outcome is known."""
-        drop(self._coordinator, self._subject(ref, "fragment"), self._pieces)
+        drop(self._coordinator, self._subject(ref, "fragment"), self._fragment_pieces)
         self._coordinator.forget(self._subject(ref, "put"))
 
-    def _faults(self, ref: StepRef) -> dict[int, str]:
+    def _put_failures(self, ref: StepRef) -> dict[int, str]:
         """Return why other nodes have not put the manifest: lowest rank of the node -> reason.
 
         Wait up to ``_PUT_SECONDS`` for the nodes. The result is empty if all have put it.
@@ -362,7 +364,7 @@ class NodeLocalStore:
             missing -= messages.keys()
         return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
 
-    def _put_here(self, ref: StepRef, notice: _MergeNotice) -> str:
+    def _put_on_this_node(self, ref: StepRef, notice: _MergeNotice) -> str:
         """Put the manifest on this node. Return the reason if this fails, else an empty string."""
         try:
             data = self._receive(ref, "manifest", notice.rank, notice.size)
@@ -380,7 +382,7 @@ class NodeLocalStore:
                 self._subject(ref, topic),
                 rank,
                 limit=nbytes,
-                timeout=_SENT_SECONDS,
+                timeout=_ARRIVAL_SECONDS,
             )
         except CommitError as error:  # Another rank may have received the message
             raise TransientStorageError(ref.folder, str(error)) from None

@@ -25,7 +25,7 @@ _GRACE_SECONDS: Final = 60.0
 
 _PARTED_SECONDS: Final = 10.0
 """How many seconds the leader waits for more answers, once a rank has answered ``parted``."""
-_GRAVITY: Final = {"ok": 0, "damaged": 1, "parted": 2, "stop": 3}
+_SEVERITY: Final = {"ok": 0, "damaged": 1, "parted": 2, "stop": 3}
 
 _LONG_BYTES: Final = 1 << 20
 """Names are sent apart from their answer if their JSON is longer than this."""
@@ -115,12 +115,12 @@ class RestoreRounds:
                 return {"error": str(error)}
 
         wait = Wait(self._patience, "the choice of a step")
-        node = leader_decides(self._coordinator, subject, choose, wait, object)
+        choice = leader_decides(self._coordinator, subject, choose, wait, object)
         if failure is not None:
             raise failure
-        if isinstance(node, dict) and "error" in node:
-            raise StorageError("", f"rank {LEADER} cannot choose a step: {node['error']}")
-        return None if node is None else msgspec.convert(node, kind, str_keys=True)
+        if isinstance(choice, dict) and "error" in choice:
+            raise StorageError("", f"rank {LEADER} cannot choose a step: {choice['error']}")
+        return None if choice is None else msgspec.convert(choice, kind, str_keys=True)
 
     def do(
         self, topic: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
@@ -167,17 +167,17 @@ class RestoreRounds:
 
     def _poll(self, subject: str, step: int, own_answer: _Answer) -> _Answer:
         """Post the answer of this rank, and return the worst answer of all ranks on each rank."""
-        own, shared_subject = f"{subject}/names", f"{subject}/shared"
-        short, pieces = self._send(own, own_answer)
-        self._coordinator.post(subject, encode_json(short))
+        own_subject, shared_subject = f"{subject}/names", f"{subject}/shared"
+        short_answer, pieces = self._send(own_subject, own_answer)
+        self._coordinator.post(subject, encode_json(short_answer))
         wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
 
         def decide() -> _Answer:
-            return self._send(shared_subject, self._worst(subject, step))[0]
+            return self._send(shared_subject, self._worst_answer(subject, step))[0]
 
         answer = leader_decides(self._coordinator, subject, decide, wait, _Answer)
         if pieces:
-            drop(self._coordinator, own, pieces)
+            drop(self._coordinator, own_subject, pieces)
         return self._with_names(shared_subject, LEADER, answer)
 
     def _send(self, subject: str, answer: _Answer) -> tuple[_Answer, int]:
@@ -201,7 +201,7 @@ class RestoreRounds:
         )
         return replace(answer, names=_names_decoder.decode(names), nbytes=0)
 
-    def _worst(self, subject: str, step: int) -> _Answer:
+    def _worst_answer(self, subject: str, step: int) -> _Answer:
         missing = set(range(self._coordinator.world_size))
         deadline = time.monotonic() + self._patience
         worst = _Answer("ok")
@@ -225,7 +225,7 @@ class RestoreRounds:
                     if common_names is None
                     else common(common_names, set(answer.names))
                 )
-                if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
+                if _SEVERITY[answer.outcome] > _SEVERITY[worst.outcome]:
                     prefix = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
                     worst = _Answer(answer.outcome, prefix + answer.reason)
             # The rank that caused the lost connection answers soon, or is dead.
@@ -241,11 +241,11 @@ class RestoreRounds:
 def common(names_a: Collection[str], names_b: Collection[str]) -> set[str]:
     """Return the names that both collections hold. A name stands for all names below it."""
     return {
-        name for name in {*names_a, *names_b} if _holds(names_a, name) and _holds(names_b, name)
+        name for name in {*names_a, *names_b} if _covers(names_a, name) and _covers(names_b, name)
     }
 
 
-def _holds(names: Collection[str], name: str) -> bool:
+def _covers(names: Collection[str], name: str) -> bool:
     while name and name not in names:
         name = name.rpartition("/")[0]
     return bool(name)

@@ -32,7 +32,7 @@ def put_manifest(
         StorageError: The put has failed, and the manifest cannot be read.
     """
 
-    def compare(present: bytes) -> None:
+    def check_present(present: bytes) -> None:
         if present == TOMBSTONE:
             raise CommitError(f"{key!r} was removed by another job, which has taken the root over")
         if present != data:
@@ -44,7 +44,7 @@ def put_manifest(
         if replaces_damaged:
             raise
         try:
-            read_record(backend, key, compare, limit=len(data))
+            read_record(backend, key, check_present, limit=len(data))
         except StorageError:
             raise error from None
         except IntegrityError:
@@ -63,10 +63,10 @@ def delete_files(backend: StorageBackend, keys: Iterable[str]) -> None:
     Raises:
         StorageError: The store has failed. Some files may have been deleted.
     """
-    for key in sorted(keys, key=_order):
+    for key in sorted(keys, key=_deletion_order):
         backend.delete(key)
 
 
-def _order(key: str) -> int:
+def _deletion_order(key: str) -> int:
     name = key.rpartition("/")[2]
     return 0 if name == MANIFEST else 1 if is_fragment(name) else 2

@@ -32,21 +32,21 @@ _LOOK_SECONDS: Final = 1.0
 the highest rank only. After it, ``collect`` reads the messages of all ranks, since another rank may
 have failed.
 """
-_REST: Final = 4
+_PAUSE_RATIO: Final = 4
 """The least ratio of a pause of ``collect`` to the time of the reads before it. Reading the
 messages of thousands of ranks takes seconds of the store's time, so long reads give long pauses.
 """
-_BLOCK: Final = 256
+_BLOCK_KEYS: Final = 256
 """The number of keys in one request. The time of the server grows faster than linearly with this
 number, and one request for each key costs seven times as much (docs/scale.md).
 """
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.025
-_GROWTH: Final = 1.25
+_PAUSE_GROWTH: Final = 1.25
 """Each pause between two requests of a wait is this many times as long as the pause before it,
 until the pauses have their full length. So a wait lasts at most a quarter longer than necessary.
 """
-_LOOKS: Final = 512
+_MOST_LOOKS_PER_SECOND: Final = 512
 """The most requests per second that all ranks together send once their pauses have their full
 length.
 """
@@ -55,15 +55,15 @@ _NO_VALUE: Final = "\0"
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
 """The most seconds that rank 0 waits in ``close`` for the other ranks to close too."""
-_GROUP_WAY: Final = (
+_GROUP_ADVICE: Final = (
     "call torch.distributed.init_process_group() before building the manager, or give it "
     'coordinator=ckpt.join(rank, world_size, "host:port")'
 )
-_MPI_WAY: Final = f"give the manager coordinator=ckpt.join_mpi(), or {_GROUP_WAY}"
-_WORLDS: Final = {
-    "WORLD_SIZE": _GROUP_WAY,
+_MPI_ADVICE: Final = f"give the manager coordinator=ckpt.join_mpi(), or {_GROUP_ADVICE}"
+_WORLD_SIZE_ADVICE: Final = {
+    "WORLD_SIZE": _GROUP_ADVICE,
     "HOROVOD_SIZE": "give the manager coordinator=ckpt.join_horovod(hvd)",
-    "OMPI_COMM_WORLD_SIZE": _MPI_WAY,
+    "OMPI_COMM_WORLD_SIZE": _MPI_ADVICE,
 }
 """The environment variable in which a launcher gives the number of ranks -> the advice how to get a
 coordinator under this launcher.
@@ -100,9 +100,9 @@ class TorchStoreCoordinator:
         store: Store | None = None,
     ) -> None:
         self.rank, self.world_size = group or (dist.get_rank(), dist.get_world_size())
-        self._prefix = f"ckpt/{_restart(store)}/{name or next(_serial)}"
+        self._prefix = f"ckpt/{_restart_number(store)}/{name or next(_serial)}"
         # On the rank that serves the store, this reference keeps the server alive.
-        self._base = store
+        self._given_store = store
         self._store: Store = PrefixStore(self._prefix, _own_connection(store))
         self.set_once("attempt", new_attempt().encode())
         attempt = self.verdict("attempt", timeout=_START_SECONDS)
@@ -112,7 +112,7 @@ class TorchStoreCoordinator:
 
     def post(self, subject: str, message: bytes) -> None:
         """Store this rank's message on ``subject`` under a key that contains the rank."""
-        _ask(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
+        _call_store(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         """Return the messages of ``ranks`` on ``subject`` that have arrived, by rank.
@@ -128,7 +128,8 @@ class TorchStoreCoordinator:
             self._wait([keys[max(keys)]], min(pause, deadline - time.monotonic()))
             began = time.monotonic()
             messages = {
-                rank: self._look(key) for rank, key in self._pairs_with_value(list(keys.items()))
+                rank: self._read_value(key)
+                for rank, key in self._pairs_with_value(list(keys.items()))
             }
             if answers := {
                 rank: message for rank, message in messages.items() if message is not None
@@ -136,21 +137,24 @@ class TorchStoreCoordinator:
                 return answers
             if time.monotonic() >= deadline:
                 break
-            pause = max(_LOOK_SECONDS, _REST * (time.monotonic() - began))
+            pause = max(_LOOK_SECONDS, _PAUSE_RATIO * (time.monotonic() - began))
         return {}
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
         """Set the verdict on ``subject`` if there is none, and return the verdict that then stands.
         If several ranks call this method, the first call to reach the store sets the verdict.
         """
-        return _ask(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
+        # The empty text stands for a key without a value.
+        return _call_store(
+            lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode())
+        )
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         """Return the verdict on ``subject``, or None if there is none after ``timeout`` seconds.
         If ``timeout`` is 0, the call does not wait.
         """
         key = f"{subject}/verdict"
-        return self._look(key) if timeout <= 0 or self._wait([key], timeout) else None
+        return self._read_value(key) if timeout <= 0 or self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
         """Remove this rank's message on ``subject`` from the store. The call never raises.
@@ -168,9 +172,9 @@ class TorchStoreCoordinator:
         other threads. A store in this process, such as ``HashStore``, has no connection. The clone
         then uses the same store.
         """
-        twin = copy.copy(self)
-        twin._store = PrefixStore(self._prefix, _own_connection(self._base))
-        return twin
+        clone = copy.copy(self)
+        clone._store = PrefixStore(self._prefix, _own_connection(self._given_store))
+        return clone
 
     def close(self) -> None:
         """Tell the other ranks that this rank no longer needs the store. The call ignores errors of
@@ -191,12 +195,12 @@ class TorchStoreCoordinator:
             ):
                 missing -= self.collect("bye", missing, timeout=deadline - time.monotonic()).keys()
 
-    def _look(self, key: str) -> bytes | None:
+    def _read_value(self, key: str) -> bytes | None:
         """Return the present value of ``key``, or None if it has no value.
 
         ``Store.get`` is not used, since it would wait for minutes if the key has no value.
         """
-        value = _ask(lambda: self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
+        value = _call_store(lambda: self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
         return None if value == _NO_VALUE.encode() else value
 
     def _pairs_with_value(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -206,16 +210,18 @@ class TorchStoreCoordinator:
         method sends one more request for each key of the block.
         """
         pairs: list[tuple[int, str]] = []
-        for start in range(0, len(keys), _BLOCK):
-            block = keys[start : start + _BLOCK]
-            full = self._are_there([key for _, key in block])
+        for start in range(0, len(keys), _BLOCK_KEYS):
+            block = keys[start : start + _BLOCK_KEYS]
+            has_all = self._have_values([key for _, key in block])
             pairs += (
-                block if full else [(rank, key) for rank, key in block if self._are_there([key])]
+                block
+                if has_all
+                else [(rank, key) for rank, key in block if self._have_values([key])]
             )
         return pairs
 
-    def _are_there(self, keys: list[str]) -> bool:
-        return _ask(lambda: self._store.check(keys))
+    def _have_values(self, keys: list[str]) -> bool:
+        return _call_store(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Wait until all ``keys`` have a value, for at most ``seconds``. Return True if they have,
@@ -226,18 +232,18 @@ class TorchStoreCoordinator:
         it while the interpreter exits.
         """
         deadline = time.monotonic() + seconds
-        longest = max(_LONGEST_PAUSE, self.world_size / _LOOKS)
-        pause = max(_FIRST_PAUSE, longest / 50)
-        while not self._are_there(keys):
+        longest = max(_LONGEST_PAUSE, self.world_size / _MOST_LOOKS_PER_SECOND)
+        pause = max(_FIRST_PAUSE, longest / 50)  # With many ranks, the first pauses are longer too
+        while not self._have_values(keys):
             seconds_left = deadline - time.monotonic()
             if seconds_left <= 0:
                 return False
             time.sleep(min(pause, seconds_left))
-            pause = min(_GROWTH * pause, longest)
+            pause = min(_PAUSE_GROWTH * pause, longest)
         return True
 
 
-def _restart(store: Store | None) -> str:
+def _restart_number(store: Store | None) -> str:
     """Return the number of the restart of the ranks for the keys in the store, or "0" if no earlier
     keys can be in the store. ``store`` is the store that the coordinator was given, if any.
 
@@ -260,14 +266,14 @@ def _own_connection(base: Store | None) -> Store:
         return cast(Store, store)
 
 
-def _ask(call: Callable[[], T]) -> T:
+def _call_store(call: Callable[[], T]) -> T:
     try:
         return call()
     except (dist.DistError, RuntimeError) as error:
-        raise CommitError(f"the job's store is gone: {_brief(error)}") from None
+        raise CommitError(f"the job's store is gone: {_first_line(error)}") from None
 
 
-def _brief(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
@@ -282,7 +288,9 @@ def find_coordinator() -> Coordinator:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
     if (variable := world_of_launcher()) is not None:
-        raise ConfigError(f"{variable} says there are several ranks: {_WORLDS[variable]}")
+        raise ConfigError(
+            f"{variable} says there are several ranks: {_WORLD_SIZE_ADVICE[variable]}"
+        )
     return SingleCoordinator()
 
 
@@ -290,4 +298,5 @@ def world_of_launcher() -> str | None:
     """Return the name of the environment variable in which a launcher gives a number of ranks above
     1, or None if no launcher does.
     """
-    return next((name for name in _WORLDS if int(os.environ.get(name) or "1") > 1), None)  # noqa: TID251
+    variables = os.environ  # noqa: TID251
+    return next((name for name in _WORLD_SIZE_ADVICE if int(variables.get(name) or "1") > 1), None)
