@@ -522,7 +522,7 @@ def test_the_end_in_the_middle_of_an_answer_sends_nothing_in_the_clear(
         client.tls.write(node.request(0, count * len(DATA), long))
         connection.sendall(client.written())
         seen = connection.recv(10)
-        assert node.server._open
+        assert node.server._open_connections
         node.server.close()
         with suppress(ConnectionError):
             while piece := connection.recv(1 << 20):
