@@ -50,7 +50,7 @@ def test_each_reason_for_which_no_agent_is_reached_is_a_warning_once(
         tries += 1
         raise AgentError("no answer" if tries in (1, 3) else "another version")
 
-    monkeypatch.setattr("ckpt.agent.registration._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("ckpt.agent.registration._RETRY_SECONDS", 0.01)
     with CheckpointManager(tmp_path, agent="required"):
         monkeypatch.setattr("ckpt.agent.registration.reach_and_ask", refuse)
         connection = connect(place)
