@@ -98,6 +98,9 @@ class MetricsReader:
         return MeasuredRoot(backend.url, checkpoints, listing.rollback)
 
     def _measure(self, ref: StepRef, objects: Sequence[ObjectInfo] | None) -> Measurement:
+        """Return the metrics of a checkpoint, also those that were added later; none if they cannot
+        be read. ``objects`` are the files of the step; None if they are not known.
+        """
         try:
             if ref not in self._measurements:
                 manifest, _ = read_packed(self._backend, ref)

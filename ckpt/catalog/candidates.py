@@ -165,6 +165,7 @@ class _Listing:
                 continue
             attempts = [ref for ref in self._holders if ref in refs and ref.step == number]
             choices = [ref for ref in attempts if not isinstance(step, StepRef) or ref == step]
+            # Unfinished attempts are finished only if none is committed.
             positions = {
                 ref: position
                 for ref in choices
@@ -260,6 +261,7 @@ def _list_all(
     while pending:
         wait(pending, None, FIRST_COMPLETED)
         pending = {future for future in futures if not future.done()}
+        # Those of the stores before the nearest one that has not answered.
         nearer = futures[: min((futures.index(future) for future in pending), default=0)]
         if any(map(_has_checkpoint, stores, (future.result() for future in nearer))):
             break
@@ -270,6 +272,7 @@ def _list_all(
     }
     pending = wait(pending, patience * 2 / 3).not_done
     reasons = {future: probes[future].result() for future in pending if probes[future].done()}
+    # The stores that have answered the small request get more time.
     live = {future for future, reason in reasons.items() if reason is None}
     wait(live, max(0.0, began + LISTING_SECONDS - time.monotonic()))
 

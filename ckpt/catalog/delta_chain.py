@@ -115,6 +115,7 @@ class DeltaReader:
     def _read(
         self, stores: Iterable[StorageBackend], ref: StepRef, rank: int, most_bytes: int
     ) -> Delta | None:
+        """Return a delta that is remembered or on one of ``stores``; None if there is none."""
         delta = self._deltas.get((ref, rank))
         if delta is None and (delta := _read_delta(stores, ref, rank, most_bytes)) is not None:
             with self._lock:
@@ -156,6 +157,7 @@ def _read_chain(
 def _read_delta(
     stores: Iterable[StorageBackend], ref: StepRef, rank: int, most_bytes: int
 ) -> Delta | None:
+    """Return a delta from the first store that has it intact; None if none has."""
     key = ref.delta(rank)
     for store in stores:
         try:

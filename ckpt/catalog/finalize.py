@@ -220,6 +220,7 @@ def _may_be_of_leader(name: str) -> bool:
     """Return True if a file of this name may be from the leader: a file of rank 0 or of no rank."""
     if is_about_rank(name):
         return False
+    # All files of a rank begin like its fragment, such as with "rank-00000.".
     return name.startswith(fragment_name(LEADER).removesuffix("json")) or not name.startswith(
         "rank-"
     )
@@ -247,6 +248,7 @@ def read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
 
 
 def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
+    """Return a fragment, and the reference that a manifest has for it."""
     ref, key = folder.ref, folder.ref.key(name)
 
     def decode(data: bytes) -> tuple[Packed, bytes]:
@@ -263,6 +265,7 @@ def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
 
 
 def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
+    """Raise ``CommitError`` if the fragment of a rank is missing."""
     world = fragments[0].world_size
     if missing := set(range(world)) - {fragment.rank for fragment in fragments}:
         raise CommitError(

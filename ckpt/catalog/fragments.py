@@ -177,6 +177,7 @@ class Parts:
         return self._load(fragment_ref, self.manifest.file_map().get(rank))
 
     def _load(self, fragment_ref: FragmentRef, file: File | None) -> Fragment:
+        """Return a fragment that is remembered, carried by the manifest, or read now."""
         if fragment_ref.rank not in self._fragments:
             fragment = carried_fragment(self.manifest, fragment_ref.rank, key=fragment_ref.name)
             self._fragments[fragment_ref.rank] = fragment or self._read(

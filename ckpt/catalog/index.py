@@ -203,6 +203,7 @@ class Listing:
         check_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._check_open = check_open
+        # Each store with the steps whose manifests were found intact.
         self._stores = [(store, set[StepRef]()) for store in stores]
 
     @frameless
@@ -258,6 +259,7 @@ def _can_be_read(store: StorageBackend, ref: StepRef, intact: set[StepRef]) -> b
 
 
 def _is_intact(backend: StorageBackend, ref: StepRef) -> bool:
+    """Return True if the manifest of ``ref`` can be read, or has another format."""
     try:
         read_packed(backend, ref)
     except FormatUnsupported:

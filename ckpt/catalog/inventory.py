@@ -285,10 +285,10 @@ class Inventory:
         asked for again.
         """
         self._committed_refs.intersection_update(refs)
-        new = [ref for ref in refs if ref not in self._committed_refs]
-        present = committed_among(self._backend, new)
-        self._committed_refs |= present
-        return [ref for ref in new if ref not in present]
+        unknown_refs = [ref for ref in refs if ref not in self._committed_refs]
+        committed_refs = committed_among(self._backend, unknown_refs)
+        self._committed_refs |= committed_refs
+        return [ref for ref in unknown_refs if ref not in committed_refs]
 
     @property
     def _lists_again(self) -> bool:
@@ -305,6 +305,7 @@ class Inventory:
         return [by_ref[ref] for ref in refs if ref in by_ref]
 
     def _shown_step(self, ref: StepRef) -> StoredStep:
+        """Return one attempt with its state, which is "damaged" if it cannot be read."""
         try:
             return self._step(ref)
         except (AccessDenied, TransientStorageError):
@@ -328,7 +329,7 @@ class Inventory:
         reason = ""
         if has_manifest:
             try:
-                return self._committed(ref, objects, self._outline(ref))
+                return self._checked_step(ref, objects, self._outline(ref))
             except ObjectNotFound:  # The step was removed meanwhile
                 has_manifest = False
             except FormatUnsupported as error:
@@ -359,7 +360,7 @@ class Inventory:
             is_cut=is_cut,
         )
 
-    def _committed(
+    def _checked_step(
         self, ref: StepRef, objects: tuple[ObjectInfo, ...], outline: _Outline
     ) -> StoredStep:
         """Return a step that has a manifest, after a check of its files and its metadata.
@@ -376,7 +377,7 @@ class Inventory:
         self._check_adopted(ref, [file for file in files if file.rank in locations], locations)
         if self._is_partial and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
-        parse(outline.metadata, "metadata")
+        parse(outline.metadata, "metadata")  # Raises an error if it is damaged
         step = StoredStep(
             ref=ref,
             objects=objects,

@@ -174,11 +174,11 @@ def _encode_again(
     backend, ref = folder.backend, folder.ref
     reported_bytes: int | None = None
 
-    def progress(count: int, _: int) -> None:
+    def progress(done_bytes: int, _: int) -> None:
         nonlocal reported_bytes
         # The first call counts the bytes of files that were intact before.
-        on_bytes(0 if reported_bytes is None else count - reported_bytes)
-        reported_bytes = count
+        on_bytes(0 if reported_bytes is None else done_bytes - reported_bytes)
+        reported_bytes = done_bytes
 
     require_no_heirs(folder)
     confirm()

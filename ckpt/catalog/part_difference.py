@@ -89,6 +89,7 @@ def most_moved_line(parts: Sequence[PartDifference], movements: Mapping[str, Mov
         return f"tensors with other values: {text}; --values says how far they have moved"
     texts: list[str] = []
     for group in groups.values():
+        # A part that was not read comes after all others.
         part = max(group, key=lambda part: -1.0 if part.movement is None else part.movement.ratio)
         if part.movement is not None:
             name = part.most_moved
@@ -112,6 +113,7 @@ def _part_difference(
     unlike_names: Collection[str],
     movements: Mapping[str, Movement],
 ) -> PartDifference:
+    """Return the difference of the part whose tensors have the names ``members``."""
     read_names = [name for name in members if name in movements]
     total: Movement | None = None
     for name in read_names:

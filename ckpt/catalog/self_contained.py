@@ -56,8 +56,8 @@ class SelfContainedStep:
 
     def __init__(self, origin: TieredReader, source: SourceManifest) -> None:
         self._origin, self.ref = origin, origin.ref
-        self._sources: Mapping[int, StoredFile] = source.manifest.stored_files()
-        self._files: dict[int, _NewFile] = {}
+        self._source_files: Mapping[int, StoredFile] = source.manifest.stored_files()
+        self._new_files: dict[int, _NewFile] = {}
         parts = self._read_fragments(source.manifest)
         fragments = {
             rank: self._without_location(part) if part.locations else part
@@ -67,10 +67,12 @@ class SelfContainedStep:
         self._records = {rank: pack(part) for rank, part in packed_fragments.items()}
         manifest = merge(
             (
-                packed_fragments[item.rank],
-                _fragment_ref(item.name, item.rank, self._records[item.rank]),
+                packed_fragments[fragment_ref.rank],
+                _fragment_ref(
+                    fragment_ref.name, fragment_ref.rank, self._records[fragment_ref.rank]
+                ),
             )
-            for item in source.manifest.fragments
+            for fragment_ref in source.manifest.fragments
         )
         self.source = SourceManifest(
             source.position,
@@ -90,12 +92,12 @@ class SelfContainedStep:
     def fetch(self, reads: Sequence[ChunkRead], sink: Sink) -> int:
         """Do what `TieredReader.fetch` does, for the chunks of one file of the new step."""
         rank = reads[0].rank
-        if (new_file := self._files.get(rank)) is None:
+        if (new_file := self._new_files.get(rank)) is None:
             return self._origin.fetch(reads, sink)
-        source = self._sources[rank]
+        source = self._source_files[rank]
         source_reads: list[ChunkRead] = []
         for read in reads:
-            if read.index == 0:
+            if read.index == 0:  # The header
                 sink.place(read, memoryview(new_file.header))
             else:
                 index = new_file.indices[read.index - 1]
@@ -106,16 +108,16 @@ class SelfContainedStep:
     def _read_fragments(self, manifest: Manifest) -> dict[int, Fragment]:
         files = manifest.file_map()
         return {
-            item.rank: read_fragment(
-                self._origin.fragment(manifest, item, files.get(item.rank)),
-                key=self.ref.key(item.name),
+            fragment_ref.rank: read_fragment(
+                self._origin.fragment(manifest, fragment_ref, files.get(fragment_ref.rank)),
+                key=self.ref.key(fragment_ref.name),
             )
-            for item in manifest.fragments
+            for fragment_ref in manifest.fragments
         }
 
     def _without_location(self, part: Fragment) -> Fragment:
         """Return the fragment for the new data file of a rank."""
-        source = self._sources[part.rank]
+        source = self._source_files[part.rank]
         plan = _plan_of(part)
         staged_offsets = {
             (tensor.name, shard.box): shard.offset
@@ -134,7 +136,7 @@ class SelfContainedStep:
                 chunks.append(source.chunks[index])
                 indices.append(index)
                 nbytes, index = nbytes + source.chunks[index].nbytes, index + 1
-        self._files[part.rank] = _NewFile(plan.header, indices)
+        self._new_files[part.rank] = _NewFile(plan.header, indices)
         file = File(data_name(part.rank), part.rank, plan.size, tuple(chunks))
         return with_fields(part, file=file, tensors=plan.tensors, locations=())
 

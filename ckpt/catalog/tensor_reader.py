@@ -149,6 +149,7 @@ class StepReader:
             yield from self._pieces(batch, size)
 
     def _pieces(self, batch: Sequence[tuple[Tensor, int, Box]], size: int) -> Iterator[Piece]:
+        """Read the boxes of ``batch``, which have ``size`` bytes in all, and yield them."""
         memory = memoryview(bytearray(size))
         requests: list[ReadRequest] = []
         start = 0

@@ -145,14 +145,14 @@ class TieredReader:
 
         def read(position: int) -> tuple[Manifest, bytes]:
             try:
-                data = read_packed(self.sources[position], self.ref, retry=self._retry)
+                packed = read_packed(self.sources[position], self.ref, retry=self._retry)
             except ObjectNotFound:
                 raise
             except Exception:
                 self.listing.add(position)
                 raise
             self.listing.add(position)
-            return data
+            return packed
 
         position, (manifest, data) = self._nearest(self.ref.manifest, read)
         self._manifests[position] = manifest
@@ -261,6 +261,7 @@ class TieredReader:
     def _load(
         self, position: int, manifest: Manifest, fragment_ref: FragmentRef, file: File | None
     ) -> tuple[Fragment, bytes]:
+        """Return a fragment of ``manifest`` from one source, and the bytes of its record."""
         source = self.sources[position]
         return self._retry.call(
             partial(load_fragment, source, self.ref, manifest, fragment_ref, file)
@@ -383,10 +384,11 @@ class TieredReader:
         The result is remembered, since there may be thousands of files.
         """
         layout = self.layout(position)
-        entry = self._stored_files.get(position)
-        if entry is None or entry[0] is not layout:
-            entry = self._stored_files[position] = layout, layout.stored_files()
-        return entry[1]
+        known_layout, files = self._stored_files.get(position, (None, {}))
+        if known_layout is not layout:
+            files = layout.stored_files()
+            self._stored_files[position] = layout, files
+        return files
 
     def fault(self, position: int, file: StoredFile | FragmentRef) -> Exception | None:
         """Return an error if a file is missing on a source, has another size or cannot be examined.

@@ -138,8 +138,8 @@ class Recoding:
         if (encoder := self.encoder) is None:
             write_image(write, destination)
             return self.stored(source, None)
-        widths = widths_of(write.chunks, self.parts[source.rank].tensors)
-        _, lengths = write_encoded(write, destination, encoder, widths)
+        element_widths = widths_of(write.chunks, self.parts[source.rank].tensors)
+        _, lengths = write_encoded(write, destination, encoder, element_widths)
         encoding = Encoding(source.rank, encoder.codec, lengths) if lengths else None
         return self.stored(source, encoding)
 
@@ -215,7 +215,8 @@ def _meter(
 ) -> Meter:
     """Return a meter for the bytes of all data files, which counts all but ``missing`` as done.
 
-    If ``recoded`` is True, the meter counts bytes before any codec, and not the bytes on the store.
+    If ``is_recoded`` is True, the meter counts bytes before any codec, and not the bytes on the
+    store.
     """
     meter = Meter(manifest.nbytes if is_recoded else manifest.stored_bytes, on_progress)
     missing_bytes = sum(stored.file.size if is_recoded else stored.size for stored in missing)
@@ -271,7 +272,7 @@ def fetch_step(
         step, source = _self_contained(origin)
     manifest, packed = source.manifest, source.data
     old = _manifest_of_other_files(folder, manifest, packed)
-    # A destination that has this manifest keeps it, and lacks at most some of its files.
+    # A destination that has this manifest keeps it, so its files are not encoded again.
     is_listed = old is None and _make_way_for_manifest(folder, packed)
     if old is not None and not verify_files(folder, old.stored_files().values())[0]:
         return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
@@ -335,7 +336,7 @@ def copy_files(
     failures: list[BaseException] = []
 
     def copy(source: StoredFile) -> FileCopy:
-        positions = [0]
+        positions = [0]  # Of the sources that the reads needed
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
             if failures:
@@ -373,6 +374,7 @@ def _stored_content(image: StoredImage, source: StoredFile, tensors: Sequence[Te
         replace(tensor, shards=tuple(shard for shard in tensor.shards if shard.rank == source.rank))
         for tensor in tensors
     ]
+    # The first ``count`` chunks are those of the base. ``lead`` is the length of the header.
     start = sum(image.lengths[: increment.count])
     lengths = [chunk.nbytes for chunk in source.chunks]
     header = (
@@ -593,8 +595,8 @@ def _intact_files(
         equal_files: dict[int, StoredFile] = {}
         for rank, file in files.items():
             try:
-                current, data = folder.fragment(rank)
-                encoding = next(iter(current.encoded), None)
+                fragment, data = folder.fragment(rank)
+                encoding = next(iter(fragment.encoded), None)
             except (ObjectNotFound, IntegrityError):
                 continue
             if data == pack(recoding.fragment(rank, encoding)):
@@ -630,6 +632,7 @@ def _copy_fragment(
     fragment_ref: FragmentRef,
     file: File | None,
 ) -> None:
+    """Copy a fragment, unless the folder has it intact."""
     with _source_errors():
         data = origin.fragment(manifest, fragment_ref, file)
     if folder.intact_fragment(fragment_ref) is None:

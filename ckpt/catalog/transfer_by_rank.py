@@ -75,14 +75,16 @@ def noted_ends(folder: StepFolder) -> set[int]:
 
 
 def ranks_marked_to_bring(folder: StepFolder) -> set[int]:
-    """Return the ranks that have a marker of ``mark_to_bring`` from this or another process."""
+    """Return the ranks with a marker which says that this or another process copies their files
+    (see ``mark_to_bring``).
+    """
     # The markers of one rank have the same name, whatever they say: their sizes differ.
-    marked = {
+    marked_ranks = {
         marked_rank(info.name)
         for info in own_objects(folder.backend, folder.ref)
         if is_marker_to_bring(info.size)
     }
-    return {rank for rank in marked if rank is not None}
+    return {rank for rank in marked_ranks if rank is not None}
 
 
 def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
@@ -118,7 +120,7 @@ class RankPart:
         self._source, self._rank = source, rank
         ref, self._name = source.ref, fragment_name(rank)
         key = ref.key(self._name)
-        self._part, self._data = source.fragment(rank)
+        self._part, self._record = source.fragment(rank)
         part = self._part
         if (part.step, part.attempt, part.rank) != (ref.step, ref.attempt, rank):
             raise ManifestCorrupt(key, "it belongs to another save, or to another rank")
@@ -178,17 +180,21 @@ class RankPart:
         image, encode = self._image(), encoder.encode
         starts = list(accumulate(image.lengths, initial=0))
 
-        def encoded_length(start: int, end: int, width: int) -> int:
-            nbytes = sum(piece.nbytes for piece in encode(image.view(start, end), width))
+        def encoded_length(start: int, end: int, element_width: int) -> int:
+            nbytes = sum(piece.nbytes for piece in encode(image.view(start, end), element_width))
             on_bytes(end - start)
             return nbytes
 
-        widths = widths_of(image.lengths, self._part.tensors)
-        lengths = workers.run_all(
-            partial(encoded_length, start, end, width)
-            for start, end, width in zip(starts[:-1], starts[1:], widths, strict=True)
+        element_widths = widths_of(image.lengths, self._part.tensors)
+        encoded_lengths = workers.run_all(
+            partial(encoded_length, start, end, element_width)
+            for start, end, element_width in zip(
+                starts[:-1], starts[1:], element_widths, strict=True
+            )
         )
-        return Encoding(self._rank, encoder.codec, tuple(lengths)) if lengths else None
+        return (
+            Encoding(self._rank, encoder.codec, tuple(encoded_lengths)) if encoded_lengths else None
+        )
 
     @property
     def data_name(self) -> str:
@@ -224,7 +230,7 @@ class RankPart:
         """
         part = self._part
         if not (part.encoded or part.increments) and self._recoding.encoder is None:
-            return self._data
+            return self._record
         return pack(self._recoding.fragment(self._rank, encoding))
 
 
@@ -363,7 +369,7 @@ def copy_part(
             was removed there.
     """
     manifest, packed = read_packed(source, folder.ref)
-    part = msgspec.structs.replace(
+    part_manifest = msgspec.structs.replace(
         manifest,
         files=tuple(file for file in manifest.files if file.rank in ranks),
         fragments=tuple(
@@ -373,7 +379,7 @@ def copy_part(
     for rank in sorted(ranks):
         confirm()
         copy_rank([source], folder, rank, NO_CODEC, on_bytes)
-    commit_copy(folder, packed, look=partial(check_files, folder, part, confirm))
+    commit_copy(folder, packed, look=partial(check_files, folder, part_manifest, confirm))
 
 
 def commit_parts(

@@ -273,7 +273,7 @@ def verify_files(
     results += folder.workers.run_all(
         partial(_header_faults, folder, file) for file in files if file.increment is not None
     )
-    data_faults = list(dict.fromkeys(fault for part in results for fault in part))
+    data_faults = list(dict.fromkeys(fault for run_faults in results for fault in run_faults))
     return faults + data_faults, meter.total - sum(fault.nbytes or 0 for fault in data_faults)
 
 
@@ -341,6 +341,7 @@ class Meter:
 def _fragment_or_fault(
     folder: StepFolder, manifest: Manifest, fragment_ref: FragmentRef, file: File | None
 ) -> Fragment | Fault:
+    """Return a fragment of ``manifest``, or the fault if it is not intact."""
     load = partial(load_fragment, folder.backend, folder.ref, manifest, fragment_ref, file)
     try:
         return folder.retry.call(load)[0]
@@ -349,6 +350,7 @@ def _fragment_or_fault(
 
 
 def _examine_size(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, Fault | None]:
+    """Return ``file``, its size on the store (0 if unknown), and its fault; None if it has none."""
     try:
         store = store_with(folder.backend, file.location)
         size = folder.retry.call(partial(store.head, file.key)).size
