@@ -147,7 +147,8 @@ class Evictor:
         """
         self._retry.call(self._claim.use)
         steps = self._inventory.look()
-        return self._evict(steps, ref, nbytes, restored_ref, "the store is full") < nbytes
+        remaining_bytes = self._evict(steps, ref, nbytes, restored_ref, "the store is full")
+        return remaining_bytes < nbytes
 
     def _fits(self, nbytes: int) -> bool:
         """Return True if ``nbytes`` more than what is there fit into the capacity.

@@ -199,19 +199,24 @@ def remove_earlier_steps(
     steps = Inventory(backend, part=part).look()
     # The listing was made before this check, so it has no steps of a job that takes the root later.
     claim.use()
-    stays: set[StepRef | None] = set()
+    kept_refs: set[StepRef | None] = set()
     if restored_ref is not None:
-        whole, parts = (
+        committed_refs, part_refs = (
             [step.ref for step in steps if step.state == "committed"],
             [step.ref for step in steps if step.is_part],
         )
-        stays = {restored_ref, max(whole, default=None), max(parts, default=None)}
+        kept_refs = {restored_ref, max(committed_refs, default=None), max(part_refs, default=None)}
     for step in steps:
         if step.state == "incomplete":
-            goes = step.is_cut or claim.is_dead(step.ref) or is_old(step, GRACE_SECONDS)
+            is_removable = step.is_cut or claim.is_dead(step.ref) or is_old(step, GRACE_SECONDS)
         else:
-            goes = step.state != "unsupported" and claim.may_remove(step)
-        if goes and not step.pins and step.ref.job != claim.own and step.ref not in stays:
+            is_removable = step.state != "unsupported" and claim.may_remove(step)
+        if (
+            is_removable
+            and not step.pins
+            and step.ref.job != claim.own
+            and step.ref not in kept_refs
+        ):
             remove(backend, step, claim)
 
 
@@ -307,6 +312,7 @@ class Pruner:
         self._workers.close()
 
     def _prune(self) -> None:
+        """Apply the policy once. Errors are logged, since the next save leads to another run."""
         with self._lock:
             self._is_queued = False
         if self._is_finished:  # ``ask`` was called during the first run
@@ -327,9 +333,10 @@ class Pruner:
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
 
     def _remove_remains(self, restored_ref: StepRef | None) -> None:
+        """Do the work of ``remove_remains`` on the pruning thread."""
         try:
             attempts = sorted(self._claim.listing, reverse=True)
-            if self._claim.has_heritage:
+            if self._claim.has_heritage:  # Otherwise no earlier job is known to have ended
                 is_long = self._rule.keeps_all or len(attempts) > _MOST_EXAMINED
                 steps = (
                     self._inventory.newest_begun(attempts) if is_long else self._inventory.look()
@@ -354,6 +361,7 @@ class Pruner:
             )
 
     def _evict(self, restored_ref: StepRef | None) -> bool:
+        """Do the work of ``evict`` on the pruning thread."""
         try:
             self._claim.use()
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)

@@ -107,9 +107,10 @@ class Claim:
         self._backend, self._owner, self._takeover_post = backend, owner, takeover_post
         self._takeover: Takeover | None = None
         self._copied_refs: set[StepRef] = set()
+        # The jobs that owned the root before: those known to have ended, and the others.
         self._ended_jobs: frozenset[str] = frozenset()
         self._unseen_jobs: frozenset[str] = frozenset()
-        self._last_owner = owner.attempt
+        self._last_owner = owner.attempt  # As of the last ``take`` or ``use``
         self.is_claimed = False
         self.chosen_ref: StepRef | None = None
 
@@ -260,6 +261,7 @@ class Claim:
         ref = checkpoint.ref
         if ref in self._copied_refs or ref.job == self.own or ref.job in self._ended_jobs:
             return True
+        # A job that may be alive may have committed the attempt after the listing.
         return ref in self.listing and (
             not self.may_come(ref) or self._predates_takeover(checkpoint)
         )

@@ -90,6 +90,7 @@ def attend(attempt: str, manager: object, work: Work) -> None:
     this process if no save is under way, and when it is garbage collected.
     """
     _work_by_attempt[attempt] = work
+    # At the exit of the interpreter, the manager does not count as garbage collected.
     weakref.finalize(manager, _collected_attempts.add, attempt).atexit = False
 
 
@@ -103,9 +104,8 @@ def await_others(attempt: str, urls: Collection[str]) -> None:
     if threading.current_thread().name.startswith(THREAD_PREFIX):
         return
     own_work = _work_by_attempt.get(attempt)
-    for (
-        reference
-    ) in _work_by_attempt.valuerefs():  # A list, since a thread may make a manager meanwhile
+    # ``valuerefs`` returns a list, since a thread may make a manager meanwhile.
+    for reference in _work_by_attempt.valuerefs():
         work = reference()
         if work is not None and work is not own_work and not work.urls.isdisjoint(urls):
             work.wait_kept(urls)
@@ -198,7 +198,7 @@ class Owner(msgspec.Struct, frozen=True):
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"
 
 
-_decoder: Final = msgspec.json.Decoder(Owner)
+_owner_decoder: Final = msgspec.json.Decoder(Owner)
 
 
 def claim(backend: StorageBackend, claimant: Owner) -> Owner:
@@ -350,7 +350,7 @@ def read_owner(backend: StorageBackend) -> Owner | None:
     or if the root is a copy of the root of an owner that is alive on this machine.
     """
     try:
-        owner = read_record(backend, OWNER, _decoder.decode, limit=_MOST_RECORD_BYTES)
+        owner = read_record(backend, OWNER, _owner_decoder.decode, limit=_MOST_RECORD_BYTES)
     except (IntegrityError, LinkRefused, ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
     return None if _is_elsewhere(backend, owner.root) and owner.alive else owner

@@ -145,6 +145,7 @@ def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "
 def _put_and_check(
     backend: StorageBackend, ref: StepRef, seconds: float, reason: str, *, look_for_removal: bool
 ) -> Pin:
+    """Put a pin on ``ref``. Raises the errors of ``put_pin``."""
     pin = _put_unchecked(backend, _new_pin(ref, seconds), reason)
     _check_presence(backend, pin, look_for_removal=look_for_removal)
     return pin
@@ -180,6 +181,7 @@ def _new_pin(ref: StepRef, seconds: float) -> Pin:
 
 
 def _put_unchecked(backend: StorageBackend, pin: Pin, reason: str, branch: str = "") -> Pin:
+    """Put ``pin``, whether or not its step is there."""
     if len(reason) > _MOST_REASON_CHARACTERS:
         raise ConfigError(
             f"the reason has {len(reason)} characters: at most {_MOST_REASON_CHARACTERS}"
