@@ -79,6 +79,7 @@ def start() -> int:
 
 
 def _agent(idle_seconds: float | None) -> Agent:
+    """Return the agent of this user. It does not listen yet."""
     from ckpt.agent.server import Agent  # A worker does not need it
 
     idle = agent_idle_seconds() if idle_seconds is None else idle_seconds

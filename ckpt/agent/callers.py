@@ -65,8 +65,8 @@ class Callers:
         self._folder, self._selector, self._answer = folder, selector, answer
         self._lock = Lock(folder, "listen")
         self._listener: socket.socket | None = None
-        self._socket_identity = (0, 0)
-        self._lacks_descriptors = False
+        self._socket_identity = (0, 0)  # As ``identity`` returns it for no file
+        self._lacks_descriptors = False  # Whether the log says so already
         self._callers: list[Caller] = []
 
     def __iter__(self) -> Iterator[Caller]:
@@ -126,6 +126,7 @@ class Callers:
             self._selector.unregister(listener)
 
     def _accept(self) -> None:
+        """Accept a caller, and tell it the version of this agent."""
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
@@ -153,6 +154,9 @@ class Callers:
         )
 
     def _read_requests(self, caller: Caller) -> None:
+        """Answer the requests that have arrived from a caller. At the end of its connection, or if
+        a request cannot be read, close the connection.
+        """
         try:
             caller.buffer += (data := caller.connection.recv(_READ_BYTES))
             for frame in frames(caller.buffer):

@@ -52,7 +52,7 @@ class AgentCopier:
     def __init__(self, job: Job, rank: int, config: SaveConfig, target: OpenTier) -> None:
         self._job, self._rank, self._target, self._config = job, rank, target, config
         self._connection: Connection | None = None
-        self._worker = Process(1, 0)  # A process that never was, until there is a connection
+        self._worker = Process(1, 0)  # No process, until a worker is lent
 
     def copy(self, ref: StepRef, source: OpenTier, on_bytes: OnBytes) -> tuple[int, ...]:
         """Copy the data file of this rank from ``source``, and wait until the copy is durable.

@@ -77,7 +77,7 @@ class _Service:
         # The trainer's process is watched too, since a child of the trainer may keep the connection
         # open after the trainer has ended.
         self._trainer_pidfd = os.pidfd_open(check_peer(self._connection, "the trainer"))
-        self._completion = os.eventfd(0)
+        self._completion = os.eventfd(0)  # Readable once a copy has ended
         self._selector = selectors.DefaultSelector()
         for source in (self._connection, self._trainer_pidfd, self._completion):
             self._selector.register(source, selectors.EVENT_READ)
@@ -112,12 +112,12 @@ class _Service:
         Raises:
             EOFError: The trainer has ended or has cancelled the copy.
         """
-        progress, cancellation = list[int](), threading.Event()
+        byte_counts, cancellation = list[int](), threading.Event()
 
         def count(nbytes: int) -> None:
             if cancellation.is_set():
                 raise AgentError("the trainer does not want this copy any more")
-            progress.append(nbytes)
+            byte_counts.append(nbytes)
 
         copy = self._copier.submit(self._copy_file, request, count)
         copy.add_done_callback(lambda _: os.eventfd_write(self._completion, 1))
@@ -130,9 +130,9 @@ class _Service:
                 cancellation.set()
                 wait([copy], _ABORT_SECONDS)
                 raise EOFError
-            send(self._connection, Progress(sum(progress)))
+            send(self._connection, Progress(sum(byte_counts)))
         os.eventfd_read(self._completion)
-        send(self._connection, Progress(sum(progress)))
+        send(self._connection, Progress(sum(byte_counts)))
         try:
             return FileCopied(copy.result())
         except Exception as error:  # noqa: BLE001 - the trainer copies the file itself
@@ -140,6 +140,7 @@ class _Service:
             return FileFailed(abort_reason(failure))
 
     def _copy_file(self, request: CopyFile, on_bytes: OnBytes) -> tuple[int, ...]:
+        """Copy one file, and return the lengths of its encoded chunks on the target, if any."""
         (_, source), (settings, target) = map(self._tier, (request.source, request.target))
         if (ref := parse_folder(request.folder)) is None:
             raise AgentError(f"{request.folder!r} is not the folder of a step")
@@ -149,6 +150,7 @@ class _Service:
         return encoding.lengths if encoding else ()
 
     def _tier(self, index: int) -> tuple[Tier, StorageBackend]:
+        """Return the settings and the store of a tier of the job, which is opened once."""
         if index >= len(self._tiers):
             raise AgentError(f"the job has {len(self._tiers)} tiers, and no tier {index}")
         if index not in self._open_stores:

@@ -8,7 +8,7 @@
 3. The farther tiers get the steps that they lack and would keep, newest first. These are steps of
    the job, and of earlier jobs that could not copy them.
 4. Retention is applied as the trainer would apply it.
-5. Once durable tiers have the steps of the job, its memory is freed (``Finish.clean``).
+5. Once durable tiers have the steps of the job, its memory is freed (``Finish.free_memory``).
 
 The agent never owns a root and writes no ``writer.json``, so the next job never waits for the
 agent. The agent works on a root only if the owner of the root is the job itself or an earlier job,
@@ -136,9 +136,9 @@ class Finish:
     def run(self) -> Ended:
         """Finish the steps of the job, and return the outcome.
 
-        The steps in memory stay (see ``clean``), but the slot files of processes that have ended
-        are removed. At the end, unless a task has failed, the roots of durable tiers are given back
-        (``_give_back``).
+        The steps in memory stay (see ``free_memory``), but the slot files of processes that have
+        ended are removed. At the end, unless a task has failed, the roots of durable tiers are
+        given back (``_give_back``).
 
         A ``CkptError`` is not raised. The outcome contains the first one. An error of
         ``_give_back`` is only logged.
@@ -198,7 +198,7 @@ class Finish:
         self._run_task(parts.check_newer)
         if LEADER not in self._job.here or self._is_superseded:
             return
-        if not (living_ranks := parts.lacks_ends()):
+        if not (living_ranks := parts.unnoted_ranks()):
             self._run_whole()
         elif self._has_tier_behind():
             raise CommitError(
@@ -384,6 +384,7 @@ class Finish:
         """Return the committed steps of the job on ``roots``, and those of earlier jobs that led to
         them, newest step first.
         """
+        # The nearest root comes last, so that its entry for a step counts.
         listings = [root.inventory.look() for root in roots[::-1]]
         steps = {
             stored_step.ref: stored_step
@@ -413,12 +414,12 @@ class Finish:
             sources: The tiers from which steps are copied, nearest first.
             awaited_refs: The steps on the target that must stay when room is made for a copy.
         """
-        durable = [root.tier.backend for root in self._durable_roots if root is not target]
+        other_stores = [root.tier.backend for root in self._durable_roots if root is not target]
         return StepCopier(
             target.tier,
             target.claim,
             [root.tier.backend for root in sources],
-            FixedGuard(awaited_refs, durable),
+            FixedGuard(awaited_refs, other_stores),
             rollback=self._branch.rollback,
             confirm=partial(self._confirm, target),
         )

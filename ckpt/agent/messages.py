@@ -371,6 +371,7 @@ def _check_length(length: int) -> None:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Return the next ``count`` bytes. Raises the errors of ``receive``."""
     data = bytearray()
     while len(data) < count:
         piece = connection.recv(count - len(data))

@@ -214,7 +214,7 @@ class NodeParts:
         """Return the newest step of the job that is a checkpoint on the shared tier, or None."""
         return next((ref for ref in self._attempts() if is_committed(self._target, ref)), None)
 
-    def lacks_ends(self) -> set[int]:
+    def unnoted_ranks(self) -> set[int]:
         """Return the ranks that are not noted as ended in the newest checkpoint of the job on the
         shared tier. Return all ranks if the job has no checkpoint there.
         """

@@ -236,10 +236,10 @@ class Scrub:
             fragments = read_packed(folder.backend, ref)[0].fragments if ranks else ()
         except CkptError as error:
             return str(error)
-        for fragment in (part for part in fragments if part.rank in ranks):
+        for fragment_ref in (part for part in fragments if part.rank in ranks):
             root.claim.confirm_removal()
             try:
-                mend_rank(sources, folder, fragment, codec, self._pace.spend)
+                mend_rank(sources, folder, fragment_ref, codec, self._pace.spend)
             except CkptError as error:
                 reason = reason or str(error)
         return reason

@@ -186,7 +186,7 @@ class Rounds:
         progress = job_round.progress
         results = [result for _, result in job_round.results.values()]
         return ScrubStatus(
-            step=progress.step if progress else -1,
+            step=progress.step if progress else -1,  # -1 stands for none
             tier=redact(progress.tier) if progress else "",
             done_bytes=progress.done_bytes if progress else 0,
             total_bytes=progress.total_bytes if progress else 0,

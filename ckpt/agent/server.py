@@ -96,10 +96,11 @@ class Agent:
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
         self._work_lock = Lock(folder, "work")
         self._has_work_lock = self._is_ending = self._has_signal = False
+        # ``_busy_at`` is when the agent last had a job, by the monotonic clock.
         self._start_time, self._busy_at = time.time(), time.monotonic()
         self._jobs: list[WatchedJob] = []
         self._past_jobs: list[JobStatus] = []
-        self._given_up: list[JobStatus] = []
+        self._given_up_jobs: list[JobStatus] = []
         self._stop_caller: Caller | None = None
         self._selector = selectors.DefaultSelector()
         self._callers = Callers(folder, self._selector, self._answer)
@@ -313,6 +314,7 @@ class Agent:
             worker.kill()
 
     def _detach(self, attempt: str) -> Answer:
+        """Begin to finish the job ``attempt``, whose trainer may live on."""
         for job in self._jobs:
             if job.attempt == attempt and job.runs:
                 self._end_of_trainer(job)
@@ -368,7 +370,7 @@ class Agent:
             status = msgspec.structs.replace(job.status(), state=state, since=time.time())
             self._past_jobs = [*self._past_jobs, status][-_MAX_JOBS_LISTED:]
             if state == "given up":
-                self._given_up.append(status)
+                self._given_up_jobs.append(status)
             if state not in {"done", "closed"}:
                 self._rounds.forget([job.attempt])
         self._jobs.remove(job)
@@ -469,13 +471,14 @@ class Agent:
             self._stop()
 
     def _close(self) -> None:
+        """Kill all workers, tell a caller that has sent `Stop` the end, and close all sockets."""
         self._rounds.cancel()
         self._kill_copy_workers()
         for job in list(self._jobs):
             self._drop(job)
         if self._stop_caller is not None:
             with suppress(OSError):  # The caller has not waited for the end of the agent
-                self._stop_caller.connection.sendall(encode(Stopped(tuple(self._given_up))))
+                self._stop_caller.connection.sendall(encode(Stopped(tuple(self._given_up_jobs))))
         self._callers.stop_listening()
         for key in list(self._selector.get_map().values()):
             if isinstance(connection := key.fileobj, socket.socket):

@@ -81,7 +81,7 @@ class WatchedJob:
 
     def status(self) -> JobStatus:
         """Return the status of the job, without credentials in URLs."""
-        progress = self._copy_progress or Copying(-1, "", 0, 0)
+        progress = self._copy_progress or Copying(-1, "", 0, 0)  # -1 stands for no step
         state = "running" if self.runs else "kept" if self.is_settled else "waiting"
         state = "finishing" if self.worker else state
         is_planned = state in {"waiting", "kept"} and self.next_at
@@ -159,6 +159,7 @@ class WatchedJob:
         self.state_time = time.time()
 
     def _record(self, report: Report) -> None:
+        """Keep what a report of the worker says, for ``status``."""
         match report:
             case Copying():
                 self._copy_progress = report

@@ -207,6 +207,7 @@ class NodeStore:
             except OSError as error:
                 if not is_repeat:
                     continue
+                # An answer that was cut concerns this file, and any other failure the whole node.
                 if not isinstance(error, _CutShort):
                     self._silent_ranks.add(peer.rank)
                 elif (peer.rank, key) in self._logged_failures:

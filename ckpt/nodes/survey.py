@@ -37,7 +37,7 @@ _START_SECONDS: Final = 600.0
 """How many seconds may pass until all nodes have begun the same restore."""
 
 _log = logging.getLogger("ckpt")
-_decoder: Final = msgspec.json.Decoder(Peer)
+_peer_decoder: Final = msgspec.json.Decoder(Peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class NodeSurvey:
         }
         wait = Wait(_START_SECONDS, "what its node has")
         messages = gather(self._coordinator, self._subject, wait, ranks=ranks)
-        return [_decoder.decode(message) for message in messages.values()]
+        return [_peer_decoder.decode(message) for message in messages.values()]
 
     def _is_on_shared_tier(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> bool:
         """Return True if a shared tier has the step as a checkpoint."""
@@ -310,7 +310,8 @@ class NodeSurvey:
                 step = peer.tiers.get(tier.index, {}).get(ref.folder)
                 for name in step.files if step else ():
                     rank = rank_of(name)
-                    distances[rank] = min(distances.get(rank, 1), int(peer in other_peers))
+                    distance = 1 if peer in other_peers else 0
+                    distances[rank] = min(distances.get(rank, 1), distance)
         return distances
 
     def _store(self, tier: OpenTier, peers: Sequence[Peer]) -> NodeStore:
