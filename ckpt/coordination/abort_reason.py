@@ -101,6 +101,7 @@ def rebuild(verdict: Abort, step: int, *, message_name: str = "the part") -> Ckp
         step: The number of the step whose save was aborted.
         message_name: The words in a `CommitTimeout` for the message that has not arrived.
     """
+    # ``abort_reason`` says which field of ``verdict`` holds what for each kind of error.
     if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names
         return with_root(kind(key, verdict.reason), root)

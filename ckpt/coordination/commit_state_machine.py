@@ -269,9 +269,9 @@ class CommitMachine:
         )
         self._missing_ranks = frozenset(range(world_size))
         self._fragments: dict[int, FragmentRef] = {}
-        self._go: Go | None = None
-        self._checksum: str | None = None
-        self._fault: Abort | None = None
+        self._go_intent: Go | None = None  # The intent, once this rank knows that it is ``Go``
+        self._merged_checksum: str | None = None  # Of the manifest that this rank has made
+        self._fault: Abort | None = None  # Why this rank cannot complete the commit
         self._is_only_putter = False  # Whether no other rank may put the manifest
 
     def begin(self, current_time: float, abort: Abort | None = None) -> Action:
@@ -303,7 +303,7 @@ class CommitMachine:
                 return self._on_merge(checksum, current_time)
             case MergeFailure(abort, certain):
                 self._fault = abort
-                decides = self._go is None and (certain or self._rank == LEADER)
+                decides = self._go_intent is None and (certain or self._rank == LEADER)
                 return Propose(abort) if decides else self._follow(current_time)
             case TurnAnswer(turn):
                 return self._on_turn(turn, current_time)
@@ -311,6 +311,7 @@ class CommitMachine:
                 return self._on_put(reason, abort, current_time)
 
     def _on_votes(self, votes: Mapping[int, Vote], current_time: float) -> Action:
+        """Count the votes. Abort on a failure, and go on once all ranks have voted."""
         for rank in sorted(self._missing_ranks & votes.keys()):
             match votes[rank]:
                 case Failure(reason):
@@ -320,25 +321,27 @@ class CommitMachine:
         self._missing_ranks -= self._fragments.keys()
         if not self._missing_ranks:
             return self._on_all_votes(current_time)
-        if self._rank == LEADER and self._go is None and current_time < self._deadline:
+        if self._rank == LEADER and self._go_intent is None and current_time < self._deadline:
             return Gather(self._missing_ranks, self._deadline)
         return self._follow(current_time)
 
     def _on_intent(self, intent: Intent | None, current_time: float) -> Action:
         match intent:
-            case None:
+            case None:  # The leader is late
                 return self._step_in(current_time)
             case Abort():
                 return Conclude(intent)
-            case Go(rank) if rank == self._rank and self._checksum is not None and self._go is None:
-                self._go, self._is_only_putter = intent, True
+            case Go(rank) if (
+                rank == self._rank and self._merged_checksum is not None and self._go_intent is None
+            ):
+                self._go_intent, self._is_only_putter = intent, True
                 return Put()
-            case Go() if self._go is None:  # Give the proposer time to put the manifest
-                self._go = intent
+            case Go() if self._go_intent is None:  # Give the proposer time to put the manifest
+                self._go_intent = intent
                 self._deadline = current_time + self._bounds.timeout + self._stagger
                 self._next_pause = self._first_pause
                 return self._follow(current_time)
-            case Go():
+            case Go():  # The proposer has had its time
                 return self._step_in(current_time)
 
     def _step_in(self, current_time: float) -> Action:
@@ -362,23 +365,27 @@ class CommitMachine:
         )
 
     def _on_all_votes(self, current_time: float) -> Action:
+        """Make the manifest, unless this rank has made it or cannot make it."""
         if self._fault is not None:
             return self._follow(current_time)
-        if self._checksum is not None:
-            return self._on_merge(self._checksum, current_time)
+        if self._merged_checksum is not None:
+            return self._on_merge(self._merged_checksum, current_time)
         return Merge(tuple(self._fragments[rank] for rank in sorted(self._fragments)))
 
     def _on_merge(self, checksum: str, current_time: float) -> Action:
-        self._checksum = checksum
-        if self._go is None:
+        """Propose to put the manifest, or take the turn from the rank that had to put it."""
+        self._merged_checksum = checksum
+        if self._go_intent is None:
             return Propose(Go(self._rank, checksum))
-        if self._go.checksum == checksum:
+        if self._go_intent.checksum == checksum:
             return ProposeTurn(TurnTaken(self._rank))
-        self._fault = Abort(f"ranks {self._go.rank} and {self._rank} read different fragments", {})
+        self._fault = Abort(
+            f"ranks {self._go_intent.rank} and {self._rank} read different fragments", {}
+        )
         return self._follow(current_time)
 
     def _on_turn(self, turn: Turn, current_time: float) -> Action:
-        if isinstance(turn, Abort):
+        if isinstance(turn, Abort):  # The proposer has withdrawn the intent
             return Conclude(turn)
         if turn.rank == self._rank:
             return Put()
@@ -386,9 +393,10 @@ class CommitMachine:
         return self._follow(current_time) if self._fault else Put()  # All ranks put the same bytes
 
     def _on_put(self, reason: str, abort: Abort | None, current_time: float) -> Action:
+        """Conclude the commit. After a failure, withdraw the intent if no other rank may put."""
         if not reason:
-            assert self._go is not None
-            return Conclude(Committed(self._go.checksum))
+            assert self._go_intent is not None
+            return Conclude(Committed(self._go_intent.checksum))
         self._fault = abort or Abort(reason, {})
         if not self._is_only_putter:
             return self._follow(current_time)  # Another rank may succeed
@@ -402,10 +410,11 @@ class CommitMachine:
             deadline = min(current_time + self._next_pause, self._deadline)
             self._next_pause *= 2
             return Await(deadline)
-        if self._go is not None:
+        if self._go_intent is not None:
             detail = f": {self._fault.sentence}" if self._fault is not None else ""
+            rank = self._go_intent.rank
             return Conclude(
-                Unknown(f"rank {self._go.rank} had to put the manifest, and did not answer{detail}")
+                Unknown(f"rank {rank} had to put the manifest, and did not answer{detail}")
             )
         if self._fault is not None:
             return Propose(self._fault)

@@ -304,6 +304,7 @@ class _Commit:
         self._manifest = b""
 
     def run(self, vote: Vote, abort: CkptError | None) -> Verdict:
+        """Post ``vote``, do what the commit machine says, and return the verdict."""
         self._coordinator.post(self._subject, encode(vote))
         current_time = time.monotonic()
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -317,12 +318,13 @@ class _Commit:
         return action.verdict
 
     def _perform(self, action: Action) -> Event:
-        intent, turn = f"{self._subject}/intent", f"{self._subject}/turn"
+        """Carry out ``action``, and return its event."""
+        intent_subject, turn_subject = f"{self._subject}/intent", f"{self._subject}/turn"
         match action:
             case Await(deadline):
                 return self._outcome(deadline)
             case Look():
-                data = self._coordinator.verdict(intent, timeout=0.0)
+                data = self._coordinator.verdict(intent_subject, timeout=0.0)
                 return IntentAnswer(None if data is None else decode_intent(data))
             case Gather(ranks, deadline):
                 return self._gather(ranks, deadline)
@@ -330,10 +332,12 @@ class _Commit:
                 return self._merge(fragments)
             case Propose(proposal):
                 return IntentAnswer(
-                    decode_intent(self._coordinator.set_once(intent, encode(proposal)))
+                    decode_intent(self._coordinator.set_once(intent_subject, encode(proposal)))
                 )
             case ProposeTurn(proposal):
-                return TurnAnswer(decode_turn(self._coordinator.set_once(turn, encode(proposal))))
+                return TurnAnswer(
+                    decode_turn(self._coordinator.set_once(turn_subject, encode(proposal)))
+                )
             case Put():
                 return self._put()
             case Conclude(verdict):
@@ -346,6 +350,7 @@ class _Commit:
                 assert_never(action)
 
     def _outcome(self, deadline: float) -> Outcome:
+        """Wait until ``deadline`` for the outcome, and do this rank's part of a commit."""
         self._store.attend(self._ref, deadline)
         data = self._coordinator.verdict(
             self._subject, timeout=max(0.0, deadline - time.monotonic())
@@ -376,6 +381,7 @@ class _Commit:
                 return Votes(failures | {rank: _vote_of(data) for rank, data in late_votes.items()})
 
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
+        """Make the manifest. A failure is certain if every rank would meet it."""
         try:
             parts = self._read_all(partial(self._read, fragment) for fragment in fragments)
             manifest = merge(zip(parts, fragments, strict=True), self._merge_cache)
@@ -405,6 +411,7 @@ class _Commit:
         return unpack(_checked_fragment(data, fragment=fragment, key=key), Packed, key=key)
 
     def _put(self) -> PutResult:
+        """Put the manifest that ``_merge`` has made."""
         try:
             self._store.put(self._ref, self._manifest)
         except ManifestUnsent as unsent:

@@ -110,6 +110,7 @@ def encode_json(message: object) -> bytes:
 
 
 def _escape(value: Any) -> Any:
+    """Return a plain value with the lone surrogates in its texts escaped."""
     match value:
         case str():
             return value.encode(errors="backslashreplace").decode()

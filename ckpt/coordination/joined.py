@@ -161,6 +161,7 @@ def _check_ranks(rank: int, world_size: int) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
+    """Split an address such as "node1:29500" or "[::1]:29500"."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:

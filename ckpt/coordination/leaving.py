@@ -45,7 +45,7 @@ class Departure(msgspec.Struct, frozen=True):
     reason: str
 
 
-_decoder: Final = msgspec.json.Decoder(Departure)
+_departure_decoder: Final = msgspec.json.Decoder(Departure)
 
 
 class DepartingCoordinator:
@@ -132,7 +132,7 @@ def who_left(coordinator: Coordinator) -> Departure | None:
     The call costs one request to the job's store.
     """
     message = coordinator.verdict(_SUBJECT, timeout=0.0)
-    return None if message is None else _decoder.decode(message)
+    return None if message is None else _departure_decoder.decode(message)
 
 
 def who_has_left(coordinator: Coordinator, ranks: Collection[int]) -> dict[int, str]:
@@ -145,4 +145,6 @@ def who_has_left(coordinator: Coordinator, ranks: Collection[int]) -> dict[int, 
         return {}
     reasons = {departure.rank: departure.reason} if departure.rank in ranks else {}
     messages = coordinator.collect(_SUBJECT, set(ranks), timeout=0.0)
-    return reasons | {rank: _decoder.decode(message).reason for rank, message in messages.items()}
+    return reasons | {
+        rank: _departure_decoder.decode(message).reason for rank, message in messages.items()
+    }

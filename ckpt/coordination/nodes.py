@@ -97,8 +97,9 @@ def agree(
         encryption = encryption_of(tls)
     except ConfigError as error:  # All ranks raise the error below, so post it first
         fault = str(error)
-    own_rank = _RankMessage([_identity(tier.backend) for tier in local], tls is not None, fault)
-    coordinator.post("nodes", encode_json(own_rank))
+    own_message = _RankMessage([_identity(tier.backend) for tier in local], tls is not None, fault)
+    coordinator.post("nodes", encode_json(own_message))
+    # The ranks wait longer than the leader, so that its error comes first.
     wait = Wait(_START_SECONDS + 30, "which ranks share a node")
     decision = leader_decides(
         coordinator, "nodes", lambda: _decide(_rank_messages(coordinator)), wait, _Decision
@@ -170,6 +171,7 @@ def _number_nodes(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
 
 
 def _identity(backend: StorageBackend) -> str:
+    """Return a text that two ranks have in common only if they share this root."""
     root = backend.url
     if isinstance(backend, HasRoot):
         with suppress(CkptError):  # The first save reports this error of the tier
@@ -229,7 +231,7 @@ class _MergeNotice(msgspec.Struct, frozen=True):
     checksum: str
 
 
-_decoder: Final = msgspec.json.Decoder(_MergeNotice)
+_notice_decoder: Final = msgspec.json.Decoder(_MergeNotice)
 
 
 class NodeLocalStore:
@@ -337,7 +339,7 @@ class NodeLocalStore:
             )
             if data is not None:
                 self._has_done_put = True
-                notice = _decoder.decode(data)
+                notice = _notice_decoder.decode(data)
                 if self._nodes.of[notice.rank] != self._nodes.of[self._coordinator.rank]:
                     message = self._put_on_this_node(ref, notice)
                     self._coordinator.post(self._subject(ref, "put"), message.encode())
@@ -376,6 +378,7 @@ class NodeLocalStore:
         return ""
 
     def _receive(self, ref: StepRef, topic: str, rank: int, nbytes: int) -> bytes:
+        """Return a message of at most ``nbytes`` bytes that ``rank`` has sent about a save."""
         try:
             return receive(
                 self._coordinator,

@@ -64,7 +64,7 @@ class _Answer(msgspec.Struct, frozen=True):
     nbytes: int = 0
 
 
-_decoder: Final = msgspec.json.Decoder(_Answer)
+_answer_decoder: Final = msgspec.json.Decoder(_Answer)
 _names_decoder: Final = msgspec.json.Decoder(tuple[str, ...])
 
 
@@ -202,6 +202,9 @@ class RestoreRounds:
         return replace(answer, names=_names_decoder.decode(names), nbytes=0)
 
     def _worst_answer(self, subject: str, step: int) -> _Answer:
+        """Collect the answers of all ranks, on the leader, and return the worst. If all are "ok",
+        it has the names that all ranks have reported.
+        """
         missing = set(range(self._coordinator.world_size))
         deadline = time.monotonic() + self._patience
         worst = _Answer("ok")
@@ -219,7 +222,7 @@ class RestoreRounds:
                 return _Answer("stop", f"step {step}: {reason}")
             for rank, data in messages.items():
                 missing.discard(rank)
-                answer = self._with_names(f"{subject}/names", rank, _decoder.decode(data))
+                answer = self._with_names(f"{subject}/names", rank, _answer_decoder.decode(data))
                 common_names = (
                     set(answer.names)
                     if common_names is None

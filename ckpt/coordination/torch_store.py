@@ -258,6 +258,7 @@ def _restart_number(store: Store | None) -> str:
 
 
 def _own_connection(base: Store | None) -> Store:
+    """Return a connection of its own to ``base``; None stands for that of the process group."""
     store: Any = base or get_default_store()
     try:
         return cast(Store, store.clone())
