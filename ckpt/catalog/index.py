@@ -283,10 +283,12 @@ def read_manifest(
         ManifestCorrupt, ChecksumMismatch: The manifest or a fragment is damaged.
         FormatUnsupported: This ckpt cannot read the format of the checkpoint.
     """
-    manifest = read_packed(backend, ref, retry=retry)[0]
+    manifest, _ = read_packed(backend, ref, retry=retry)
 
     def read(fragment_ref: FragmentRef, file: File | None) -> Fragment:
-        return retry.call(partial(load_fragment, backend, ref, manifest, fragment_ref, file))[0]
+        load = partial(load_fragment, backend, ref, manifest, fragment_ref, file)
+        fragment, _ = retry.call(load)
+        return fragment
 
     with errors_of(backend.url):
         return fill(manifest, read, None, key=ref.manifest)
@@ -368,13 +370,14 @@ def creation_time(backend: StorageBackend, ref: StepRef) -> float:
         AccessDenied, TransientStorageError: The store denies access or does not answer.
     """
     try:
-        return read_packed(backend, ref)[0].created_at
+        manifest, _ = read_packed(backend, ref)
     except LinkRefused:  # An ``AccessDenied`` that is about this object alone
         return 0.0
     except (AccessDenied, TransientStorageError):
         raise
     except (IntegrityError, StorageError):
         return 0.0
+    return manifest.created_at
 
 
 def _newest_steps_clause(backend: StorageBackend, refs: Collection[StepRef]) -> str:

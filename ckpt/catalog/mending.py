@@ -78,7 +78,8 @@ def mend_step(
         return
     files = list(source.manifest.stored_files().values())
     if not has_own_manifest:  # Without an intact manifest, ``faults`` has no faults of data files
-        damaged_keys = {fault.key for fault in verify_files(folder, files)[0]}
+        data_faults, _ = verify_files(folder, files)
+        damaged_keys = {fault.key for fault in data_faults}
     bases = (file.base for file in files if file.base is not None and file.base.key in damaged_keys)
     if has_own_manifest and not all(is_committed(folder.backend, base.ref) for base in bases):
         _encode_again(sources, folder, codec, confirm, on_bytes)

@@ -237,7 +237,8 @@ class TieredReader:
             return self._source.manifest
 
         def read(fragment_ref: FragmentRef, file: File | None) -> Fragment:
-            return self._load(position, manifest, fragment_ref, file)[0]
+            fragment, _ = self._load(position, manifest, fragment_ref, file)
+            return fragment
 
         return fill(
             manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest
@@ -250,13 +251,18 @@ class TieredReader:
         file of the rank, or None if the rank has none. Raises the errors of the method
         ``manifest``.
         """
-        return self._fragment(manifest, fragment_ref, file)[1]
+        _, record = self._fragment(manifest, fragment_ref, file)
+        return record
 
     def _fragment(
         self, manifest: Manifest, fragment_ref: FragmentRef, file: File | None, *, start: int = 0
     ) -> tuple[Fragment, bytes]:
+        """Return a fragment of ``manifest`` from the nearest source that has it intact, and the
+        bytes of its record. The source ``start`` is asked first.
+        """
         load = partial(self._load, manifest=manifest, fragment_ref=fragment_ref, file=file)
-        return self._nearest(self.ref.key(fragment_ref.name), load, start=start)[1]
+        _, fragment_and_record = self._nearest(self.ref.key(fragment_ref.name), load, start=start)
+        return fragment_and_record
 
     def _load(
         self, position: int, manifest: Manifest, fragment_ref: FragmentRef, file: File | None

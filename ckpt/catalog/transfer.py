@@ -177,10 +177,10 @@ def fetch_nearest(
             not (packed := _packed_manifest(source, ref)) or packed in tried_manifests
         ):
             continue
-        others = [*sources[:position], *sources[position + 1 :]]
+        other_sources = [*sources[:position], *sources[position + 1 :]]
         try:
             report = fetch_step(
-                [source, *others], folder, on_progress=on_progress, on_repair=on_repair
+                [source, *other_sources], folder, on_progress=on_progress, on_repair=on_repair
             )
         except FormatUnsupported:
             if first_error is None:
@@ -192,7 +192,8 @@ def fetch_nearest(
             continue
         if first_error is not None:
             # Earlier tries may have left files that this manifest does not name.
-            _remove_unnamed(folder, read_packed(folder.backend, ref)[0])
+            manifest, _ = read_packed(folder.backend, ref)
+            _remove_unnamed(folder, manifest)
         return report
     assert first_error is not None
     raise first_error
@@ -201,9 +202,10 @@ def fetch_nearest(
 def _packed_manifest(source: StorageBackend, ref: StepRef) -> bytes:
     """Return the bytes of the manifest; empty bytes if it is missing or cannot be read."""
     try:
-        return read_packed(source, ref)[1]
+        _, packed = read_packed(source, ref)
     except (IntegrityError, StorageError):
         return b""
+    return packed
 
 
 def _meter(
@@ -219,7 +221,9 @@ def _meter(
     store.
     """
     meter = Meter(manifest.nbytes if is_recoded else manifest.stored_bytes, on_progress)
-    missing_bytes = sum(stored.file.size if is_recoded else stored.size for stored in missing)
+    missing_bytes = sum(
+        stored_file.file.size if is_recoded else stored_file.size for stored_file in missing
+    )
     meter.add(meter.total - missing_bytes)
     return meter
 
@@ -551,8 +555,8 @@ def _remove_unnamed(folder: StepFolder, manifest: Manifest) -> None:
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
     kept_keys = {ref.manifest, ref.claim_marker, *map(ref.key, names)}
     keys = [info.key for info in own_objects(folder.backend, ref) if info.key not in kept_keys]
-    outdated = [key for key in keys if not is_late_metrics(key.rpartition("/")[2])]
-    folder.retry.call(partial(delete_files, folder.backend, outdated))
+    outdated_keys = [key for key in keys if not is_late_metrics(key.rpartition("/")[2])]
+    folder.retry.call(partial(delete_files, folder.backend, outdated_keys))
 
 
 def has_codec(manifest: Manifest, codec: str) -> bool:

@@ -217,10 +217,10 @@ class RankPart:
 
     def _image(self) -> StoredImage:
         """Return the data file at the source. Raises ``IntegrityError`` if its size is wrong."""
-        stored = self._stored_file()
-        for fault in size_faults(self._source, [stored]):
+        stored_file = self._stored_file()
+        for fault in size_faults(self._source, [stored_file]):
             raise fault.error()
-        return StoredImage.of(self._source.backend, stored, self._source.retry)
+        return StoredImage.of(self._source.backend, stored_file, self._source.retry)
 
     def fragment(self, encoding: Encoding | None) -> bytes:
         """Return the bytes of the fragment for another store, where the data file has ``encoding``.

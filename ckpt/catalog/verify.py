@@ -344,9 +344,10 @@ def _fragment_or_fault(
     """Return a fragment of ``manifest``, or the fault if it is not intact."""
     load = partial(load_fragment, folder.backend, folder.ref, manifest, fragment_ref, file)
     try:
-        return folder.retry.call(load)[0]
+        fragment, _ = folder.retry.call(load)
     except (IntegrityError, StorageError) as error:
         return fault_of(error)
+    return fragment
 
 
 def _examine_size(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, Fault | None]:
