@@ -66,8 +66,10 @@ def start() -> int:
     read_end, write_end = os.pipe()
     if child := os.fork():  # A fork is safe here, since no other thread runs yet
         os.close(write_end)
-        signal_byte = os.read(read_end, 1)
-        return 0 if signal_byte else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or 1
+        if os.read(read_end, 1):
+            return 0
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status) or 1
     os.close(read_end)
     agent = _agent(None)
     listens = agent.listen()

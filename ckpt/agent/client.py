@@ -142,7 +142,7 @@ class Connection:
         deadline, poll = time.monotonic() + seconds, select.poll()
         poll.register(self._socket, select.POLLIN)
         with suppress(OSError):
-            while poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+            while poll.poll(1e3 * max(0.0, deadline - time.monotonic())):  # In milliseconds
                 if not self._socket.recv(1 << 16):
                     return True
             return False

@@ -156,6 +156,6 @@ def _kill(process: Process) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 poll = select.poll()
                 poll.register(descriptor, select.POLLIN)
-                poll.poll(1e3 * _END_SECONDS)
+                poll.poll(1e3 * _END_SECONDS)  # In milliseconds
         finally:
             os.close(descriptor)

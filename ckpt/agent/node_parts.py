@@ -452,9 +452,11 @@ class NodeParts:
         for store in part.stores:
             if is_committed(store, part.step.ref):
                 try:
-                    return read_packed(store, part.step.ref)[0]
+                    manifest, _ = read_packed(store, part.step.ref)
                 except IntegrityError as error:
                     _log.warning("ckpt: %s", error)
+                else:
+                    return manifest
         return None
 
     def _unnoted_ranks(self, folder: StepFolder) -> set[int]:

@@ -264,7 +264,8 @@ def check_detach(mode: AgentMode, registration: Registration | None) -> None:
 
 
 def _register(job: Job) -> Connection:
-    return reach_and_ask(job)[0]
+    connection, _ = reach_and_ask(job)
+    return connection
 
 
 def _job_message(

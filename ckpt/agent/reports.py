@@ -112,7 +112,9 @@ def progress_of(step: int, to: str, report: OnReport) -> OnProgress:
     """Return a function for the progress of a copy of ``step`` to the tier ``to``. It passes a
     `Copying` to ``report`` a few times a second.
     """
-    return at_intervals(lambda done, total: report(Copying(step, to, done, total)))
+    return at_intervals(
+        lambda done_bytes, total_bytes: report(Copying(step, to, done_bytes, total_bytes))
+    )
 
 
 def at_intervals(on_progress: OnProgress) -> OnProgress:

@@ -93,7 +93,12 @@ class Scrub:
         for tier in self._tiers:
             if not tier.in_memory and self._verifies(tier):
                 self._run_task(tier, partial(self._add_due_steps, tier, due))
-        for ref, root in sorted(due, key=lambda pair: (-pair[0].step, pair[1].tier.index)):
+
+        def urgency(due_step: tuple[StepRef, _Root]) -> tuple[int, int]:
+            ref, root = due_step
+            return -ref.step, root.tier.index
+
+        for ref, root in sorted(due, key=urgency):
             if root.tier.url not in self._silent_urls:
                 self._run_task(root.tier, partial(self._scrub_step, root, ref))
         if self._errors:
@@ -232,11 +237,13 @@ class Scrub:
         keys = {fault.key for fault in faults} - {ref.manifest}
         folder_keys = (key for key in keys if key.startswith(f"{ref.folder}/"))
         ranks = {rank_of(key.rpartition("/")[2]) for key in folder_keys}
+        if not ranks:
+            return ""
         try:
-            fragments = read_packed(folder.backend, ref)[0].fragments if ranks else ()
+            manifest, _ = read_packed(folder.backend, ref)
         except CkptError as error:
             return str(error)
-        for fragment_ref in (part for part in fragments if part.rank in ranks):
+        for fragment_ref in (part for part in manifest.fragments if part.rank in ranks):
             root.claim.confirm_removal()
             try:
                 mend_rank(sources, folder, fragment_ref, codec, self._pace.spend)

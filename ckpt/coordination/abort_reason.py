@@ -56,6 +56,7 @@ class Abort(msgspec.Struct, frozen=True, tag="aborted"):
     @property
     def sentence(self) -> str:
         """The reason as a text for users."""
+        # -1 stands for no step.
         return str(rebuild(self, -1)) if self.kind != "CommitError" else self.reason
 
 

@@ -173,7 +173,8 @@ class RestoreRounds:
         wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
 
         def decide() -> _Answer:
-            return self._send(shared_subject, self._worst_answer(subject, step))[0]
+            shared_answer, _ = self._send(shared_subject, self._worst_answer(subject, step))
+            return shared_answer
 
         answer = leader_decides(self._coordinator, subject, decide, wait, _Answer)
         if pieces:

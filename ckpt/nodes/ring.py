@@ -113,9 +113,10 @@ class Ring:
         backend = self.tier.backend
         written_keys = self._copied_keys.setdefault(ref, [])
         try:
-            copies = self._copies(read_packed(backend, ref)[0], written_keys)
+            manifest, _ = read_packed(backend, ref)
+            copies = self._copies(manifest, written_keys)
             nbytes = sum(
-                copies.fetch(self.peers[node], self._ranks_of(copies.manifest, node))
+                copies.fetch(self.peers[node], self._ranks_of(manifest, node))
                 for node in self.sources
             )
         except BaseException:

@@ -86,7 +86,8 @@ class _Caller:
         """Return how many bytes of the request are still missing."""
         if len(self.request) < REQUEST.size:
             return REQUEST.size - len(self.request)
-        return REQUEST.size + int(REQUEST.unpack_from(self.request)[-1]) - len(self.request)
+        *_, key_bytes = REQUEST.unpack_from(self.request)
+        return REQUEST.size + int(key_bytes) - len(self.request)
 
 
 class NodeServer:
