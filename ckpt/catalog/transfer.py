@@ -221,9 +221,7 @@ def _meter(
     store.
     """
     meter = Meter(manifest.nbytes if is_recoded else manifest.stored_bytes, on_progress)
-    missing_bytes = sum(
-        stored_file.file.size if is_recoded else stored_file.size for stored_file in missing
-    )
+    missing_bytes = sum(source.file.size if is_recoded else source.size for source in missing)
     meter.add(meter.total - missing_bytes)
     return meter
 
@@ -273,38 +271,41 @@ def fetch_step(
     start = time.perf_counter()
     origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
     with _source_errors():
-        step, source = _self_contained(origin)
+        step_reader, source = _self_contained(origin)
     manifest, packed = source.manifest, source.data
-    old = _manifest_of_other_files(folder, manifest, packed)
+    old_manifest = _other_manifest(folder, manifest, packed)
     # A destination that has this manifest keeps it, so its files are not encoded again.
-    is_listed = old is None and _make_way_for_manifest(folder, packed)
-    if old is not None and not verify_files(folder, old.stored_files().values())[0]:
-        return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
+    is_listed = old_manifest is None and _make_way_for_manifest(folder, packed)
+    if old_manifest is not None:
+        old_faults, _ = verify_files(folder, old_manifest.stored_files().values())
+        if not old_faults:
+            return FetchReport(
+                folder.ref, old_manifest.stored_bytes, 0, time.perf_counter() - start
+            )
     if codec is None and manifest.increments:
         codec = next(iter(manifest.codecs), NO_CODEC)
-    if old is not None:
+    if old_manifest is not None:
         require_no_heirs(folder)
-    recoding = None if codec is None or is_listed else _recoding(step, manifest, codec)
+    recoding = None if codec is None or is_listed else _recoding(step_reader, manifest, codec)
     intact_files = _intact_files(manifest, folder, recoding)
     missing = [file for rank, file in manifest.stored_files().items() if rank not in intact_files]
-    source_folder = dataclasses.replace(folder, backend=sources[0])
-    for fault in (
-        size_faults(source_folder, missing) if len(sources) == 1 and step is origin else ()
-    ):
-        raise fault.error()
+    if len(sources) == 1 and step_reader is origin:  # No other source could give the file
+        source_folder = dataclasses.replace(folder, backend=sources[0])
+        for fault in size_faults(source_folder, missing):
+            raise fault.error()
     meter = _meter(manifest, missing, on_progress, is_recoded=recoding is not None)
-    copies = copy_files(step.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
-    if old is not None:
+    copies = copy_files(step_reader.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
+    if old_manifest is not None:
         # The old manifest is removed only after all data files were written.
         folder.retry.call(partial(delete_files, folder.backend, [folder.ref.manifest]))
     if recoding is None:
-        copy_fragments(step, manifest, manifest.fragments, folder)
+        copy_fragments(step_reader, manifest, manifest.fragments, folder)
     else:
         files = {copy.stored.rank: copy.stored for copy in copies} | intact_files
         manifest = _put_fragments(folder, recoding, files)
         packed = pack(manifest)
     commit_copy(folder, packed, look=partial(check_files, folder, manifest, confirm))
-    if old is not None:
+    if old_manifest is not None:
         _remove_unnamed(folder, manifest)
     copied_bytes = sum(copy.stored.size for copy in copies)
     return FetchReport(folder.ref, manifest.stored_bytes, copied_bytes, time.perf_counter() - start)
@@ -317,8 +318,8 @@ def _self_contained(
     source = origin.whole(lambda source: origin.fill(source, None))
     if not source.manifest.locations:
         return origin, source
-    step = SelfContainedStep(origin, source)
-    return step, step.source
+    step_reader = SelfContainedStep(origin, source)
+    return step_reader, step_reader.source
 
 
 def copy_files(
@@ -519,9 +520,7 @@ def _make_way_for_manifest(folder: StepFolder, packed: bytes) -> bool:
     )
 
 
-def _manifest_of_other_files(
-    folder: StepFolder, manifest: Manifest, packed: bytes
-) -> Manifest | None:
+def _other_manifest(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
     """Return the manifest at the destination if it has the same chunks in other files: encoded in
     another way, or as increments where the source has whole files or the other way round.
 
@@ -531,16 +530,15 @@ def _manifest_of_other_files(
     """
     try:
         key = folder.ref.manifest
-        if (
-            folder.read(key, partial(_is_same_manifest, packed, key=key))
-            and not manifest.increments
-        ):
+        is_same = folder.read(key, partial(_is_same_manifest, packed, key=key))
+        if is_same and not manifest.increments:
             return None
-        old = read_manifest(folder.backend, folder.ref, retry=folder.retry)
+        present = read_manifest(folder.backend, folder.ref, retry=folder.retry)
     except (ObjectNotFound, IntegrityError):
         return None
-    is_alike = old.encoded == manifest.encoded and not (old.increments or manifest.increments)
-    return old if not is_alike and same_chunks(old, manifest) else None
+    has_increments = bool(present.increments or manifest.increments)
+    is_alike = present.encoded == manifest.encoded and not has_increments
+    return present if not is_alike and same_chunks(present, manifest) else None
 
 
 def _remove_unnamed(folder: StepFolder, manifest: Manifest) -> None:
