@@ -238,10 +238,11 @@ class Evictor:
         ]
         order += [committed_steps[ref] for ref in candidates if ref in owed_refs]
         order += [committed_steps[most_needed]] if most_needed is not None else []
-        # Remains may be in two of these groups.
+        # A step that another one here refers to stays as long as that one.
         present_steps = {
             ref: step for ref, step in committed_steps.items() if ref not in exclusions
         }
+        # Remains may be in two of the groups of ``order``.
         for step in {step.ref: step for step in order}.values():
             if excess <= 0:
                 return
