@@ -62,7 +62,7 @@ class DeltaChains:
         """
         rank, index = chunk
         try:
-            for link in self.by_rank[rank]:
+            for link in self.by_rank[rank]:  # ``codes`` has a difference for each chunk
                 apply_difference(link.delta.codes[index], data, is_reverse=link.is_reverse)
         except ValueError:
             return False

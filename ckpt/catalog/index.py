@@ -417,19 +417,21 @@ def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) 
         return f"step {step} is not there{_newest_steps_clause(backend, refs)}"
     if refs:
         return f"{len(refs)} save(s) were begun, none was committed"
-    foreign = [
+    foreign_keys = [
         info.key for info in islice(backend.list(""), _MOST_FOREIGN_OBJECTS) if info.key != OWNER
     ]
-    if not foreign:
+    if not foreign_keys:
         return "it is empty, or does not exist"
-    if (dcp_key := min(filter(_is_of_dcp, foreign), default=None)) is not None:
+    if (dcp_key := min(filter(_is_of_dcp, foreign_keys), default=None)) is not None:
         return (
             f"it holds files of torch.distributed.checkpoint, such as {dcp_key!r}: that reads them "
             "with its own FileSystemReader, and ckpt adopt makes a step of such a folder"
         )
-    if folder := next(filter(None, map(_root_of, foreign)), ""):
+    if folder := next(filter(None, map(_root_of, foreign_keys)), ""):
         return f"it holds no steps, but its folder {folder!r} does: give that one"
-    return f"it holds no steps, but other files, such as {foreign[0]!r}: is this the right place?"
+    return (
+        f"it holds no steps, but other files, such as {foreign_keys[0]!r}: is this the right place?"
+    )
 
 
 def _root_of(key: str) -> str:

@@ -443,9 +443,9 @@ class Inventory:
         """Return the names of those files among ``files`` and the fragments of the step that are
         missing or shorter than the manifest says, with their sizes (None if missing).
 
-        Fragments that the manifest carries are not needed. With ``part``, only the fragments of the
-        ranks of ``files`` are needed. A listing may lag behind, so each file that is not in
-        ``objects`` as a whole is looked up by a request of its own.
+        Fragments that the manifest carries are not needed. If the tier has only a part of each
+        step, only the fragments of the ranks of ``files`` are needed. A listing may lag behind, so
+        each file that is not in ``objects`` as a whole is looked up by a request of its own.
         """
         stored_sizes = {encoding.rank: encoding.size for encoding in outline.encoded}
         stored_sizes |= {increment.rank: increment.size for increment in outline.increments}
@@ -474,9 +474,9 @@ class Inventory:
     ) -> Sequence[_NamedFile]:
         """Return the data files that the tier must have.
 
-        These are all data files of the step. With ``part``, they are the data files of the ranks
-        whose fragments are on the tier. A data file without its fragment is then an interrupted
-        copy for another node, and is not needed.
+        These are all data files of the step. If the tier has only a part of each step, they are
+        those of the ranks whose fragments are on the tier. A data file without its fragment is then
+        an interrupted copy for another node, and is not needed.
         """
         if not self._is_partial:
             return outline.files

@@ -84,13 +84,15 @@ def copy_rollbacks(source: StorageBackend, target: StorageBackend) -> bool:
     rollbacks = all_rollbacks(source)
     if not rollbacks:
         return True
-    present = {rollback.number: rollback for rollback in all_rollbacks(target)}
+    target_rollbacks = {rollback.number: rollback for rollback in all_rollbacks(target)}
     numbers = {rollback.number for rollback in rollbacks}
-    is_alike = all(present.get(rollback.number, rollback) == rollback for rollback in rollbacks)
-    if not is_alike or (present and numbers.isdisjoint(present)):
+    is_alike = all(
+        target_rollbacks.get(rollback.number, rollback) == rollback for rollback in rollbacks
+    )
+    if not is_alike or (target_rollbacks and numbers.isdisjoint(target_rollbacks)):
         return False
     for rollback in rollbacks:
-        if rollback.number not in present:
+        if rollback.number not in target_rollbacks:
             put_rollback(target, rollback)
     return True
 
