@@ -89,7 +89,7 @@ def prefetch(
         else:
             results.append(_copy_step(tier, ref, sources, workers, on_progress))
         if results[-1].ref == ref:
-            sources.insert(len(sources) - 1, tier.backend)
+            sources.insert(len(sources) - 1, tier.backend)  # Before ``source``, the farthest
     return results
 
 

@@ -120,10 +120,12 @@ class NodeServer:
         encryption: Encryption | None = None,
     ) -> None:
         self._stores, self._encryption = stores, encryption
-        self._folders = {tier: deque[str](maxlen=_MAX_STEPS) for tier in stores}
+        self._allowed_folders = {tier: deque[str](maxlen=_MAX_STEPS) for tier in stores}
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.served_bytes = 0
-        self._change = threading.Condition()
+        # Guards the fields that several threads use, and tells that a step is allowed or the server
+        # closes.
+        self._condition = threading.Condition()
         self._open_connections: set[socket.socket] = set()
         # The connections without a complete request, oldest first. Only the listening thread uses
         # them.
@@ -146,17 +148,19 @@ class NodeServer:
             ref: The step.
             tier: The index of the tier; None for all tiers.
         """
-        with self._change:
-            for folders in self._folders.values() if tier is None else [self._folders[tier]]:
+        with self._condition:
+            for folders in (
+                self._allowed_folders.values() if tier is None else [self._allowed_folders[tier]]
+            ):
                 if ref.folder not in folders:
                     folders.append(ref.folder)
-            self._change.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Stop serving, even in the middle of an answer."""
-        with self._change:
+        with self._condition:
             self._is_closed = True
-            self._change.notify_all()
+            self._condition.notify_all()
             for connection in self._open_connections:
                 with suppress(OSError):
                     # SSLSocket.shutdown would end the encryption first, and a thread that is
@@ -199,8 +203,8 @@ class NodeServer:
             except OSError:
                 # The caller has closed the connection again, or too many files are open. The pause
                 # keeps the loop from spinning in the second case.
-                with self._change:
-                    self._change.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
+                with self._condition:
+                    self._condition.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
                 return
             self._admit(selector, connection, str(peer_address[0]))
         elif (caller := self._callers.get(ready)) is not None:
@@ -250,7 +254,7 @@ class NodeServer:
             self._encryption.note_connection(caller.host)
         selector.unregister(caller.connection)
         del self._callers[caller.connection]
-        with self._change:
+        with self._condition:
             self._open_connections.add(caller.connection)
         self._workers.submit(self._serve, caller)
 
@@ -324,7 +328,7 @@ class NodeServer:
             # The caller has closed the connection or is too slow. It may connect again.
             _log.debug("ckpt: a request from another node was not answered: %s", error)
         finally:
-            with self._change:
+            with self._condition:
                 self._open_connections.discard(caller.connection)
 
     def _answer(self, connection: socket.socket, request: bytearray) -> None:
@@ -357,7 +361,7 @@ class NodeServer:
             self._count(len(piece))
 
     def _count(self, nbytes: int) -> None:
-        with self._change:
+        with self._condition:
             self.served_bytes += nbytes
 
     def _check_allowed(self, tier: int, key: str) -> None:
@@ -371,9 +375,9 @@ class NodeServer:
             raise ObjectNotFound(key)
         if name == MANIFEST:
             return
-        with self._change:
-            folders = self._folders[tier]
-            self._change.wait_for(lambda: self._is_closed or folder in folders, CONNECT_SECONDS)
+        with self._condition:
+            folders = self._allowed_folders[tier]
+            self._condition.wait_for(lambda: self._is_closed or folder in folders, CONNECT_SECONDS)
             if folder not in folders:
                 raise ObjectNotFound(key)
 
