@@ -28,7 +28,7 @@ from ckpt.storage.places import local_path
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import resolve_tier
 
-_NEAR_LEAST = 1.1
+_NEAR_LEAST_FACTOR = 1.1
 """A loss of less than this many times the least loss is near the least."""
 
 
@@ -117,7 +117,7 @@ def _show(
         (
             entry.tier,
             output.duration(entry.durable_seconds),
-            _long(entry.interval_seconds) + (" (durable)" if entry.is_bound else ""),
+            _duration_text(entry.interval_seconds) + (" (durable)" if entry.is_bound else ""),
             f"{entry.lost_minutes:.1f} min",
             f"{entry.lost_minutes_now:.1f} min" if math.isfinite(entry.lost_minutes_now) else "-",
         )
@@ -131,10 +131,10 @@ def _show(
             "drag": f"{output.duration(assumptions.drag_seconds)} per save"
             if drag
             else "not in the journal, taken as 0: give --drag",
-            "interval now": _long(measurements.interval_seconds),
+            "interval now": _duration_text(measurements.interval_seconds),
             "failures": f"{assumptions.failures_per_day:.2g} per day"
             + (", as the journal shows" if from_journal else ""),
-            "restart": _long(assumptions.restart_seconds),
+            "restart": _duration_text(assumptions.restart_seconds),
             "host memory": f"{output.size(measurements.nbytes)} to "
             f"{output.size(2 * measurements.nbytes)} per rank: one image, or two where they pay",
         }
@@ -149,23 +149,23 @@ def sentence(measurements: Measurements, advice: Sequence[Advice]) -> str:
     for the nearest tier.
     """
     entry = next((entry for entry in advice if not entry.tier.startswith("shm://")), advice[0])
-    interval, least = _long(entry.interval_seconds), _day_minutes(entry.lost_minutes)
+    interval, least_loss = _duration_text(entry.interval_seconds), _loss_text(entry.lost_minutes)
     if not math.isfinite(entry.lost_minutes_now):
-        return f"save every {interval}: you would lose {least} a day"
+        return f"save every {interval}: you would lose {least_loss} a day"
     habit = (
-        f"you save every {_long(measurements.interval_seconds)} and lose "
-        f"{_day_minutes(entry.lost_minutes_now)} a day"
+        f"you save every {_duration_text(measurements.interval_seconds)} and lose "
+        f"{_loss_text(entry.lost_minutes_now)} a day"
     )
-    if entry.lost_minutes_now < _NEAR_LEAST * entry.lost_minutes:
+    if entry.lost_minutes_now < _NEAR_LEAST_FACTOR * entry.lost_minutes:
         return f"{habit}, which is near the least"
-    return f"{habit}; every {interval} you would lose {least}"
+    return f"{habit}; every {interval} you would lose {least_loss}"
 
 
-def _day_minutes(minutes: float) -> str:
+def _loss_text(minutes: float) -> str:
     return f"{minutes / 60:,.1f} h" if minutes >= 120 else f"{minutes:.3g} min"
 
 
-def _long(number: float) -> str:
+def _duration_text(number: float) -> str:
     """Return a time as text, such as '45 s', '12 min' or '3.5 h'; '-' if it is not finite."""
     if not math.isfinite(number):
         return "-"

@@ -177,15 +177,15 @@ def _activity(job: JobStatus) -> str:
 
 
 def _stop(*, at_once: bool, as_json: bool) -> None:
-    connection, last = connect(AgentFolder.of_this_user()), Stopped()
+    connection, answer = connect(AgentFolder.of_this_user()), Stopped()
     if connection is not None:
         try:
             connection.ask(Stop(at_once=at_once))
-            last = connection.receive_stop()
+            answer = connection.receive_stop()
         finally:
             connection.close()
     if as_json:
-        given_up = msgspec.to_builtins(last.given_up)
+        given_up = msgspec.to_builtins(answer.given_up)
         output.show_json(
             {"stopped": connection.welcome.pid if connection else None, "given_up": given_up}
         )
@@ -193,8 +193,8 @@ def _stop(*, at_once: bool, as_json: bool) -> None:
         output.show_line(f"the agent, process {connection.welcome.pid}, has ended")
     else:
         output.show_line("no agent of this user runs on this node")
-    if last.given_up:
-        raise AgentError(_unfinished_message(last.given_up))
+    if answer.given_up:
+        raise AgentError(_unfinished_message(answer.given_up))
 
 
 def _unfinished_message(jobs: tuple[JobStatus, ...]) -> str:

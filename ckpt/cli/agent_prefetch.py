@@ -8,7 +8,7 @@ from typing import Final
 from ckpt.agent.prefetch import PrefetchResult
 from ckpt.agent.prefetch import prefetch as copy_ahead
 from ckpt.cli import output, records
-from ckpt.cli.options import TIMEOUT_SECONDS, find_steps, naming_a_removed, workers_for
+from ckpt.cli.options import TIMEOUT_SECONDS, find_steps, removal_as_no_checkpoint, workers_for
 from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import open_watched
 from ckpt.config import MEMORY, Tier, load_config
@@ -98,7 +98,10 @@ def _fill(
     with workers_for(source) as workers:
         for ref, older in zip(refs, [*refs[1:], None], strict=True):
             try:
-                with output.progress(f"step {ref.step}") as bar, naming_a_removed([source], ref):
+                with (
+                    output.progress(f"step {ref.step}") as bar,
+                    removal_as_no_checkpoint([source], ref),
+                ):
                     return copy_ahead(
                         source, near_tiers, ref, workers, latest=step is None, on_progress=bar
                     )

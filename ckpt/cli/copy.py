@@ -22,7 +22,7 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     find_steps,
-    naming_a_removed,
+    removal_as_no_checkpoint,
     removal_error,
     source_and_destination,
     workers_for,
@@ -120,7 +120,7 @@ def copy(
     with workers_for(origin, destination) as workers:
         for ref in refs:
             try:
-                with naming_a_removed([origin], ref):
+                with removal_as_no_checkpoint([origin], ref):
                     outcomes.append(_copy(origin, ref, destination, workers, check=check))
             except FormatUnsupported:
                 raise
@@ -266,7 +266,7 @@ def _show(outcomes: list[_Outcome], place: str) -> None:
         sum(outcome.seconds for outcome in outcomes),
     )
     rate = f", {output.rate(nbytes, seconds)}" if nbytes else ""
-    count = sum(outcome.error is None for outcome in outcomes)
+    step_count = sum(outcome.error is None for outcome in outcomes)
     output.show_line(
-        f"{output.count(count, 'step')} at {place}, {output.size(nbytes)} copied{rate}"
+        f"{output.count(step_count, 'step')} at {place}, {output.size(nbytes)} copied{rate}"
     )

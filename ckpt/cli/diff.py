@@ -28,8 +28,8 @@ from ckpt.cli.options import (
     JsonOption,
     RootOption,
     TimeoutOption,
+    adding_mend_advice,
     find_steps,
-    naming_the_way_out,
     one_place,
     open_root,
     workers_for,
@@ -39,11 +39,11 @@ from ckpt.errors import ConfigError
 from ckpt.model.manifest import Tensor
 from ckpt.model.selector import Selector, is_selector, selector_of
 
-_DIFFERENT = 1
-_LONG: Final = 100
+_DIFFERENT_CODE = 1
+_MOST_WHOLE_CHARS: Final = 100
 """A plain value of at most this many characters is shown as a whole."""
-_CONTEXT: Final = 30
-"""The number of characters that are shown of a plain value with more than ``_LONG`` characters."""
+_EXCERPT_CHARS: Final = 30
+"""The number of characters that are shown of a longer plain value."""
 
 
 def diff(
@@ -117,14 +117,14 @@ def diff(
         _show(reader_a, reader_b, difference, movements, plain)
         _show_parts(parts, movements_of_arrays)
     if difference.exists or plain:
-        raise typer.Exit(_DIFFERENT)
+        raise typer.Exit(_DIFFERENT_CODE)
 
 
 @contextmanager
 def _reader(root: str | None, step: Selector | None, timeout: float) -> Generator[StepReader]:
     backend = open_root(root, timeout=timeout)
     ref = find_steps(backend, step)[0]
-    with naming_the_way_out(backend, ref), workers_for(backend) as workers:
+    with adding_mend_advice(backend, ref), workers_for(backend) as workers:
         manifest = backend.ask(partial(read_manifest, backend, ref))
         yield StepReader(backend, ref, manifest, workers)
 
@@ -167,14 +167,24 @@ def _show(
     plain: dict[str, tuple[str | None, str | None]],
 ) -> None:
     output.show_facts({"A": _place(reader_a), "B": _place(reader_b)})
-    rows = [(name, "only in A", _kind(reader_a.tensors[name])) for name in difference.only_one]
-    rows += [(name, "only in B", _kind(reader_b.tensors[name])) for name in difference.only_two]
+    rows = [
+        (name, "only in A", _dtype_and_shape(reader_a.tensors[name]))
+        for name in difference.only_one
+    ]
     rows += [
-        (name, "another kind", f"{_kind(x)} in A, {_kind(y)} in B")
-        for name, (x, y) in difference.kinds.items()
+        (name, "only in B", _dtype_and_shape(reader_b.tensors[name]))
+        for name in difference.only_two
+    ]
+    rows += [
+        (
+            name,
+            "another kind",
+            f"{_dtype_and_shape(tensor_a)} in A, {_dtype_and_shape(tensor_b)} in B",
+        )
+        for name, (tensor_a, tensor_b) in difference.kinds.items()
     ]
     for name in difference.values:
-        text = _kind(reader_a.tensors[name])
+        text = _dtype_and_shape(reader_a.tensors[name])
         rows.append(
             (
                 name,
@@ -182,7 +192,9 @@ def _show(
                 f"{text}, by at most {movements[name].largest:.6g}" if name in movements else text,
             )
         )
-    rows += [(name, "plain value", _contrast(x, y)) for name, (x, y) in plain.items()]
+    rows += [
+        (name, "plain value", _contrast(text_a, text_b)) for name, (text_a, text_b) in plain.items()
+    ]
     if rows:
         output.show_line()
         output.show_table(("name", "what", "detail"), rows)
@@ -226,12 +238,12 @@ def _part_as_json(part: PartDifference) -> dict[str, object]:
         "equal": part.equal,
         "values": part.values,
         "unlike": part.unlike,
-        "moved": _as_number(part.movement.ratio if part.movement else None),
+        "moved": _json_number(part.movement.ratio if part.movement else None),
         "most_moved": part.most_moved or None,
     }
 
 
-def _kind(tensor: Tensor) -> str:
+def _dtype_and_shape(tensor: Tensor) -> str:
     return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
 
 
@@ -241,20 +253,22 @@ def _contrast(text_a: str | None, text_b: str | None) -> str:
     If one of the values is long, the text has the lengths of both values, and a part of each value
     that begins just before the first difference.
     """
-    if text_a is None or text_b is None or max(len(text_a), len(text_b)) <= _LONG:
+    if text_a is None or text_b is None or max(len(text_a), len(text_b)) <= _MOST_WHOLE_CHARS:
         return (
             f"{'none' if text_a is None else clip(text_a)} in A, "
             f"{'none' if text_b is None else clip(text_b)} in B"
         )
     pairs = enumerate(zip(text_a, text_b, strict=False))
     position = next((index for index, (a, b) in pairs if a != b), min(len(text_a), len(text_b)))
-    start = max(0, position - _CONTEXT // 2)
-    parts = [f"{len(text):,} characters, {_part(text, start)}" for text in (text_a, text_b)]
-    return f"from character {position + 1:,} on: {parts[0]} in A; {parts[1]} in B"
+    start = max(0, position - _EXCERPT_CHARS // 2)
+    excerpt_a, excerpt_b = (
+        f"{len(text):,} characters, {_excerpt(text, start)}" for text in (text_a, text_b)
+    )
+    return f"from character {position + 1:,} on: {excerpt_a} in A; {excerpt_b} in B"
 
 
-def _part(text: str, start: int) -> str:
-    end = start + _CONTEXT
+def _excerpt(text: str, start: int) -> str:
+    end = start + _EXCERPT_CHARS
     return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 
 
@@ -262,7 +276,7 @@ def _place(reader: StepReader) -> str:
     return f"{reader.backend.url.rstrip('/')}/{reader.ref.folder}"
 
 
-def _as_number(difference: float | None) -> float | str | None:
+def _json_number(difference: float | None) -> float | str | None:
     """Return a difference for JSON, which has no infinite numbers: ``"inf"`` or ``"nan"`` then."""
     return difference if difference is None or math.isfinite(difference) else str(difference)
 
@@ -283,16 +297,17 @@ def _as_json(
         "only_a": difference.only_one,
         "only_b": difference.only_two,
         "kinds": {
-            name: {"a": _kind(x), "b": _kind(y)} for name, (x, y) in difference.kinds.items()
+            name: {"a": _dtype_and_shape(tensor_a), "b": _dtype_and_shape(tensor_b)}
+            for name, (tensor_a, tensor_b) in difference.kinds.items()
         },
         "values": [
             {
                 "name": name,
-                "max_difference": _as_number(entry.largest if entry else None),
-                "moved": _as_number(entry.ratio if entry else None),
+                "max_difference": _json_number(entry.largest if entry else None),
+                "moved": _json_number(entry.ratio if entry else None),
             }
             for name in difference.values
             for entry in [movements.get(name)]
         ],
-        "plain": {name: {"a": x, "b": y} for name, (x, y) in plain.items()},
+        "plain": {name: {"a": text_a, "b": text_b} for name, (text_a, text_b) in plain.items()},
     }

@@ -19,10 +19,10 @@ from ckpt.cli.options import (
     JsonOption,
     RootOption,
     TimeoutOption,
+    adding_mend_advice,
     find_steps,
-    naming_a_removed,
-    naming_the_way_out,
     open_root,
+    removal_as_no_checkpoint,
     source_and_destination,
     workers_for,
 )
@@ -157,19 +157,19 @@ def export(
     place, out = source_and_destination(arguments, root, "OUT")
     backend = open_root(place, timeout=timeout)
     file_format = kind or _format_of(out)
-    ref = _chosen(backend, step, attempt)
+    ref = _find_attempt(backend, step, attempt)
     with (
         workers_for(backend) as workers,
         output.progress(f"step {ref.step}") as bar,
-        naming_the_way_out(backend, ref),
-        naming_a_removed([backend], ref),
+        adding_mend_advice(backend, ref),
+        removal_as_no_checkpoint([backend], ref),
         lease_if_allowed(backend, ref, "ckpt export"),
     ):
         reader = StepReader(
             backend, ref, backend.ask(partial(read_manifest, backend, ref)), workers
         )
 
-        def start(nbytes: int) -> None:
+        def start_meter(nbytes: int) -> None:
             reader.on_bytes = Meter(nbytes, bar).add
 
         report = write(
@@ -184,7 +184,7 @@ def export(
                 else None,
                 hf=hf,
             ),
-            on_start=start,
+            on_start=start_meter,
         )
     if json:
         output.show_json(
@@ -194,7 +194,7 @@ def export(
         _show(report, ref.step, file_format)
 
 
-def _chosen(backend: WatchedStore, step: str | None, attempt: str | None) -> StepRef:
+def _find_attempt(backend: WatchedStore, step: str | None, attempt: str | None) -> StepRef:
     """Return the attempt that the options name. Raises the errors of ``find_steps``."""
     selector = selector_of(step)
     if attempt is not None and not isinstance(selector, int):

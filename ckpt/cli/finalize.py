@@ -78,9 +78,12 @@ def finalize(
         raise NoCheckpoint(
             backend.url, backend.ask(partial(why_missing, backend, all_refs, number))
         )
-    open_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
+    uncommitted_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
     with workers_for(backend) as workers:
-        outcomes = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]
+        outcomes = [
+            _try_to_finish(backend, ref, workers, job_is_dead=job_is_dead)
+            for ref in uncommitted_refs
+        ]
     if json:
         output.show_json(
             {"root": backend.url, "steps": [_as_json(outcome) for outcome in outcomes]}
@@ -112,7 +115,9 @@ class _Outcome:
     error: CkptError | None = None
 
 
-def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool) -> _Outcome:
+def _try_to_finish(
+    backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool
+) -> _Outcome:
     try:
         with output.progress(f"step {ref.step}") as bar:
             facts = RunFacts(job_is_dead=job_is_dead)

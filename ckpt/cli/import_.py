@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Format = Literal["torch", "dcp", "safetensors"]
 """The formats that can be imported."""
-_MOST_ASIDE: Final = 20
+_MOST_LEFTOVERS: Final = 20
 
 
 def import_(
@@ -79,7 +79,7 @@ def import_(
     from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint
 
     if step is None:
-        raise ConfigError(_step_wish(source))
+        raise ConfigError(_step_request(source))
     tier = resolve_tier(one_place([argument] if argument else None, root))
     store = open_watched(tier.url, tier.options, timeout)
     foreign = ForeignCheckpoint(
@@ -107,15 +107,15 @@ def import_(
     show_notes(report, source)
 
 
-def _step_wish(source: str) -> str:
+def _step_request(source: str) -> str:
     """Return a text that asks for the number of the step. A number in the name of a file may be
     that of a part or of a model, so it is only proposed.
     """
     from ckpt.exchange.foreign.adoption import number_in
 
-    wish = f"give --step N: which step {source} becomes"
+    request = f"give --step N: which step {source} becomes"
     number = number_in(source)
-    return wish if number is None else f"{wish}, such as --step {number}, as in its name"
+    return request if number is None else f"{request}, such as --step {number}, as in its name"
 
 
 def show_notes(report: ImportReport, source: str) -> None:
@@ -124,7 +124,9 @@ def show_notes(report: ImportReport, source: str) -> None:
     for note in report.notes:
         output.warn(note)
     if report.leftovers:
-        output.warn(f"not taken from {source}: {few(report.leftovers, _MOST_ASIDE, quote=False)}")
+        output.warn(
+            f"not taken from {source}: {few(report.leftovers, _MOST_LEFTOVERS, quote=False)}"
+        )
 
 
 def lines_of(path: str | None) -> list[str] | None:

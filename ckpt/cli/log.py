@@ -31,10 +31,10 @@ from ckpt.model.rollback import Rollback, abandoned_by, history_of
 from ckpt.model.selector import BranchStep
 from ckpt.observe.metric_modes import modes_of_run
 
-_CURRENT: Final = "*"
-_OLDER: Final = "o"
-_SIDE: Final = "| o"
-_FORK: Final = "|/"
+_CURRENT_SYMBOL: Final = "*"
+_OLDER_SYMBOL: Final = "o"
+_ABANDONED_SYMBOLS: Final = "| o"
+_FORK_SYMBOLS: Final = "|/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,14 @@ def log(
         raise NoCheckpoint(urls, store.ask(partial(why_missing, store, refs, None)))
     rollbacks, branches = history_of(rollbacks_of(tiers)), _branches(tiers)
     if json:
-        branch_by_ref = {ref: abandoned_by(rollbacks, ref) for ref in steps}
-        older_refs = _older_refs([ref for ref, branch in branch_by_ref.items() if branch is None])
+        rollback_by_ref = {ref: abandoned_by(rollbacks, ref) for ref in steps}
+        current_refs = [ref for ref, rollback in rollback_by_ref.items() if rollback is None]
+        older_refs = _older_refs(current_refs)
         output.show_json(
             {
                 "roots": [tier.store.url for tier in tiers],
                 "steps": [
-                    _as_json(step, branch_by_ref[ref], is_older=ref in older_refs)
+                    _as_json(step, rollback_by_ref[ref], is_older=ref in older_refs)
                     for ref, step in steps.items()
                 ],
                 "rollbacks": [_rollback_as_json(rollback) for rollback in rollbacks],
@@ -132,36 +133,38 @@ def _lines(
     that are later than all that both branches have in common.
     """
     groups: dict[int, list[StoredStep]] = {}
-    branch: list[StoredStep] = []
+    current_steps: list[StoredStep] = []
     for step in steps:
         if (rollback := abandoned_by(rollbacks, step.ref)) is None:
-            branch.append(step)
+            current_steps.append(step)
         else:
             groups.setdefault(rollback.number, []).append(step)
-    older_refs = _older_refs([step.ref for step in branch])
+    older_refs = _older_refs([step.ref for step in current_steps])
     lines: list[_Line] = []
-    for step in branch:
+    for step in current_steps:
         is_older = step.ref in older_refs
         lines += _groups_above(groups, step.ref.step)
         targets = [rollback for rollback in rollbacks if rollback.ref == step.ref]
-        notes = [*(["older attempt"] if is_older else []), *map(_text_of, targets)]
-        lines.append(_Line(_OLDER if is_older else _CURRENT, step, "; ".join(notes)))
-    lines += _groups_above(groups, -1)
+        notes = [*(["older attempt"] if is_older else []), *map(_rollback_text, targets)]
+        lines.append(_Line(_OLDER_SYMBOL if is_older else _CURRENT_SYMBOL, step, "; ".join(notes)))
+    lines += _groups_above(groups, -1)  # All groups that are left
     return [_with_names(line, branches) for line in lines]
 
 
 def _older_refs(refs: Sequence[StepRef]) -> set[StepRef]:
     """Return those of ``refs``, newest first, that have a newer attempt at the same step."""
-    newest = {ref.step: ref for ref in reversed(refs)}
-    return {ref for ref in refs if newest[ref.step] != ref}
+    newest_refs = {ref.step: ref for ref in reversed(refs)}  # The newest one overwrites the others
+    return {ref for ref in refs if newest_refs[ref.step] != ref}
 
 
 def _with_names(line: _Line, branches: Sequence[Branch]) -> _Line:
-    names = [_name_of(branch) for branch in branches if line.step and branch.ref == line.step.ref]
+    names = [
+        _branch_text(branch) for branch in branches if line.step and branch.ref == line.step.ref
+    ]
     return replace(line, note="; ".join(filter(None, [*names, line.note]))) if names else line
 
 
-def _name_of(branch: Branch) -> str:
+def _branch_text(branch: Branch) -> str:
     return f"{BranchStep(branch.name)}{f': {branch.reason}' if branch.reason else ''}"
 
 
@@ -170,16 +173,16 @@ def _groups_above(groups: dict[int, list[StoredStep]], number: int) -> list[_Lin
     return their lines.
     """
     lines: list[_Line] = []
-    for rollback in sorted(groups):
-        steps = groups[rollback]
+    for rollback_number in sorted(groups):
+        steps = groups[rollback_number]
         if min(step.ref.step for step in steps) > number:
-            note = f"abandoned by rollback {rollback}"
-            lines += [_Line(_SIDE, step, note) for step in groups.pop(rollback)]
-            lines.append(_Line(_FORK))
+            note = f"abandoned by rollback {rollback_number}"
+            lines += [_Line(_ABANDONED_SYMBOLS, step, note) for step in groups.pop(rollback_number)]
+            lines.append(_Line(_FORK_SYMBOLS))
     return lines
 
 
-def _text_of(rollback: Rollback) -> str:
+def _rollback_text(rollback: Rollback) -> str:
     # The reason comes first, since a narrow terminal cuts the end.
     reason = f": {rollback.reason}" if rollback.reason else ""
     author = f", {rollback.author}" if rollback.author else ""
@@ -194,7 +197,7 @@ def _head(lines: Sequence[_Line], count: int) -> list[_Line]:
 
 
 def _show(lines: Sequence[_Line], modes: dict[str, Mode]) -> None:
-    steps = [(_number(line), line.step.metrics) for line in lines if line.step]
+    steps = [(_markable_step(line), line.step.metrics) for line in lines if line.step]
     metrics = MetricColumns.of(
         {number: values for number, values in steps if number is not None},
         modes,
@@ -205,7 +208,7 @@ def _show(lines: Sequence[_Line], modes: dict[str, Mode]) -> None:
             f"{line.graph} {line.step.ref.step}" if line.step else line.graph,
             output.moment(line.step.created_at) if line.step else "",
             *(
-                metrics.cells(line.step.metrics, _number(line))
+                metrics.cells(line.step.metrics, _markable_step(line))
                 if line.step
                 else [""] * len(metrics.titles)
             ),
@@ -221,9 +224,9 @@ def _show(lines: Sequence[_Line], modes: dict[str, Mode]) -> None:
     )
 
 
-def _number(line: _Line) -> int | None:
+def _markable_step(line: _Line) -> int | None:
     """Return the step if it may be marked as the best, which an abandoned step may not."""
-    return line.step.ref.step if line.step and line.graph == _CURRENT else None
+    return line.step.ref.step if line.step and line.graph == _CURRENT_SYMBOL else None
 
 
 def _as_json(step: StoredStep, rollback: Rollback | None, *, is_older: bool) -> dict[str, object]:

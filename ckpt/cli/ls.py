@@ -94,7 +94,7 @@ def ls(
       ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
     roots = places(arguments, root)
-    answers = ask_each(open_each(roots, config, timeout=timeout), partial(_look, newest))
+    answers = ask_each(open_each(roots, config, timeout=timeout), partial(_list_steps, newest))
     urls = [url for url, answer in answers if not isinstance(answer, CkptError)]
     view = _View(newest, sort, reverse, long, modes_of_run(_settings(roots, config), urls))
     tiers = [
@@ -142,7 +142,7 @@ class _Tier:
         return self.error is not None and not isinstance(self.error, NoCheckpoint)
 
 
-def _look(newest: int | None, store: StorageBackend) -> dict[StepRef, StoredStep]:
+def _list_steps(newest: int | None, store: StorageBackend) -> dict[StepRef, StoredStep]:
     """Return the attempts at the ``newest`` steps (None: all) in a store, with their states. Raises
     ``NoCheckpoint`` if the store has no attempts.
 
@@ -206,7 +206,7 @@ class _Row:
         }
 
 
-_REMOVAL: Final = "being removed"
+_REMOVAL_TEXT: Final = "being removed"
 _FACTS: Final = ("committed at", "ranks", "tensors")
 """The titles of the columns with facts from the manifest.
 
@@ -316,8 +316,10 @@ def _note_memory(listing: _Tier, tier: Tier) -> None:
         return
     with suppress(CkptError), closing(open_backend(memory)) as store:
         newest = max((ref.step for ref in committed(store)), default=-1)
-        whole = [ref.step for ref, step in listing.steps.items() if step.state == "committed"]
-        if newest > max(whole, default=-1):
+        committed_steps = [
+            ref.step for ref, step in listing.steps.items() if step.state == "committed"
+        ]
+        if newest > max(committed_steps, default=-1):
             output.note(
                 f"{memory} has newer steps, up to {newest}: "
                 f"`ckpt ls {memory} {listing.url}` shows both"
@@ -328,13 +330,13 @@ def _show_tier(tier: _Tier, table: _Table, *, json: bool) -> None:
     if tier.error:
         raise tier.error
     if json:
-        steps = [_as_json(tier.steps[row.ref], row, table) for row in table.rows]
+        steps = [_step_as_json(tier.steps[row.ref], row, table) for row in table.rows]
         output.show_json({"root": tier.url, "steps": steps})
         return
-    own = [_size_and_state(tier.steps[row.ref]) for row in table.rows]
+    sizes_and_states = [_size_and_state(tier.steps[row.ref]) for row in table.rows]
     cells = [
         (*row.facts, size, *table.metrics.cells(row.metrics, row.step), state)
-        for row, (size, state) in zip(table.rows, own, strict=True)
+        for row, (size, state) in zip(table.rows, sizes_and_states, strict=True)
     ]
     _show([], table, (*_FACTS, "size", *table.metrics.titles, "state"), cells)
 
@@ -366,7 +368,7 @@ def _show_tiers(tiers: Sequence[_Tier], table: _Table, *, json: bool) -> None:
     if all(tier.is_unreachable for tier in tiers) and tiers[0].error:
         raise tiers[0].error
     if json:
-        _several_as_json(tiers, table)
+        _show_tiers_as_json(tiers, table)
         return
     unreachable = _warn_of_unreachable(tiers)
     if not table.rows:
@@ -406,7 +408,7 @@ def _show(
     """
     columns, lines = (
         ["step", *titles],
-        [[str(row.ref.step), *own] for row, own in zip(table.rows, cells, strict=True)],
+        [[str(row.ref.step), *row_cells] for row, row_cells in zip(table.rows, cells, strict=True)],
     )
     if table.has_attempts:
         columns.insert(1, "attempt")
@@ -414,7 +416,7 @@ def _show(
             line.insert(1, f"{row.ref.attempt}, older" if row.older else row.ref.attempt)
     names = output.short_names(urls, columns, lines)
     columns = [names.get(column, column) for column in columns]
-    notes = [_brief(_without_columns(row, table.metrics)) for row in table.rows]
+    notes = [_metadata_text(_without_columns(row, table.metrics)) for row in table.rows]
     if any(notes):
         columns.append("metadata")
         lines = [[*line, note] for line, note in zip(lines, notes, strict=True)]
@@ -423,7 +425,7 @@ def _show(
         lines,
         right=("step", "size", *_FACTS[1:], *table.metrics.titles),
         flexible=("metadata",),
-        # The first metric stays on the narrowest terminal.
+        # The last columns are left out first. The first metric stays on the narrowest terminal.
         optional=(*_FACTS[:0:-1], *table.metrics.titles[:0:-1], _FACTS[0]),
     )
 
@@ -431,23 +433,23 @@ def _show(
 def _without_columns(row: _Row, metrics: MetricColumns) -> dict[str, Any]:
     """Return the metadata of a row without the metrics that have a column."""
     metadata = _metadata(row.committed_step)
-    if isinstance(own := metadata.get(METRICS), dict):
+    if isinstance(step_metrics := metadata.get(METRICS), dict):
         metadata[METRICS] = {
             name: value
-            for name, value in own.items()
+            for name, value in step_metrics.items()
             if name not in metrics.names or name not in row.metrics
         }
     return metadata
 
 
-def _several_as_json(tiers: Sequence[_Tier], table: _Table) -> None:
+def _show_tiers_as_json(tiers: Sequence[_Tier], table: _Table) -> None:
     output.show_json(
         {
             "tiers": [
                 {"root": tier.url, "error": str(tier.error) if tier.is_unreachable else None}
                 for tier in tiers
             ],
-            "steps": [_across_as_json(tiers, row, table) for row in table.rows],
+            "steps": [_row_as_json(tiers, row, table) for row in table.rows],
         }
     )
     if not table.rows:
@@ -472,13 +474,13 @@ def _cell(tier: _Tier, row: _Row) -> str:
     if step.state != "incomplete":
         return f"damaged: {step.reason}"
     if step.is_cut:
-        return f"{_REMOVAL}, {output.size(step.nbytes)}"
-    of = f" of {row.committed_step.ranks}" if row.committed_step else ""
-    ranks = f"rank{'' if step.finished_ranks == 1 and not of else 's'}"
-    return f"incomplete: {step.finished_ranks}{of} {ranks}, {output.size(step.nbytes)}"
+        return f"{_REMOVAL_TEXT}, {output.size(step.nbytes)}"
+    total = f" of {row.committed_step.ranks}" if row.committed_step else ""
+    ranks = f"rank{'' if step.finished_ranks == 1 and not total else 's'}"
+    return f"incomplete: {step.finished_ranks}{total} {ranks}, {output.size(step.nbytes)}"
 
 
-def _across_as_json(tiers: Sequence[_Tier], row: _Row, table: _Table) -> dict[str, object]:
+def _row_as_json(tiers: Sequence[_Tier], row: _Row, table: _Table) -> dict[str, object]:
     return {
         "step": row.ref.step,
         "attempt": row.ref.attempt,
@@ -489,7 +491,7 @@ def _across_as_json(tiers: Sequence[_Tier], row: _Row, table: _Table) -> dict[st
         **_metrics_as_json(row, table),
         "tiers": {
             tier.url: {
-                "state": _state(step)[0],
+                "state": _state_and_detail(step)[0],
                 **_bytes_and_pins(step),
                 "finished_ranks": None if step.state == "committed" else step.finished_ranks,
             }
@@ -509,18 +511,18 @@ def _metadata(step: StoredStep | None) -> dict[str, Any]:
     metadata = decode(raw, lambda tag, _: f"<{tag}>")
     if not isinstance(metadata, dict):
         return {}
-    if isinstance(part := metadata.get(LEFT_OUT), dict):
-        part.pop("used", None)
+    if isinstance(patterns := metadata.get(LEFT_OUT), dict):
+        patterns.pop("used", None)  # Which of the patterns have matched is of no interest here
     return metadata
 
 
-def _brief(metadata: Mapping[str, Any]) -> str:
+def _metadata_text(metadata: Mapping[str, Any]) -> str:
     """Return metadata as text, such as 'team=speech, loss=0.25'.
 
     The items of a nested dict are written without the name of the dict.
     """
     return ", ".join(
-        _brief(value)
+        _metadata_text(value)
         if isinstance(value, dict)
         else f"{key}={value:.6g}"
         if isinstance(value, float)
@@ -530,7 +532,7 @@ def _brief(metadata: Mapping[str, Any]) -> str:
     )
 
 
-def _state(step: StoredStep) -> tuple[str, str]:
+def _state_and_detail(step: StoredStep) -> tuple[str, str]:
     """Return the state of a step, and a text that explains the state. The text is empty for
     "committed".
 
@@ -539,14 +541,14 @@ def _state(step: StoredStep) -> tuple[str, str]:
     if step.state == "committed":
         return step.state, ""
     if step.state == "incomplete" and step.is_cut:
-        return step.state, _REMOVAL
+        return step.state, _REMOVAL_TEXT
     if step.state == "incomplete":
         return step.state, f"{output.count(step.finished_ranks, 'rank')} finished, no manifest"
     return "damaged", step.reason
 
 
 def _size_and_state(step: StoredStep) -> tuple[str, str]:
-    state, detail = _state(step)
+    state, detail = _state_and_detail(step)
     text = f"{state}: {detail}" if detail else state
     if step.is_abandoned:
         text += ", abandoned"
@@ -602,8 +604,8 @@ def _metrics_as_json(row: _Row, table: _Table) -> dict[str, object]:
     }
 
 
-def _as_json(step: StoredStep, row: _Row, table: _Table) -> dict[str, object]:
-    state, detail = _state(step)
+def _step_as_json(step: StoredStep, row: _Row, table: _Table) -> dict[str, object]:
+    state, detail = _state_and_detail(step)
     return {
         "step": row.ref.step,
         "attempt": row.ref.attempt,

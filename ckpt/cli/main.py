@@ -75,7 +75,7 @@ def _help(text: str) -> str:
     return inspect.cleandoc(text).replace("\\b\n", "\b\n")
 
 
-class _Verb(TyperCommand):
+class _StrictCommand(TyperCommand):
     """A command that changes two things in the behavior of click.
 
     If an option that takes one value is given twice, the command raises ``ConfigError``. click
@@ -94,16 +94,18 @@ class _Verb(TyperCommand):
         return pieces
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
-        for option in order:
+        # click's parser names a parameter once for each time that it is given.
+        _values, _words, parameters = self.make_parser(ctx).parse_args(args=list(args))
+        options: list[Any] = parameters
+        for option in options:
             if (
-                order.count(option) > 1
+                options.count(option) > 1
                 and option.nargs == 1
                 and not option.multiple
                 and not getattr(option, "is_flag", False)
             ):
                 raise ConfigError(
-                    f"{option.opts[-1]} is given {order.count(option)} times: give it once"
+                    f"{option.opts[-1]} is given {options.count(option)} times: give it once"
                 )
         return super().parse_args(ctx, args)
 
@@ -165,7 +167,7 @@ COMMANDS: Final = {
 """For each command of ckpt, its function as "MODULE:FUNCTION" in ``ckpt.cli``, and its summary in
 ``ckpt --help``.
 """
-_GROUP: Final = "ckpt.commands"
+_ENTRY_POINT_GROUP: Final = "ckpt.commands"
 
 
 class _LazyCommand(TyperCommand):
@@ -188,12 +190,12 @@ def load_command(name: str) -> TyperCommand:
 
 def _typer_of(name: str, function: Callable[..., object]) -> typer.Typer:
     command = typer.Typer(add_completion=False, rich_markup_mode=None)
-    command.command(name, help=_help(function.__doc__ or ""), cls=_Verb)(function)
+    command.command(name, help=_help(function.__doc__ or ""), cls=_StrictCommand)(function)
     return command
 
 
-for verb, (_, summary) in COMMANDS.items():
-    app.command(verb, help=summary, cls=_LazyCommand)(lambda: None)
+for command_name, (_, summary) in COMMANDS.items():
+    app.command(command_name, help=summary, cls=_LazyCommand)(lambda: None)
 
 
 def add_commands_of_others(arguments: Sequence[str]) -> None:
@@ -208,7 +210,7 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
         return
     from importlib.metadata import entry_points
 
-    for entry in entry_points(group=_GROUP):
+    for entry in entry_points(group=_ENTRY_POINT_GROUP):
         if entry.name in COMMANDS:
             continue
         try:
@@ -231,8 +233,8 @@ def main() -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     add_commands_of_others(sys.argv[1:])
-    log, teller = logging.getLogger("ckpt"), _Teller(logging.WARNING)
-    log.addHandler(teller)
+    log, handler = logging.getLogger("ckpt"), _WarningHandler(logging.WARNING)
+    log.addHandler(handler)
     stdout = sys.stdout
     sys.stdout = cast("TextIO", _Output(stdout))
     try:
@@ -242,24 +244,24 @@ def main() -> int:
         try:
             sys.stdout.flush()
         except BrokenPipeError:
-            _forget(sys.stdout)
+            _redirect_to_devnull(sys.stdout)
         return code
     except _OutputError as error:
         from ckpt.cli.output import fail
 
         fail(StorageError("standard output", str(error)), as_json=False)
-        _forget(sys.stdout)
+        _redirect_to_devnull(sys.stdout)
         return StorageError.exit_code
     finally:
         sys.stdout = stdout
-        log.removeHandler(teller)
+        log.removeHandler(handler)
         try:
             sys.stderr.flush()
         except OSError:
-            _forget(sys.stderr)
+            _redirect_to_devnull(sys.stderr)
 
 
-class _Teller(logging.Handler):
+class _WarningHandler(logging.Handler):
     """A logging handler that prints each record of the logger "ckpt" as a warning."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -288,19 +290,19 @@ def _run(*, as_json: bool) -> int:
     except SystemExit as error:  # Typer raises it for a broken pipe
         if not isinstance(error.__context__, BrokenPipeError):
             raise
-        _forget(sys.stdout)
+        _redirect_to_devnull(sys.stdout)
         return 0
     except BrokenPipeError:  # The reader, such as ``head``, has read enough
-        _forget(sys.stdout)
+        _redirect_to_devnull(sys.stdout)
         return 0
     except _OutputError:
         raise
     except Exception as error:  # noqa: BLE001 - print any other error on one line
-        return _exit_code_of_other(error, as_json=as_json)
+        return _report_other(error, as_json=as_json)
 
 
 @runtime_checkable
-class _ShowsItself(Protocol):
+class _ClickError(Protocol):
     """The interface of an exception that click raises for a wrong command line.
 
     The class itself is not imported, because later releases of typer have their own copy of click.
@@ -312,7 +314,7 @@ class _ShowsItself(Protocol):
     def format_message(self) -> str: ...
 
 
-def _exit_code_of_other(error: Exception, *, as_json: bool) -> int:
+def _report_other(error: Exception, *, as_json: bool) -> int:
     """Print an error that is not a ``CkptError``, and return the exit code.
 
     An error of click is printed with the message of click. Any other error is printed as a bug of
@@ -322,7 +324,7 @@ def _exit_code_of_other(error: Exception, *, as_json: bool) -> int:
     from ckpt.config import debug_wanted
     from ckpt.errors.sanitize import clean
 
-    if isinstance(error, _ShowsItself):
+    if isinstance(error, _ClickError):
         buffer = io.StringIO()
         error.show(buffer)
         # The message may repeat an argument, such as a URL with credentials.
@@ -355,15 +357,15 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._errors():
+        with self._output_errors():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._errors():
+        with self._output_errors():
             self._stream.flush()
 
     @contextmanager
-    def _errors(self) -> Generator[None]:
+    def _output_errors(self) -> Generator[None]:
         try:
             yield
         except BrokenPipeError:
@@ -372,7 +374,7 @@ class _Output:
             raise _OutputError(error.strerror or str(error)) from None
 
 
-def _forget(stream: TextIO) -> None:
+def _redirect_to_devnull(stream: TextIO) -> None:
     """Redirect ``stream`` to ``os.devnull``, so that the flush at the exit of Python succeeds. The
     buffered text is lost.
     """

@@ -53,11 +53,13 @@ class MetricColumns:
             rows: The metrics of rows that may not be the best one.
         """
         metrics = {name for values in (*steps.values(), *rows) for name in values}
-        rules: dict[str, Mode] = {
+        known_modes: dict[str, Mode] = {
             name: mode for name in metrics if (mode := mode_of(name, modes)) is not None
         }
-        names = sorted(metrics, key=lambda name: (name not in modes, name not in rules, name))
-        orders = {name: best_steps(_values(steps, name), mode) for name, mode in rules.items()}
+        names = sorted(metrics, key=lambda name: (name not in modes, name not in known_modes, name))
+        orders = {
+            name: best_steps(_values(steps, name), mode) for name, mode in known_modes.items()
+        }
         return cls(
             tuple(names[:_MOST_COLUMNS]),
             {name: order[0] for name, order in orders.items() if order},
@@ -102,8 +104,8 @@ def sort_by(
     """
     names = sorted({name for row in rows for name in metrics_of(row)})
     if rows and metric not in names:
-        way = f"there is {', '.join(map(repr, names))}" if names else "no step has metrics"
-        raise ConfigError(f"--sort {metric}: no step has this metric; {way}")
+        advice = f"there is {', '.join(map(repr, names))}" if names else "no step has metrics"
+        raise ConfigError(f"--sort {metric}: no step has this metric; {advice}")
     sign = -1 if mode_of(metric, modes) == "min" else 1
 
     def value(row: T) -> float:

@@ -268,19 +268,19 @@ def step_id(
     ``selector`` is None, return None for the newest step.
     """
     if isinstance(selector, BranchStep):
-        present = _all_of(stores)
-        return present[0].ask(partial(find_branch, present, selector))
+        open_stores = _opened_stores(stores)
+        return open_stores[0].ask(partial(find_branch, open_stores, selector))
     return None if selector is None else number_of(stores, selector, config)
 
 
-def _all_of(stores: Sequence[WatchedStore | CkptError]) -> list[WatchedStore]:
+def _opened_stores(stores: Sequence[WatchedStore | CkptError]) -> list[WatchedStore]:
     """Return ``stores``. Raises the first error among them."""
-    present: list[WatchedStore] = []
+    open_stores: list[WatchedStore] = []
     for store in stores:
         if isinstance(store, CkptError):
             raise store
-        present.append(store)
-    return present
+        open_stores.append(store)
+    return open_stores
 
 
 def number_of(
@@ -303,17 +303,17 @@ def number_of(
     if isinstance(selector, int):
         return selector
     if isinstance(selector, BranchStep):
-        present = _all_of(stores)
-        return present[0].ask(partial(find_branch, present, selector)).step
+        open_stores = _opened_stores(stores)
+        return open_stores[0].ask(partial(find_branch, open_stores, selector)).step
     tiers = load_config(config).tiers
-    roots: list[MeasuredRoot] = [
-        store.ask(partial(MetricsReader(store).read, selector)) for store in _all_of(stores)
+    measured_roots: list[MeasuredRoot] = [
+        store.ask(partial(MetricsReader(store).read, selector)) for store in _opened_stores(stores)
     ]
     modes: dict[str, Mode] = {}
     if isinstance(selector, BestStep):
-        urls = [root.url for root in roots]
+        urls = [root.url for root in measured_roots]
         modes = modes_of_run([tier_at(url, tiers) for url in urls], urls)
-    return chosen_step(selector, roots, modes)
+    return chosen_step(selector, measured_roots, modes)
 
 
 def find_steps(
@@ -336,7 +336,7 @@ def open_root(root: str | None, config: str | None = None, *, timeout: float) ->
 
 
 @contextmanager
-def naming_the_way_out(backend: WatchedStore, ref: StepRef) -> Generator[None]:
+def adding_mend_advice(backend: WatchedStore, ref: StepRef) -> Generator[None]:
     """Return a context manager for a block that reads ``ref``. If the block raises an error about
     damage in this step, its message also says which other step there is, and how to mend this one.
     """
@@ -346,11 +346,11 @@ def naming_the_way_out(backend: WatchedStore, ref: StepRef) -> Generator[None]:
         key: str = getattr(error, "key", ref.folder)
         is_here = key.startswith(ref.folder) and error.root in ("", backend.url)
         if is_here and is_damage(error):
-            error.args = (f"{error}; {way_out(backend, ref)}",)
+            error.args = (f"{error}; {mend_advice(backend, ref)}",)
         raise
 
 
-def way_out(backend: WatchedStore, ref: StepRef) -> str:
+def mend_advice(backend: WatchedStore, ref: StepRef) -> str:
     """Return the text that says how to mend the damaged step ``ref``, and which other step there
     is in the store.
     """
@@ -368,7 +368,7 @@ def way_out(backend: WatchedStore, ref: StepRef) -> str:
 
 
 @contextmanager
-def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
+def removal_as_no_checkpoint(sources: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
     """Return a context manager for a block that reads the attempt ``ref``. It replaces an error
     about damage with ``NoCheckpoint`` if the attempt was removed.
 

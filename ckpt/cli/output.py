@@ -26,13 +26,15 @@ from ckpt.model.readable import duration as duration
 from ckpt.model.readable import rate as rate
 from ckpt.model.readable import size as size
 
-_SHORT: Final = 14
+_MOST_UNWRAPPED_CHARS: Final = 14
 """A column of at most this many characters is not wrapped, such as the column of attempts."""
-_WRAPPED: Final = 24
+_LEAST_WRAPPED_CHARS: Final = 24
 """How many characters of a column that is wrapped must fit before other columns are left out."""
-_LEAST_CUT: Final = 10
+_LEAST_CUT_CHARS: Final = 10
 """A column that may be cut is left out if less than this many characters fit."""
-_NO_LIMIT: Final = 10_000  # The width of a pipe or file, which is too large for lines to wrap
+_COLUMN_GAP: Final = 2
+"""The number of spaces between two columns."""
+_NO_LIMIT_WIDTH: Final = 10_000  # The width of a pipe or file, which is too large for lines to wrap
 
 
 def show_json(value: object) -> None:
@@ -92,19 +94,22 @@ def show_table(
     columns, rows = _leave_out(columns, rows, flexible, optional, console.width)
     if flexible:
         columns, rows = _fit(columns, rows, flexible, console.width)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, _COLUMN_GAP, 0, 0), header_style="bold")
     for index, column in enumerate(columns):
-        number = column in right
+        is_right = column in right
         cells = (column, *(row[index] for row in rows))
         table.add_column(
             clean(column),
-            justify="right" if number else "left",
-            no_wrap=number or max(map(len, cells)) <= _SHORT,
+            justify="right" if is_right else "left",
+            no_wrap=is_right or max(map(len, cells)) <= _MOST_UNWRAPPED_CHARS,
             overflow="fold",
         )
     for row in rows:
         table.add_row(
-            *(Text(clean(cell), style=_STYLES.get(cell.partition(":")[0], "")) for cell in row)
+            *(
+                Text(clean(cell), style=_STYLE_BY_STATE.get(cell.partition(":")[0], ""))
+                for cell in row
+            )
         )
     with console.capture() as capture:
         console.print(table)
@@ -119,15 +124,15 @@ def _leave_out(
     width: int,
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return the titles and rows without those of the columns ``optional`` for which there is no
-    room. A column that can be wrapped needs room for ``_WRAPPED`` characters.
+    room. A column that can be wrapped needs room for ``_LEAST_WRAPPED_CHARS`` characters.
     """
     widths = {
-        column: min(_WRAPPED, max(len(row[index]) for row in (columns, *rows))) + 2
+        column: min(_LEAST_WRAPPED_CHARS, _cell_width(index, columns, rows)) + _COLUMN_GAP
         for index, column in enumerate(columns)
         if column not in flexible
     }
     for column in optional:
-        if sum(widths.values()) - 2 > width:
+        if sum(widths.values()) - _COLUMN_GAP > width:
             widths.pop(column, None)
     indexes = [i for i, column in enumerate(columns) if column in widths or column in flexible]
     return [columns[i] for i in indexes], [[row[i] for i in indexes] for row in rows]
@@ -139,15 +144,12 @@ def _fit(
     """Return the titles and rows with the cells of the columns ``flexible`` cut to fit ``width``.
 
     Each of these columns gets the characters that all other columns leave. If these are fewer than
-    ``_LEAST_CUT``, the columns ``flexible`` are left out.
+    ``_LEAST_CUT_CHARS``, the columns ``flexible`` are left out.
     """
     fixed_indexes = [index for index, column in enumerate(columns) if column not in flexible]
-    room = (
-        width
-        - sum(max(len(row[index]) for row in (columns, *rows)) + 2 for index in fixed_indexes)
-        - 2
-    )
-    if room < _LEAST_CUT:
+    fixed_widths = [_cell_width(index, columns, rows) + _COLUMN_GAP for index in fixed_indexes]
+    room = width - sum(fixed_widths) - _COLUMN_GAP
+    if room < _LEAST_CUT_CHARS:
         return [columns[index] for index in fixed_indexes], [
             [row[index] for index in fixed_indexes] for row in rows
         ]
@@ -160,6 +162,11 @@ def _fit(
         [cell if index in unchanged_indexes else shorten(cell) for index, cell in enumerate(row)]
         for row in rows
     ]
+
+
+def _cell_width(index: int, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return the number of characters of the widest cell of a column, with its title."""
+    return max(len(row[index]) for row in (columns, *rows))
 
 
 def short_names(
@@ -177,8 +184,9 @@ def short_names(
         rows: The cells of the table, with the places as they are.
     """
     console = _console(sys.stdout)
-    widths = [max(map(len, cells)) + 2 for cells in zip(columns, *rows, strict=True)]
-    if sum(widths) - 2 <= console.width or max(map(len, places), default=0) <= _LEAST_CUT:
+    widths = [max(map(len, cells)) + _COLUMN_GAP for cells in zip(columns, *rows, strict=True)]
+    is_narrow = sum(widths) - _COLUMN_GAP <= console.width
+    if is_narrow or max(map(len, places), default=0) <= _LEAST_CUT_CHARS:
         return {place: place for place in places}
     names = {place: f"tier {number}" for number, place in enumerate(places, 1)}
     show_facts({name: place for place, name in names.items()})
@@ -233,7 +241,7 @@ def progress(label: str, *, in_bytes: bool = True) -> Generator[OnProgress]:
 
     columns = list(Progress.get_default_columns())
     if in_bytes:
-        columns[2:3] = [DownloadColumn(), TransferSpeedColumn()]
+        columns[2:3] = [DownloadColumn(), TransferSpeedColumn()]  # In place of the percentage
     with Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(clean(label), total=None)
         yield lambda count, total: bar.update(task, completed=count, total=total)
@@ -275,7 +283,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in runs)
 
 
-_STYLES: Final = {
+_STYLE_BY_STATE: Final = {
     "committed": "green",
     "intact": "green",
     "incomplete": "yellow",
@@ -309,5 +317,5 @@ def _print_line(word: str, style: str, text: str) -> None:
 
 
 def _console(stream: TextIO) -> Console:
-    width = None if stream.isatty() else _NO_LIMIT
+    width = None if stream.isatty() else _NO_LIMIT_WIDTH
     return Console(file=stream, markup=False, emoji=False, highlight=False, width=width)

@@ -66,16 +66,16 @@ def pin(
     duration = seconds("--for", hold, unit=True)
     backend = open_root(place, config, timeout=timeout)
     ref = find_steps(backend, selector, config)[0]
-    put = backend.ask(partial(put_pin, backend, ref, duration, reason))
+    new_pin = backend.ask(partial(put_pin, backend, ref, duration, reason))
     if json:
         output.show_json(
             {
                 "root": backend.url,
-                "pin": records.entries(_FIELDS, [(put, note_of(backend, put))])[0],
+                "pin": records.entries(_FIELDS, [(new_pin, note_of(backend, new_pin))])[0],
             }
         )
     else:
-        output.show_line(f"step {ref.step} is pinned until {output.moment(put.until)}")
+        output.show_line(f"step {ref.step} is pinned until {output.moment(new_pin.until)}")
 
 
 def unpin(

@@ -15,19 +15,19 @@ from ckpt.cli import output
 T = TypeVar("T")
 Kind = Literal["text", "number", "step", "size", "time", "moment"]
 """What a value is: a text, a number, a `StepRef`, bytes, seconds, or seconds since 1970."""
-_TEXTS: Final[dict[Kind, Callable[[Any], str]]] = {
+_TEXT_BY_KIND: Final[dict[Kind, Callable[[Any], str]]] = {
     "text": str,
     "number": str,
     "size": output.size,
     "time": output.duration,
     "moment": output.moment,
 }
-_JSON: Final[dict[Kind, Callable[[Any], object]]] = {
+_JSON_BY_KIND: Final[dict[Kind, Callable[[Any], object]]] = {
     "time": lambda seconds: round(seconds, 6),
     "moment": lambda seconds: output.moment_utc(seconds) or "?",
 }
-_RIGHT: Final = ("number", "size", "time")
-_STEP: Final = ("step", "attempt")
+_RIGHT_ALIGNED_KINDS: Final = ("number", "size", "time")
+_STEP_TITLES: Final = ("step", "attempt")
 """The titles and the keys of a `StepRef`, which are two columns."""
 
 
@@ -54,7 +54,7 @@ class Field(Generic[T]):
     @property
     def titles(self) -> tuple[str, ...]:
         """The titles of the columns."""
-        return _STEP if self.kind == "step" else (self.title,) if self.title else ()
+        return _STEP_TITLES if self.kind == "step" else (self.title,) if self.title else ()
 
     def cells(self, record: T) -> tuple[str, ...]:
         """Return the texts of a record in the columns."""
@@ -66,15 +66,15 @@ class Field(Generic[T]):
         if self.kind == "step":
             return str(value.step), value.attempt
         is_empty = value is None or (self.kind in ("size", "time") and not value)
-        return ("-" if is_empty else _TEXTS[self.kind](value),)
+        return ("-" if is_empty else _TEXT_BY_KIND[self.kind](value),)
 
     def items(self, record: T) -> dict[str, object]:
         """Return the keys and values of a record in JSON."""
         value = self.value(record)
         if self.kind == "step":
-            return dict(zip(_STEP, (value.step, value.attempt), strict=True))
-        is_number = self.kind in _JSON and value is not None
-        return {self.key or self.title: _JSON[self.kind](value) if is_number else value}
+            return dict(zip(_STEP_TITLES, (value.step, value.attempt), strict=True))
+        has_converter = self.kind in _JSON_BY_KIND and value is not None
+        return {self.key or self.title: _JSON_BY_KIND[self.kind](value) if has_converter else value}
 
 
 def entry(fields: Sequence[Field[T]], record: T) -> dict[str, object]:
@@ -101,7 +101,10 @@ def show(
         output.show_table(
             titles_of(fields),
             [cells_of(fields, record) for record in records],
-            right=["step", *(field.title for field in fields if field.kind in _RIGHT)],
+            right=[
+                "step",
+                *(field.title for field in fields if field.kind in _RIGHT_ALIGNED_KINDS),
+            ],
             flexible=flexible,
         )
 

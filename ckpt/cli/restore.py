@@ -25,10 +25,10 @@ from ckpt.cli.options import (
     PlacesAndStepArgument,
     StepOption,
     TimeoutOption,
-    naming_a_removed,
+    mend_advice,
     places_and_step,
+    removal_as_no_checkpoint,
     step_id,
-    way_out,
     workers_for,
 )
 from ckpt.cli.store_timeout import WatchedStore, open_watched, watch
@@ -112,7 +112,7 @@ def restore(
     destination = _destination(sources, target, timeout)
     if len(sources) == 1 and destination is not None:
         sources = [*nearer_tiers(sources[0], destination, timeout), *sources]
-    with _without_empty(destination):
+    with _removing_if_empty(destination):
         chosen_step = step_id(sources, selector, config)
         local_step = _first_intact(sources, chosen_step, destination)
     seconds, nbytes = local_step.seconds, local_step.nbytes
@@ -213,7 +213,7 @@ def _destination(
 
 
 @contextmanager
-def _without_empty(destination: WatchedStore | None) -> Generator[None]:
+def _removing_if_empty(destination: WatchedStore | None) -> Generator[None]:
     """Return a context manager. If its block fails, the folder of ``destination`` is removed again
     if the block has made it and it is empty.
     """
@@ -247,37 +247,42 @@ def _first_intact(
         StorageError: The destination has failed, or a source has failed and no other source has a
             committed attempt.
     """
-    try_count, any_damaged = 0, False
-    listing = Workers("list", len(sources))  # Not closed: a thread may still wait for its store
-    candidate_steps = candidates(sources, step, workers=listing, lists=_listing)
+    try_count, has_damage = 0, False
+    list_workers = Workers(
+        "list", len(sources)
+    )  # Not closed: a thread may still wait for its store
+    candidate_steps = candidates(sources, step, workers=list_workers, lists=_root_contents)
     candidate = next(candidate_steps, None)
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
         while candidate is not None:
             ref, try_count = candidate.ref, try_count + 1
             stores = [sources[position] for position in candidate.reachable]
             try:
-                with output.progress(f"step {ref.step}") as bar, naming_a_removed(stores, ref):
-                    return _try(stores, ref, destination, workers, bar)
+                with (
+                    output.progress(f"step {ref.step}") as bar,
+                    removal_as_no_checkpoint(stores, ref),
+                ):
+                    return _restore_attempt(stores, ref, destination, workers, bar)
             except FormatUnsupported:
                 raise  # The step is not damaged. Restoring an older step would hide this error.
             except (IntegrityError, NoCheckpoint) as error:
-                any_damaged |= isinstance(error, IntegrityError)
+                has_damage |= isinstance(error, IntegrityError)
                 candidate = next(candidate_steps, None)
                 if candidate is None and try_count == 1:
                     if isinstance(error, IntegrityError):
-                        error.args = (f"{error}; {way_out(sources[-1], ref)}",)
+                        error.args = (f"{error}; {mend_advice(sources[-1], ref)}",)
                     raise
                 reason = f"is damaged: {error}"
                 if isinstance(error, NoCheckpoint):
                     reason = "was removed during the command"
-                output.warn(f"step {ref.step} {reason}; {_next(ref, candidate)}")
+                output.warn(f"step {ref.step} {reason}; {_next_text(ref, candidate)}")
     urls = ", ".join(source.url for source in sources)
     if not try_count:
         if len(sources) == 1:
             # ``find`` raises an error that describes what the store has instead.
             sources[0].ask(partial(find, sources[0], step))
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
-    if not any_damaged:
+    if not has_damage:
         raise NoCheckpoint(urls, f"all {try_count} that were found were removed during the command")
     raise IntegrityError(
         f"none of {try_count} checkpoints in {urls} is intact; ckpt verify --all shows what is "
@@ -285,7 +290,7 @@ def _first_intact(
     )
 
 
-def _next(ref: StepRef, candidate: Candidate | None) -> str:
+def _next_text(ref: StepRef, candidate: Candidate | None) -> str:
     """Return the text that says which attempt is tried after ``ref``. ``candidate`` is that
     attempt, or None if there is no other attempt.
     """
@@ -298,7 +303,7 @@ def _next(ref: StepRef, candidate: Candidate | None) -> str:
     return f"trying step {candidate.ref.step}, the previous one"
 
 
-def _listing(store: StorageBackend) -> RootContents:
+def _root_contents(store: StorageBackend) -> RootContents:
     """Return the attempts and the rollback in a store. Raises ``TransientStorageError`` if a
     watched store does not answer within ``--timeout``.
     """
@@ -309,7 +314,7 @@ def _listing(store: StorageBackend) -> RootContents:
     )
 
 
-def _try(
+def _restore_attempt(
     sources: Sequence[StorageBackend],
     ref: StepRef,
     destination: StorageBackend | None,

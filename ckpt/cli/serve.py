@@ -23,7 +23,7 @@ from ckpt.page.server import run as run_server
 from ckpt.storage.places import is_file, is_missing
 from ckpt.storage.tiers import resolve_tier, resolve_tiers
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PATIENCE_SECONDS: Final = 2.0
 """How long to wait for the answer of a file system whether a root exists."""
 ConfigsOption = Annotated[
@@ -90,7 +90,7 @@ def serve(
     """
     prices = dict(map(price_of, price or ()))
     runs = watched_runs(places(arguments, root), config)
-    token = read_token(token_file, is_required=host not in _LOOPBACK)
+    token = read_token(token_file, is_required=host not in _LOOPBACK_HOSTS)
     listener = listen(host, port)
     output.show_line(f"the page is at {address(listener, host)}")
     if token and token_file is None:

@@ -22,11 +22,11 @@ from ckpt.cli.options import (
     RootOption,
     StepOption,
     TimeoutOption,
+    adding_mend_advice,
     find_steps,
-    naming_a_removed,
-    naming_the_way_out,
     open_root,
     place_and_step,
+    removal_as_no_checkpoint,
 )
 from ckpt.cli.output import ranges
 from ckpt.model.keys import StepRef
@@ -64,7 +64,7 @@ def show(
     place, selector = place_and_step(arguments, root, step)
     backend = open_root(place, config, timeout=timeout)
     ref = find_steps(backend, selector, config)[0]
-    with naming_the_way_out(backend, ref), naming_a_removed([backend], ref):
+    with adding_mend_advice(backend, ref), removal_as_no_checkpoint([backend], ref):
         manifest, objects = backend.ask(partial(_read, backend, ref))
     if json:
         output.show_json(_as_json(manifest, objects, f"{backend.url.rstrip('/')}/{ref.folder}"))
@@ -264,7 +264,7 @@ class _TaggedValue:
     fields: Mapping[str, Any]
 
 
-def _plain(raw: msgspec.Raw) -> Any:
+def _decode_tree(raw: msgspec.Raw) -> Any:
     """Decode a tree of a manifest to Python values. A node with a tag that ``ckpt.model.values``
     does not define becomes a `_TaggedValue`.
 
@@ -285,18 +285,20 @@ def _values(manifest: Manifest) -> dict[str, str]:
     The text of a ``PerRank`` value only lists the ranks that have the value.
     """
     with check_structure("tree"):
-        values = dict(_flat("", _plain(manifest.tree)))
-        holders: dict[str, list[int]] = {}
+        values = dict(_value_texts("", _decode_tree(manifest.tree)))
+        ranks_by_name: dict[str, list[int]] = {}
         for rank, raw in manifest.per_rank.items():
-            node = _plain(raw)
+            node = _decode_tree(raw)
             for name in node if isinstance(node, dict) else ():
-                holders.setdefault(str(name), []).append(int(rank))
-    return values | {name: f"<one per rank: {ranges(ranks)}>" for name, ranks in holders.items()}
+                ranks_by_name.setdefault(str(name), []).append(int(rank))
+    return values | {
+        name: f"<one per rank: {ranges(ranks)}>" for name, ranks in ranks_by_name.items()
+    }
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:
     with check_structure("metadata"):
-        return dict(_flat("", _plain(manifest.metadata)))
+        return dict(_value_texts("", _decode_tree(manifest.metadata)))
 
 
 def exact_values(manifest: Manifest) -> dict[str, str]:
@@ -306,26 +308,26 @@ def exact_values(manifest: Manifest) -> dict[str, str]:
     two plain values are equal if their texts are equal.
     """
     with check_structure("tree"):
-        values = dict(_flat("", _plain(manifest.tree), exact_text))
+        values = dict(_value_texts("", _decode_tree(manifest.tree), exact_text))
         for rank, raw in manifest.per_rank.items():
-            node = _plain(raw)
+            node = _decode_tree(raw)
             for name, value in node.items() if isinstance(node, dict) else ():
                 values |= {
                     f"{path} of rank {rank}": text
-                    for path, text in _flat(str(name), value, exact_text)
+                    for path, text in _value_texts(str(name), value, exact_text)
                 }
     return values
 
 
-def _flat(
-    path: str, value: Any, text: Callable[[Any], str] | None = None
+def _value_texts(
+    path: str, value: Any, text_of: Callable[[Any], str] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each plain value of ``value``, without tensors.
 
     Args:
         path: The name of ``value``; "" for the whole state.
-        value: A result of ``_plain``, or a part of one.
-        text: Returns the text of a plain value. The default, ``short``, limits its length.
+        value: A result of ``_decode_tree``, or a part of one.
+        text_of: Returns the text of a plain value. The default, ``short``, limits its length.
     """
     match value:
         case _TaggedValue(tag="tensor" | "array"):  # ``ckpt show`` lists tensors in a table
@@ -333,30 +335,37 @@ def _flat(
         case _TaggedValue(tag=tag, fields=fields) if not any(
             isinstance(item, dict | list | _TaggedValue) for item in fields.values()
         ):
-            whole = f"<{tag}{''.join(f' {(text or str)(item)}' for item in fields.values())}>"
-            yield path, whole if text else clip(whole)
+            tag_text = f"<{tag}{''.join(f' {(text_of or str)(item)}' for item in fields.values())}>"
+            yield path, tag_text if text_of else clip(tag_text)
         case _TaggedValue(tag="optimizer", fields={"groups": list(groups), "state": dict(state)}):
             for index, group in enumerate(groups):
-                yield from _settings(join(join(path, "param_groups"), str(index)), group, text)
+                yield from _setting_texts(
+                    join(join(path, "param_groups"), str(index)), group, text_of
+                )
             for name, item in state.items():  # The names begin at the root of the whole state
-                yield from _flat(name if isinstance(name, str) else join(path, name), item, text)
+                yield from _value_texts(
+                    name if isinstance(name, str) else join(path, name), item, text_of
+                )
+            # What the optimizer has beside its groups and the state of its parameters.
             for key in value.fields.keys() & {"extra", "values"}:
-                yield from _flat(join(path, key), value.fields[key], text)
+                yield from _value_texts(join(path, key), value.fields[key], text_of)
         case _TaggedValue(tag=tag, fields=fields):
             for key, item in fields.items():
                 if (tag, key) == ("module", "versions"):  # They are no values of the state
                     continue
-                yield from _flat(path if key in ("v", "values") else join(path, key), item, text)
+                # The value that the node wraps has the name of the node itself.
+                item_path = path if key in ("v", "values") else join(path, key)
+                yield from _value_texts(item_path, item, text_of)
         case dict() if value or not path:
             for key, item in value.items():
-                yield from _flat(join(path, key), item, text)
+                yield from _value_texts(join(path, key), item, text_of)
         case list() | tuple() if _has_names(value):
             for index, item in enumerate(value):
-                yield from _flat(join(path, str(index)), item, text)
+                yield from _value_texts(join(path, str(index)), item, text_of)
         case None if not path:
             return
         case _:
-            yield path or ".", (text or short)(value)
+            yield path or ".", (text_of or short)(value)
 
 
 def _has_names(value: Any) -> bool:
@@ -368,8 +377,8 @@ def _has_names(value: Any) -> bool:
     return isinstance(value, dict | _TaggedValue)
 
 
-def _settings(
-    path: str, group: Any, text: Callable[[Any], str] | None
+def _setting_texts(
+    path: str, group: Any, text_of: Callable[[Any], str] | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each setting of a parameter group of an optimizer.
 
@@ -379,15 +388,15 @@ def _settings(
     Args:
         path: The name of the group.
         group: The node of the group.
-        text: The same as for ``_flat``.
+        text_of: The same as for ``_value_texts``.
     """
     if not isinstance(group, dict) or "values" not in group:
-        yield from _flat(path, group, text)
+        yield from _value_texts(path, group, text_of)
         return
-    yield from _flat(path, group["values"], text)
+    yield from _value_texts(path, group["values"], text_of)
     for key, item in group.items():
         if key != "values":
-            yield from _flat(join(path, key), item, text)
+            yield from _value_texts(join(path, key), item, text_of)
 
 
 def short(value: Any) -> str:

@@ -16,12 +16,12 @@ from ckpt.catalog.watching import CommittedStep
 
 _END_SECONDS: Final = 30.0
 """The time that a stopped command, and the processes that it has started, get to end."""
-_LOOK_SECONDS: Final = 0.05
+_END_POLL_SECONDS: Final = 0.05
 """The time between two checks whether the processes have ended."""
-_ASK_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.5
 """The time between two checks whether a command has done enough."""
 _TERMINATED_CODE: Final = 128 + signal.SIGTERM
-_PLACE: Final = re.compile(r"\{(path|step|root)\}")
+_PLACEHOLDER: Final = re.compile(r"\{(path|step|root)\}")
 
 
 class StepSignals:
@@ -34,7 +34,7 @@ class StepSignals:
     """
 
     def __init__(self) -> None:
-        self._is_holding, self._pending = False, 0
+        self._holds_back, self._pending = False, 0
 
     @contextmanager
     def as_exceptions(self) -> Generator[None]:
@@ -42,7 +42,7 @@ class StepSignals:
         SIGINT raises ``KeyboardInterrupt``.
         """
         numbers = (signal.SIGTERM, signal.SIGINT)
-        previous_handlers = [signal.signal(number, self._take) for number in numbers]
+        previous_handlers = [signal.signal(number, self._on_signal) for number in numbers]
         try:
             yield
         finally:
@@ -51,17 +51,17 @@ class StepSignals:
 
     def hold(self) -> None:
         """Hold back signals from now until ``release``."""
-        self._is_holding = True
+        self._holds_back = True
 
     def release(self) -> None:
         """Stop holding back signals. If a signal was held back, raise its exception."""
-        self._is_holding = False
+        self._holds_back = False
         if self._pending:
             self._raise(self._pending)
 
-    def _take(self, number: int, _: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         self._pending = number
-        if not self._is_holding:
+        if not self._holds_back:
             self._raise(number)
 
     def _raise(self, number: int) -> None:
@@ -90,7 +90,7 @@ def run_until(
     with _process_of(command, step, signals) as process:
         while not is_enough():
             with suppress(subprocess.TimeoutExpired):
-                return process.wait(_ASK_SECONDS)
+                return process.wait(_POLL_SECONDS)
         _stop(process)
     return None
 
@@ -100,9 +100,9 @@ def _process_of(
     command: str, step: CommittedStep, signals: StepSignals
 ) -> Generator[subprocess.Popen[bytes]]:
     values = {"path": step.path, "step": str(step.step), "root": step.root}
-    command = _PLACE.sub(lambda place: shlex.quote(values[place[1]]), command)
-    handed_on = os.environ  # noqa: TID251 - no setting is read here
-    environment = {**handed_on, **{f"CKPT_{key.upper()}": value for key, value in values.items()}}
+    command = _PLACEHOLDER.sub(lambda placeholder: shlex.quote(values[placeholder[1]]), command)
+    inherited = os.environ  # noqa: TID251 - no setting is read here
+    environment = {**inherited, **{f"CKPT_{key.upper()}": value for key, value in values.items()}}
     signals.hold()
     with subprocess.Popen(  # noqa: S602
         command, shell=True, env=environment, process_group=0
@@ -133,6 +133,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
             process.poll()  # Otherwise the process stays in its group as a zombie after its end
-            os.killpg(process.pid, 0)
-            time.sleep(_LOOK_SECONDS)
+            os.killpg(process.pid, 0)  # Signal 0 is not sent: the call fails if the group has ended
+            time.sleep(_END_POLL_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)

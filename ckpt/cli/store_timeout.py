@@ -35,8 +35,9 @@ _REPEAT_SECONDS: Final = 30.0
 warning for each chunk.
 """
 _MOST_WAIT_SECONDS: Final = 3600.0
-_TICKS: Final = 4
-_EXTRAS: Final = (
+_CHECK_SECONDS: Final = SILENT_SECONDS / 4
+"""The time between two checks whether a warning about a store is due."""
+_OPTIONAL_METHODS: Final = (  # Of a `StorageBackend`
     "adopt",
     "discard",
     "identity",
@@ -46,8 +47,8 @@ _EXTRAS: Final = (
     "read_parts",
     "unfinished_writes",
 )
-_ITERATORS: Final = ("list", "folders", "unfinished_writes")
-_END: Final = object()
+_ITERATOR_METHODS: Final = ("list", "folders", "unfinished_writes")
+_END_OF_ITEMS: Final = object()
 
 
 def open_watched(url: str, options: Mapping[str, object] | None, timeout: float) -> WatchedStore:
@@ -62,13 +63,14 @@ def open_watched(url: str, options: Mapping[str, object] | None, timeout: float)
         ConfigError: ``timeout`` is negative or nan, or the backend refuses the URL or the options.
         TransientStorageError: The folder ``url`` could not be opened within ``--timeout`` seconds.
     """
-    _check(timeout)
+    _check_timeout(timeout)
     return watch(
-        _open(url, options, timeout) if is_folder(url) else open_backend(url, options), timeout
+        _open_folder(url, options, timeout) if is_folder(url) else open_backend(url, options),
+        timeout,
     )
 
 
-def _open(url: str, options: Mapping[str, object] | None, timeout: float) -> StorageBackend:
+def _open_folder(url: str, options: Mapping[str, object] | None, timeout: float) -> StorageBackend:
     """Open a folder on a thread of its own. Opening it already waits for its file system, which may
     be on a server that does not answer. The backends of other stores send no request yet.
     """
@@ -76,19 +78,19 @@ def _open(url: str, options: Mapping[str, object] | None, timeout: float) -> Sto
     wait([future], min(timeout, SILENT_SECONDS))
     root = os.path.abspath(local_path(url))
     if not future.done() and timeout > SILENT_SECONDS:
-        output.warn(f"{root} has not answered yet; {_given_up(timeout)}")
+        output.warn(f"{root} has not answered yet; {_give_up_text(timeout)}")
         wait([future], min(timeout - SILENT_SECONDS, threading.TIMEOUT_MAX))
     if not future.done():
         raise with_root(TransientStorageError("", _timeout_text(timeout)), root)
     return future.result()
 
 
-def _check(timeout: float) -> None:
+def _check_timeout(timeout: float) -> None:
     if not timeout >= 0:
         raise ConfigError(f"--timeout {timeout}: give a number of seconds, such as 10")
 
 
-def _given_up(timeout: float) -> str:
+def _give_up_text(timeout: float) -> str:
     return f"it is given up after {timeout:g} s (--timeout)"
 
 
@@ -99,17 +101,17 @@ def _timeout_text(timeout: float) -> str:
 def watch(backend: StorageBackend, timeout: float) -> WatchedStore:
     """Return a watched store that wraps ``backend``.
 
-    The result also has each of the optional methods ``_EXTRAS`` that ``backend`` has.
+    The result also has each of the optional methods ``_OPTIONAL_METHODS`` that ``backend`` has.
 
     Raises:
         ConfigError: ``timeout`` is negative or nan.
     """
-    _check(timeout)
-    extras = {name: _passed_on(name) for name in _EXTRAS if hasattr(backend, name)}
+    _check_timeout(timeout)
+    extras = {name: _watched_method(name) for name in _OPTIONAL_METHODS if hasattr(backend, name)}
     return cast("WatchedStore", type("WatchedStore", (WatchedStore,), extras)(backend, timeout))
 
 
-def _passed_on(name: str) -> Any:
+def _watched_method(name: str) -> Any:
     """Return a method that calls the method ``name`` of ``self.backend`` inside of a block ``with
     self.request()``.
 
@@ -119,7 +121,7 @@ def _passed_on(name: str) -> Any:
 
     def method(owner: Any, *args: Any, **options: Any) -> Any:
         call = partial(getattr(owner.backend, name), *args, **options)
-        if name in _ITERATORS:
+        if name in _ITERATOR_METHODS:
             return owner.iterate(call)
         with owner.request():
             return call()
@@ -138,7 +140,7 @@ class WatchedStore:
         self.backend, self._timeout = backend, timeout
         self._lock = threading.Lock()
         self._pending = 0
-        self._asked_at: float | None = None  # The time since which an answer is due, or None
+        self._due_since: float | None = None  # The time since which an answer is due, or None
         self._warned_at: float | None = None
         self._failure: StorageError | None = None
         self._timeout_error: StorageError | None = None
@@ -156,20 +158,23 @@ class WatchedStore:
         future = Workers("ask", 1).submit(work)  # Not closed, as the thread may go on waiting
         while not future.done():
             silent = self.silent_seconds
-            self.note(f"has not answered yet; {_given_up(self._timeout)}")
+            self.note(f"has not answered yet; {_give_up_text(self._timeout)}")
             if silent >= self._timeout:
                 raise self._give_up()
-            due = SILENT_SECONDS if silent < SILENT_SECONDS else self._timeout
-            wait([future], min(max(min(due, self._timeout) - silent, 0.001), _MOST_WAIT_SECONDS))
+            deadline_seconds = SILENT_SECONDS if silent < SILENT_SECONDS else self._timeout
+            wait(
+                [future],
+                min(max(min(deadline_seconds, self._timeout) - silent, 0.001), _MOST_WAIT_SECONDS),
+            )
         with self._lock:
-            self._warned_at = self._asked_at = None
+            self._warned_at = self._due_since = None
         return future.result()
 
     @property
     def silent_seconds(self) -> float:
         """Return for how many seconds an answer has been due; 0 if no answer is due."""
         with self._lock:
-            return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+            return 0.0 if self._due_since is None else time.monotonic() - self._due_since
 
     def note(self, text: str = "") -> None:
         """Print a warning if an answer has been due for two seconds.
@@ -185,14 +190,14 @@ class WatchedStore:
         with self._lock:
             if (
                 self._timeout_error
-                or self._asked_at is None
-                or current_time - self._asked_at < SILENT_SECONDS
+                or self._due_since is None
+                or current_time - self._due_since < SILENT_SECONDS
             ):
                 return
             if self._warned_at is not None and current_time - self._warned_at < _REPEAT_SECONDS:
                 return
             self._warned_at = current_time
-            silent = current_time - self._asked_at
+            silent = current_time - self._due_since
         output.warn(f"{self.url} {text or f'has not answered for {silent:.0f} s'}")
 
     def _give_up(self) -> StorageError:
@@ -216,8 +221,8 @@ class WatchedStore:
             if self._timeout_error is not None:
                 raise self._timeout_error
             self._pending += 1
-            if self._asked_at is None:
-                self._asked_at = time.monotonic()
+            if self._due_since is None:
+                self._due_since = time.monotonic()
         failure: StorageError | None = None
         try:
             yield
@@ -230,7 +235,7 @@ class WatchedStore:
                 self._pending -= 1
                 self._failure = failure
                 if failure is None:
-                    self._asked_at = time.monotonic() if self._pending else None
+                    self._due_since = time.monotonic() if self._pending else None
 
     def iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Call ``items``, and yield the items of the iterator that it returns. Fetch each item
@@ -241,8 +246,8 @@ class WatchedStore:
             # A generator makes its first request only in ``next``, so the block includes ``next``.
             with self.request():
                 iterator = iterator or items()
-                item = next(iterator, _END)
-            if item is _END:
+                item = next(iterator, _END_OF_ITEMS)
+            if item is _END_OF_ITEMS:
                 return
             yield cast("T", item)
 
@@ -256,12 +261,12 @@ class WatchedStore:
     def url(self) -> str:
         return self.backend.url
 
-    put = _passed_on("put")
-    read_into = _passed_on("read_into")
-    head = _passed_on("head")
-    delete = _passed_on("delete")
-    list = _passed_on("list")
-    folders = _passed_on("folders")
+    put = _watched_method("put")
+    read_into = _watched_method("read_into")
+    head = _watched_method("head")
+    delete = _watched_method("delete")
+    list = _watched_method("list")
+    folders = _watched_method("folders")
 
     def upload(self, key: str, size: int) -> Upload:
         with self.request():
@@ -279,8 +284,8 @@ class _WatchedUpload:
     def part_bytes(self) -> int:
         return self.backend.part_bytes
 
-    write = _passed_on("write")
-    finish = _passed_on("finish")
+    write = _watched_method("write")
+    finish = _watched_method("finish")
 
     def abort(self) -> None:
         self.backend.abort()
@@ -294,13 +299,13 @@ def silence_notes(*stores: StorageBackend) -> Generator[None]:
     stop = threading.Event()
     watched_stores = [store for store in stores if isinstance(store, WatchedStore)]
 
-    def look() -> None:
-        while not stop.wait(SILENT_SECONDS / _TICKS):
+    def note_all() -> None:
+        while not stop.wait(_CHECK_SECONDS):
             for store in watched_stores:
                 store.note()
 
     with Workers("watch", 1) as workers:
-        workers.submit(look)
+        workers.submit(note_all)
         try:
             yield
         finally:

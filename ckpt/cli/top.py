@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from math import isnan
 from typing import Annotated
 
 import typer
@@ -26,7 +27,7 @@ from ckpt.observe.job_life import LIFE_MEANING, JobLife
 from ckpt.observe.run_looks import RunLooks
 from ckpt.observe.run_view import RunView, StepView, TierView
 
-_ROWS = 12  # The most steps that are shown for each run
+_MOST_ROWS = 12  # The most steps that are shown for each run
 _PATIENCE_SECONDS = 2.0
 
 
@@ -62,7 +63,7 @@ def top(
         views, jobs = looks.look(_PATIENCE_SECONDS), known_jobs()
         parts: list[Table | Text] = []
         for view in views:
-            parts += [*_tables(view), *_scrubs(view, jobs)]
+            parts += [*_tables(view), *_scrub_lines(view, jobs)]
         return Group(*parts)
 
     console = Console(markup=False, emoji=False, highlight=False)
@@ -84,7 +85,7 @@ def _tables(run: RunView) -> Iterator[Table | Text]:
     for name in ("steps", "newest", "used", "free", "under way"):
         tiers.add_column(name, justify="right", no_wrap=name != "under way")
     for number, tier in enumerate(run.tiers, 1):
-        free = size(tier.free) if tier.free == tier.free else "-"
+        free = "-" if isnan(tier.free) else size(tier.free)
         newest = str(tier.newest) if tier.newest >= 0 else "-"
         used_size = size(tier.used_bytes) if tier.opened else "-"
         cells = (f"{number} {tier.url}", str(tier.steps), newest, used_size, free, _under_way(tier))
@@ -93,8 +94,8 @@ def _tables(run: RunView) -> Iterator[Table | Text]:
     steps = Table(box=box.SIMPLE)
     for name in ("step", "size", "stall", *(f"tier {n + 1}" for n in range(len(run.tiers)))):
         steps.add_column(name, justify="right" if name in ("step", "size", "stall") else "left")
-    for row in run.steps[:_ROWS]:
-        steps.add_row(str(row.step), size(row.nbytes), *_rest(row))
+    for row in run.steps[:_MOST_ROWS]:
+        steps.add_row(str(row.step), size(row.nbytes), *_stall_and_states(row))
     yield steps
 
 
@@ -104,7 +105,7 @@ def _life_line(life: JobLife) -> Text:
     return Text(clean(f"{text}{reason}"), style="green" if life.is_alive else "yellow")
 
 
-def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
+def _scrub_lines(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
     """Yield lines that show which steps of a run the agent of this node has verified.
 
     The lines are about each of ``jobs`` that has a tier of the run.
@@ -123,7 +124,7 @@ def _under_way(tier: TierView) -> str:
     return f"{tier.waiting}" if tier.waiting else "-"
 
 
-def _rest(row: StepView) -> Iterator[str]:
+def _stall_and_states(row: StepView) -> Iterator[str]:
     """Yield the last cells of a row: the stall of the step, and its state on each tier."""
     yield duration(row.save.stall_seconds) if row.save and row.save.stall_seconds else "-"
     for cell in row.cells:

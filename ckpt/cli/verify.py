@@ -142,12 +142,12 @@ def _show(report: VerifyReport) -> None:
         return
     output.show_line(f"{name}: damaged, {output.count(len(report.faults), 'fault')}", style="red")
     records.show(_FAULT_FIELDS, report.faults)
-    _show_ways([report])
+    _show_remedies([report])
 
 
-def _show_ways(reports: Iterable[VerifyReport]) -> None:
-    ways = (fault.way for report in reports for fault in report.faults)
-    for way in dict.fromkeys(filter(None, ways)):
+def _show_remedies(reports: Iterable[VerifyReport]) -> None:
+    remedies = (fault.way for report in reports for fault in report.faults)
+    for way in dict.fromkeys(filter(None, remedies)):
         output.show_line(way)
 
 
@@ -211,18 +211,22 @@ def _verify_several(
     answers = ask_each(places, lambda store: find(store, step))
     tiers = [_Tier.of(place, answer) for place, (_, answer) in zip(places, answers, strict=True)]
     for tier in tiers:
-        _check(tier, tier.refs if whole else tier.refs[:1])
-    bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
+        _verify_on(tier, tier.refs if whole else tier.refs[:1])
+    damaged_refs = {
+        ref for tier in tiers for ref, report in tier.reports.items() if not report.intact
+    }
     # If a step is damaged on one tier, verify it on all other tiers, since one may have it intact.
     for tier in tiers:
-        _check(tier, [ref for ref in tier.refs if ref in bad and ref not in tier.reports])
+        _verify_on(
+            tier, [ref for ref in tier.refs if ref in damaged_refs and ref not in tier.reports]
+        )
     if json:
         output.show_json(
-            {"intact": not bad, "tiers": [_tier_as_json(tier, tiers) for tier in tiers]}
+            {"intact": not damaged_refs, "tiers": [_tier_as_json(tier, tiers) for tier in tiers]}
         )
     else:
-        _show_tiers(tiers)
-    if bad:
+        _show_tier_reports(tiers)
+    if damaged_refs:
         raise typer.Exit(IntegrityError.exit_code)
     for tier in tiers:
         if tier.error and not isinstance(tier.error, NoCheckpoint):
@@ -231,7 +235,7 @@ def _verify_several(
         raise typer.Exit(NoCheckpoint.exit_code)
 
 
-def _check(tier: _Tier, refs: list[StepRef]) -> None:
+def _verify_on(tier: _Tier, refs: list[StepRef]) -> None:
     """Verify ``refs`` on a tier, and store the results in ``tier.reports`` or ``tier.error``."""
     if isinstance(tier.store, CkptError) or tier.error:
         return
@@ -245,9 +249,9 @@ def _check(tier: _Tier, refs: list[StepRef]) -> None:
         tier.error = error
 
 
-def _show_tiers(tiers: list[_Tier]) -> None:
+def _show_tier_reports(tiers: list[_Tier]) -> None:
     rows: list[tuple[str, ...]] = []
-    damage: list[tuple[str, ...]] = []
+    fault_rows: list[tuple[str, ...]] = []
     for tier in tiers:
         for ref, report in tier.reports.items():
             state = (
@@ -261,25 +265,25 @@ def _show_tiers(tiers: list[_Tier]) -> None:
             for fault in report.faults:
                 intact_urls = ", ".join(_intact_on(fault, ref, tier, tiers))
                 cells = records.cells_of(_FAULT_FIELDS, fault)
-                damage.append((tier.url, *cells, intact_urls or "no other tier"))
+                fault_rows.append((tier.url, *cells, intact_urls or "no other tier"))
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _error_text(tier)))
-    columns, faults = (
+    report_titles, fault_titles = (
         ("tier", "step", "attempt", "verified", "state"),
         ("tier", "file", "bytes", "what", "intact on"),
     )
-    widest = max(((columns, rows), (faults, damage)), key=_width)
+    widest = max(((report_titles, rows), (fault_titles, fault_rows)), key=_width)
     names = output.short_names([tier.url for tier in tiers], *widest)
     output.show_table(
-        columns, [(names[row[0]], *row[1:]) for row in rows], right=("step", "verified")
+        report_titles, [(names[row[0]], *row[1:]) for row in rows], right=("step", "verified")
     )
-    if damage:
+    if fault_rows:
         output.show_line()
-        for index, row in enumerate(damage):
+        for index, row in enumerate(fault_rows):
             intact_names = ", ".join(names.get(place, place) for place in row[-1].split(", "))
-            damage[index] = (names[row[0]], *row[1:-1], intact_names)
-        output.show_table(faults, damage)
-    _show_ways(report for tier in tiers for report in tier.reports.values())
+            fault_rows[index] = (names[row[0]], *row[1:-1], intact_names)
+        output.show_table(fault_titles, fault_rows)
+    _show_remedies(report for tier in tiers for report in tier.reports.values())
 
 
 def _width(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> int:
@@ -307,7 +311,7 @@ def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> l
         if peer is not tier
         and (report := peer.reports.get(ref))
         and not any(
-            _meet(fault, peer_fault, _same_encoding(ref, tier, peer))
+            _may_overlap(fault, peer_fault, _same_encoding(ref, tier, peer))
             for peer_fault in report.faults
         )
     ]
@@ -322,12 +326,14 @@ def _same_encoding(ref: StepRef, tier: _Tier, peer: _Tier) -> bool:
     if isinstance(tier.store, CkptError) or isinstance(peer.store, CkptError):
         return False
     try:
-        return read_packed(tier.store, ref)[1] == read_packed(peer.store, ref)[1]
+        _, packed = read_packed(tier.store, ref)
+        _, peer_packed = read_packed(peer.store, ref)
     except CkptError:
         return False
+    return packed == peer_packed
 
 
-def _meet(fault_a: Fault, fault_b: Fault, same_encoding: bool) -> bool:
+def _may_overlap(fault_a: Fault, fault_b: Fault, same_encoding: bool) -> bool:
     """Return True if two faults of one attempt on two tiers may concern the same bytes.
 
     A fault of the manifest on the second tier counts as a fault of all bytes.
@@ -346,11 +352,11 @@ def _meet(fault_a: Fault, fault_b: Fault, same_encoding: bool) -> bool:
         return same_name and not fault_a.key.endswith(".json") and not fault_b.key.endswith(".json")
     if fault_a.offset is None or fault_b.offset is None or not same_encoding:
         return True
-    one_end, two_end = (
+    end_a, end_b = (
         math.inf if fault.nbytes is None else (fault.offset or 0) + fault.nbytes
         for fault in (fault_a, fault_b)
     )
-    return fault_b.offset < one_end and fault_a.offset < two_end
+    return fault_b.offset < end_a and fault_a.offset < end_b
 
 
 def _tier_as_json(tier: _Tier, tiers: list[_Tier]) -> dict[str, object]:

@@ -86,7 +86,7 @@ def watch(
     with signals.as_exceptions(), closing(steps):
         for step in steps:
             code = run_for_step(command, step, signals) if command else 0
-            _say(step, code, json=json)
+            _show(step, code, json=json)
             if code:
                 failures += 1
                 watcher.leave(step)
@@ -95,7 +95,7 @@ def watch(
         raise typer.Exit(1)
 
 
-def _say(step: CommittedStep, code: int, *, json: bool) -> None:
+def _show(step: CommittedStep, code: int, *, json: bool) -> None:
     facts = {"step": step.step, "attempt": step.ref.attempt, "path": step.path, "exit_code": code}
     if json:
         output.show_json_line(facts)
