@@ -28,8 +28,8 @@ from ckpt.observe.history import History
 from ckpt.observe.journal import Record
 
 DAY_SECONDS = 24 * 3600.0
-_MINUTES = 1 / 60
-_LEAST_SECONDS = 3600.0
+_MINUTES_PER_SECOND = 1 / 60
+_LEAST_JOURNAL_SECONDS = 3600.0
 """The time that a journal must cover before a rate of failures is computed from it."""
 
 
@@ -102,21 +102,21 @@ def measurements_of(records: Sequence[Record], history: History) -> Measurements
     saves = sorted(history.saves.values(), key=lambda save: save.at)
     if not saves:
         raise ConfigError("the journal has no save: train without journal=False first")
-    durable: dict[str, list[float]] = {}
+    seconds_by_tier: dict[str, list[float]] = {}
     for save in saves:
         for tier, arrival in save.tiers.items():
             if arrival.state == "committed" and arrival.seconds > 0:
-                durable.setdefault(tier, []).append(arrival.seconds)
+                seconds_by_tier.setdefault(tier, []).append(arrival.seconds)
     gaps = [successor.at - save.at for save, successor in pairwise(saves)]
-    starts = [job for job in history.jobs.values() if job.has_saved]
+    saving_jobs = [job for job in history.jobs.values() if job.has_saved]
     journal_seconds = records[-1].at - records[0].at
     return Measurements(
         stall_seconds=median(save.stall_seconds for save in saves),
         interval_seconds=median(gaps) if gaps else math.nan,
-        durable_seconds={tier: median(seconds) for tier, seconds in durable.items()},
+        durable_seconds={tier: median(seconds) for tier, seconds in seconds_by_tier.items()},
         nbytes=saves[-1].nbytes,
-        failures_per_day=max(0, len(starts) - 1) * DAY_SECONDS / journal_seconds
-        if journal_seconds >= _LEAST_SECONDS
+        failures_per_day=max(0, len(saving_jobs) - 1) * DAY_SECONDS / journal_seconds
+        if journal_seconds >= _LEAST_JOURNAL_SECONDS
         else math.nan,
     )
 
@@ -132,24 +132,28 @@ def advise(measurements: Measurements, assumptions: Assumptions) -> list[Advice]
         ConfigError: A number of ``assumptions`` is negative or not finite, or
             ``assumptions.failures_per_day`` is 0.
     """
-    _check(assumptions)
-    cost, interval = (
+    _check_assumptions(assumptions)
+    cost_seconds, current_interval_seconds = (
         measurements.stall_seconds + assumptions.drag_seconds,
         measurements.interval_seconds,
     )
-    best = math.sqrt(2 * cost * DAY_SECONDS / assumptions.failures_per_day)
+    best_seconds = math.sqrt(2 * cost_seconds * DAY_SECONDS / assumptions.failures_per_day)
     return [
         Advice(
             tier=tier,
-            durable_seconds=durable,
-            interval_seconds=max(best, durable),
-            is_bound=durable > best,
-            lost_minutes=lost_minutes_per_day(max(best, durable), durable, cost, assumptions),
-            lost_minutes_now=lost_minutes_per_day(interval, durable, cost, assumptions)
-            if interval > 0
+            durable_seconds=durable_seconds,
+            interval_seconds=max(best_seconds, durable_seconds),
+            is_bound=durable_seconds > best_seconds,
+            lost_minutes=lost_minutes_per_day(
+                max(best_seconds, durable_seconds), durable_seconds, cost_seconds, assumptions
+            ),
+            lost_minutes_now=lost_minutes_per_day(
+                current_interval_seconds, durable_seconds, cost_seconds, assumptions
+            )
+            if current_interval_seconds > 0
             else math.nan,
         )
-        for tier, durable in measurements.durable_seconds.items()
+        for tier, durable_seconds in measurements.durable_seconds.items()
     ]
 
 
@@ -161,10 +165,10 @@ def lost_minutes_per_day(
     """
     saving_seconds = DAY_SECONDS / interval_seconds * cost_seconds
     repeated_seconds = assumptions.restart_seconds + durable_seconds + interval_seconds / 2
-    return (saving_seconds + assumptions.failures_per_day * repeated_seconds) * _MINUTES
+    return (saving_seconds + assumptions.failures_per_day * repeated_seconds) * _MINUTES_PER_SECOND
 
 
-def _check(assumptions: Assumptions) -> None:
+def _check_assumptions(assumptions: Assumptions) -> None:
     for name, value, least in (
         ("failures per day", assumptions.failures_per_day, 1e-9),
         ("restart time", assumptions.restart_seconds, 0.0),

@@ -56,5 +56,6 @@ class FolderSpace:
         if not wait([query], _PATIENCE_SECONDS).done:
             return None
         with self._lock:
+            # Another thread may have taken this result, and begun the next call.
             self._query = None if self._query is query else self._query
         return None if query.exception() else query.result()

@@ -113,20 +113,20 @@ class History:
     @property
     def modes(self) -> Mapping[str, Mode]:
         """Which values of a metric are the best, by its name, as the newest job says that saved."""
-        rules = (job.start.modes for job in reversed(self.jobs.values()) if job.has_saved)
-        return next(rules, {})
+        modes_by_job = (job.start.modes for job in reversed(self.jobs.values()) if job.has_saved)
+        return next(modes_by_job, {})
 
     @property
     def job_restores(self) -> list[Restore]:
         """The restores of jobs that have saved, and so not those of evaluations."""
-        savers = {name for name, job in self.jobs.items() if job.has_saved}
-        return [restore for restore in self.restores if restore.record.job in savers]
+        saving_jobs = {name for name, job in self.jobs.items() if job.has_saved}
+        return [restore for restore in self.restores if restore.record.job in saving_jobs]
 
 
 def history_of(records: Sequence[Record]) -> History:
     """Return the history of a run from the records of its journal, oldest first."""
     history, troubles = History(), list[Record]()
-    under_way: set[int] = set()  # Steps that the current job has staged
+    staged_steps: set[int] = set()  # Steps that the current job has staged
     for record in records:
         job = history.jobs.get(record.job)
         if job is not None:
@@ -135,18 +135,17 @@ def history_of(records: Sequence[Record]) -> History:
             case "SaveStaged":
                 if job is not None and not job.has_saved:  # A job that only restores cuts nothing
                     job.has_saved = True
-                    mark_cut(history.saves[step] for step in under_way)
-                    under_way.clear()
+                    mark_cut(history.saves[step] for step in staged_steps)
+                    staged_steps.clear()
                 history.saves[record.step] = _staged_save(record)
-                under_way.add(record.step)
+                staged_steps.add(record.step)
             case "MetricsAdded" if record.step in history.saves:
-                history.saves[record.step].metrics.update(_numbers(record.metrics))
+                history.saves[record.step].metrics.update(_metric_values(record.metrics))
             case "SaveCommitted" | "CommitFinished":
                 save = history.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("committed", record.seconds)
-                history.verifications.pop(
-                    (record.step, record.tier), None
-                )  # It was of an earlier attempt
+                # The verification was of an earlier attempt.
+                history.verifications.pop((record.step, record.tier), None)
             case "TierMissed":
                 save = history.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("missed", 0.0, record.reason)
@@ -169,8 +168,8 @@ def history_of(records: Sequence[Record]) -> History:
             case _:
                 pass  # An event that only later versions of ckpt have
     if troubles and history.restores:  # Other ranks wrote these after rank 0 wrote its "Restored"
-        last = history.restores.pop()
-        history.restores.append(Restore(last.record, (*last.troubles, *troubles)))
+        last_restore = history.restores.pop()
+        history.restores.append(Restore(last_restore.record, (*last_restore.troubles, *troubles)))
     return history
 
 
@@ -181,12 +180,13 @@ def _staged_save(record: Record) -> SavedStep:
         record.seconds,
         record.nbytes,
         {tier: Arrival() for tier in record.tiers},
-        _numbers(record.metrics),
+        _metric_values(record.metrics),
         record.job,
     )
 
 
-def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def _metric_values(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics of a record. It has None for values that are not finite."""
     return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 

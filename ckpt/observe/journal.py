@@ -69,17 +69,19 @@ BEAT_SECONDS: Final = 15.0
 """How often a job shows that it is alive."""
 PLANNED_STOP: Final = "planned stop"
 """The ``reason`` of a ``CLOSE_EVENT`` after ``StopSignals.requested``."""
-_MOST_TEXT: Final = 500
-_MOST_WAITING: Final = 10_000
+_MOST_TEXT_CHARS: Final = 500
+_MOST_QUEUED_RECORDS: Final = 10_000
 """The most records that wait for the thread. Further ones are lost."""
-_MOST_EARLY: Final = 100
+_MOST_EARLY_RECORDS: Final = 100
+"""The most records that wait until the folder of the journal is there."""
 _END_SECONDS: Final = 2.0
 """How long ``close`` waits until the records are written."""
-_STALE_SECONDS: Final = 24 * 3600.0
-_OLD: Final = ".old"
-_BEAT: Final = ".alive"
-_SUFFIXES: Final = (".jsonl", ".jsonl" + _OLD, _BEAT)
-_SAVES: Final = frozenset({"SaveStaged", "SaveCommitted", "SaveFailed"})
+_STALE_BEAT_SECONDS: Final = 24 * 3600.0
+"""The age at which the file of a job that was killed is removed."""
+_OLD_SUFFIX: Final = ".old"
+_BEAT_SUFFIX: Final = ".alive"
+_FILE_SUFFIXES: Final = (".jsonl", ".jsonl" + _OLD_SUFFIX, _BEAT_SUFFIX)
+_SAVE_EVENTS: Final = frozenset({"SaveStaged", "SaveCommitted", "SaveFailed"})
 """The events that make the folder of a journal."""
 
 
@@ -129,7 +131,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     start_time: int = 0
 
 
-_SUFFIX: Final = ".journal"
+_FOLDER_SUFFIX: Final = ".journal"
 """The end of the name of the folder of a journal. The rest is the root of the run."""
 
 
@@ -155,7 +157,7 @@ class Journal:
     Raises:
         ConfigError: ``root`` is neither a path nor a ``file://`` URL.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_end``. Only the
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_task``. Only the
     thread of the journal uses the attributes from ``_file`` on.
     """
 
@@ -173,11 +175,11 @@ class Journal:
         self._job = secrets.token_hex(6)
         self._queue: SimpleQueue[Record | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._end: Future[None] | None = None
+        self._task: Future[None] | None = None
         self._file: int | None = None
-        self._early: deque[Record] = deque(maxlen=_MOST_EARLY)
-        self._has_failed = False
-        self._is_open = self._rank != 0  # Only rank 0 writes the record ``OPEN_EVENT``
+        self._early_records: deque[Record] = deque(maxlen=_MOST_EARLY_RECORDS)
+        self._has_warned = False
+        self._has_open_record = self._rank != 0  # Only rank 0 writes the record ``OPEN_EVENT``
 
     def __call__(self, event: Event) -> None:
         """Let the thread of the journal write the record of ``event``.
@@ -186,9 +188,9 @@ class Journal:
         """
         if self._rank and not isinstance(event, SaveFailed | StepDamaged | Repaired | MetricsAdded):
             return
-        if self._queue.qsize() < _MOST_WAITING:
+        if self._queue.qsize() < _MOST_QUEUED_RECORDS:
             self._queue.put(record_of(event, self._job))
-        if self._end is None:
+        if self._task is None:
             self._start()
 
     def end(self, *, error: BaseException | None = None, reason: str = "") -> None:
@@ -199,14 +201,14 @@ class Journal:
             error: The error that ends the job; None if there is none.
             reason: ``PLANNED_STOP``, or empty.
         """
-        if self._rank == 0 and self._end is not None:
+        if self._rank == 0 and self._task is not None:
             name, text = (type(error).__name__, str(error)) if error else ("", reason)
             self._queue.put(
                 Record(
                     at=time.time(),
                     event=CLOSE_EVENT,
                     error=name,
-                    reason=text[:_MOST_TEXT],
+                    reason=text[:_MOST_TEXT_CHARS],
                     job=self._job,
                 )
             )
@@ -217,20 +219,20 @@ class Journal:
         same job. If the file system does not answer, the call returns after two seconds.
         """
         with self._lock:
-            end, self._end = self._end, None
-        if end is not None:
+            task, self._task = self._task, None
+        if task is not None:
             self._queue.put(None)
-            if not wait([end], _END_SECONDS).done:
+            if not wait([task], _END_SECONDS).done:
                 _log.warning("ckpt: the journal %s cannot be written: no answer", self._folder)
 
     def _start(self) -> None:
         with self._lock:
-            if self._end is not None:
+            if self._task is not None:
                 return
             if has_script_ended():  # ``submit`` may run the call itself
                 self._queue.put(None)
             try:
-                self._end = Workers("journal", 1).submit(self._run)
+                self._task = Workers("journal", 1).submit(self._run)
             except ThreadLimit as error:
                 _log.warning("ckpt: the journal %s is not written: %s", self._folder, error)
 
@@ -251,31 +253,31 @@ class Journal:
             self._file = None
 
     def _write(self, record: Record) -> None:
-        is_save = record.event in _SAVES
+        is_save = record.event in _SAVE_EVENTS
         try:
             if self._file is None or os.fstat(self._file).st_size >= LIMIT_BYTES:
                 self._open(creates=is_save)
             if self._file is None:  # A job that only restores makes no folder
-                self._early.append(record)
+                self._early_records.append(record)
                 return
-            lines = [*self._early, record]
-            self._early.clear()
-            if record.event == CLOSE_EVENT and not self._is_open:
+            lines = [*self._early_records, record]
+            self._early_records.clear()
+            if record.event == CLOSE_EVENT and not self._has_open_record:
                 return
-            if not self._is_open:
+            if not self._has_open_record:
                 lines.insert(0, self._first_record(lines[0].at))
-                self._is_open = True
+                self._has_open_record = True
             # A single call, so that the lines of several processes do not mix
             os.write(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-            self._has_failed = False
+            self._has_warned = False
         except OSError as error:
-            if not self._has_failed and is_save:
+            if not self._has_warned and is_save:
                 _log.warning(
                     "ckpt: the journal %s was not written: %s (journal=False turns it off)",
                     self._folder,
                     error,
                 )
-            self._has_failed = self._has_failed or is_save
+            self._has_warned = self._has_warned or is_save
 
     def _open(self, *, creates: bool) -> None:
         """Open the file, or begin a new one if it is full.
@@ -289,10 +291,10 @@ class Journal:
             is_current = os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path))
             os.close(file)
             if is_current:
-                os.replace(path, path + _OLD)
-                self._is_open = self._rank != 0  # The new file must name the job, too
+                os.replace(path, path + _OLD_SUFFIX)
+                self._has_open_record = self._rank != 0  # The new file must name the job, too
         else:
-            root = self._folder.removesuffix(_SUFFIX)
+            root = self._folder.removesuffix(_FOLDER_SUFFIX)
             if not os.path.isdir(self._folder) and (
                 not creates or (self._needs_root and not os.path.isdir(root))
             ):
@@ -303,10 +305,10 @@ class Journal:
 
     def _first_record(self, moment: float) -> Record:
         """Return the first record of this job."""
-        for name in filter(beat_of, os.listdir(self._folder)):  # Of jobs that were killed
+        for name in filter(job_of_beat, os.listdir(self._folder)):  # Of jobs that were killed
             path = os.path.join(self._folder, name)
             with contextlib.suppress(OSError):
-                if time.time() - os.stat(path).st_mtime > _STALE_SECONDS:
+                if time.time() - os.stat(path).st_mtime > _STALE_BEAT_SECONDS:
                     os.unlink(path)
         process = Process.of(os.getpid())
         return Record(
@@ -324,7 +326,7 @@ class Journal:
         """Show by the time of a file that the job is alive; remove the file at the end."""
         if self._file is None or self._rank:
             return
-        path = os.path.join(self._folder, self._job + _BEAT)
+        path = os.path.join(self._folder, self._job + _BEAT_SUFFIX)
         with contextlib.suppress(OSError):
             if is_last:
                 os.unlink(path)
@@ -386,7 +388,7 @@ def journal_of(root: str | os.PathLike[str]) -> str:
             f"root={text_of(place)}: a journal is on this machine: give a folder, such as "
             "'runs/gpt'"
         )
-    return os.path.abspath(local_path(place)) + _SUFFIX
+    return os.path.abspath(local_path(place)) + _FOLDER_SUFFIX
 
 
 def journal_files(root: str | os.PathLike[str]) -> list[str]:
@@ -400,14 +402,14 @@ def journal_files(root: str | os.PathLike[str]) -> list[str]:
         names = os.listdir(folder)
     except OSError:
         return []
-    return [os.path.join(folder, name) for name in names if name.endswith(_SUFFIXES)]
+    return [os.path.join(folder, name) for name in names if name.endswith(_FILE_SUFFIXES)]
 
 
-def beat_of(name: str) -> str:
+def job_of_beat(name: str) -> str:
     """Return the id of the job that shows by the file ``name`` of a journal that it is alive; empty
     for any other file.
     """
-    return name.removesuffix(_BEAT) if name.endswith(_BEAT) else ""
+    return name.removesuffix(_BEAT_SUFFIX) if name.endswith(_BEAT_SUFFIX) else ""
 
 
 def record_of(event: Event, job: str = "") -> Record:
@@ -423,6 +425,7 @@ def record_of(event: Event, job: str = "") -> Record:
         case SaveFailed() | SaveSuspicious() | TierMissed() | StepDamaged():
             fields |= {"error": type(event.error).__name__, "reason": str(event.error)}
         case StepVerified():
+            # The record is like that of ``ckpt verify``. Its ``mended`` is a bool, about one file.
             fields |= {"event": VERIFY_EVENT, "reason": event.damage, "mended": False}
         case CommitFinished() | Restored() | RolledBack() | NodeReplicated():
             pass  # All their fields have the same names as in the record
@@ -430,7 +433,7 @@ def record_of(event: Event, job: str = "") -> Record:
             pass
     metrics = fields.get("metrics", {})
     fields |= {
-        "reason": fields.get("reason", "")[:_MOST_TEXT],
+        "reason": fields.get("reason", "")[:_MOST_TEXT_CHARS],
         "job": job,
         "metrics": {name: value if isfinite(value) else None for name, value in metrics.items()},
     }
@@ -453,10 +456,14 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
         if os.path.isdir(folder := journal_of(root if journal is None else journal)):
             path = os.path.join(folder, VERIFY_FILE)
             if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
-                os.replace(path, path + _OLD)
+                os.replace(path, path + _OLD_SUFFIX)
             file = open_file(path)
             record = Record(
-                at=time.time(), event=VERIFY_EVENT, step=step, tier=root, reason=fault[:_MOST_TEXT]
+                at=time.time(),
+                event=VERIFY_EVENT,
+                step=step,
+                tier=root,
+                reason=fault[:_MOST_TEXT_CHARS],
             )
             try:
                 _write(file, record)

@@ -15,7 +15,7 @@ from ckpt.observe.journal import (
     LIMIT_BYTES,
     VERIFY_FILE,
     Record,
-    beat_of,
+    job_of_beat,
     journal_files,
     journal_of,
 )
@@ -53,20 +53,24 @@ class JournalReader:
                 status = os.stat(path)
                 size = min(status.st_size, 2 * LIMIT_BYTES, budget)
                 state = (status.st_mtime_ns, status.st_size, size)
-                if name not in self._cache or self._cache[name][0] != state:
-                    self._cache[name] = (state, list(_records(path, size)))
+                known_state, file_records = self._cache.get(name, (None, list[Record]()))
+                if known_state != state:
+                    file_records = list(_records(path, size))
+                    self._cache[name] = (state, file_records)
             except OSError:
                 # The file was renamed after it was listed.
                 continue
             budget -= size
-            records += self._cache[name][1]
+            records += file_records
         return sorted(records, key=lambda record: record.at)
 
     def _names(self) -> list[str]:
         """Return the names of at most 128 files: first the files of verifications, and then the
         files of the ranks, lowest rank first. A run has at most two files of verifications.
         """
-        names = [name for path in journal_files(self._root) if not beat_of(name := basename(path))]
+        names = [
+            name for path in journal_files(self._root) if not job_of_beat(name := basename(path))
+        ]
         return sorted(names, key=lambda name: (not name.startswith(VERIFY_FILE), name))[
             :_MOST_FILES
         ]
@@ -78,7 +82,7 @@ class JournalReader:
         times: dict[str, float] = {}
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry in entries:
-                if job := beat_of(entry.name):
+                if job := job_of_beat(entry.name):
                     with contextlib.suppress(OSError):
                         times[job] = entry.stat().st_mtime
         return times
@@ -90,7 +94,7 @@ def _records(path: str, size: int) -> Iterator[Record]:
     Raises:
         OSError: The file cannot be read.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(path, "rb", opener=_open_without_waiting) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             return
@@ -103,6 +107,6 @@ def _records(path: str, size: int) -> Iterator[Record]:
 _decoder = msgspec.json.Decoder(Record)
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     """Open a file for ``open(..., opener=...)`` without waiting for the writer of a FIFO."""
     return os.open(path, flags | os.O_NONBLOCK)

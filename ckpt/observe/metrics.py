@@ -92,13 +92,13 @@ class Metrics:
         self.port: int | None = None
         if port is not None:
             whole("port", port, 0, _LAST_PORT)
-            own = port + local_rank_of_this_process() if port else 0
-            if own > _LAST_PORT:
+            own_port = port + local_rank_of_this_process() if port else 0
+            if own_port > _LAST_PORT:
                 raise ConfigError(
-                    f"port={port} is for local rank 0, and this rank would need {own}: give a "
+                    f"port={port} is for local rank 0, and this rank would need {own_port}: give a "
                     "lower number"
                 )
-            self._serve(host, own)
+            self._serve(host, own_port)
         if self._sender is not None:
             self._sender.start()
 
@@ -165,7 +165,7 @@ class Metrics:
         for tier in event.tiers:
             if tier not in self._tiers:
                 self._tiers.add(tier)
-                self._watch(tier)
+                self._add_tier_series(tier)
 
     def _count_committed(self, event: SaveCommitted) -> None:
         series = self._series
@@ -188,7 +188,7 @@ class Metrics:
         else:
             series.verified_steps(event.tier).inc()
 
-    def _watch(self, tier: str) -> None:
+    def _add_tier_series(self, tier: str) -> None:
         """Add the series of ``tier`` whose values are computed whenever the registry is read.
 
         They are the backlog of the tier and, if the tier is a folder, its disk space.
@@ -203,15 +203,15 @@ class Metrics:
 
     def _serve(self, host: str, port: int) -> None:
         try:
-            self._server = prometheus().start_http_server(port, addr=host, registry=self.registry)[
-                0
-            ]
+            server, _thread = prometheus().start_http_server(
+                port, addr=host, registry=self.registry
+            )
         except OSError as error:
             raise ConfigError(
                 f"metrics cannot be served at {host}:{port} ({error.strerror or error}): give "
                 "another port, or stop what listens there"
             ) from None
-        self.port = self._server.server_port
+        self._server, self.port = server, server.server_port
 
     def _write_first(self) -> None:
         try:

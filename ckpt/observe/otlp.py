@@ -24,15 +24,15 @@ from ckpt.pipeline.workers import Workers
 from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")
-_ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL: Final = "http/protobuf"
-_PROVIDERS: Final = (
+_CREDENTIAL_VARIABLES: Final = (
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_METRICS_CREDENTIAL_PROVIDER",
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
 )
-_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"
-_EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"
+_INTERVAL_VARIABLE: Final = "OTEL_METRIC_EXPORT_INTERVAL"
+_EXPORTER_MODULE: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"
 _DAY_SECONDS: Final = 86400.0
 _CLOSE_SECONDS: Final = 5.0
 """How long ``Sender.close`` waits for the receiver."""
@@ -88,9 +88,11 @@ class Sender:
         self._registry, self._start_time = registry, time.time_ns()
         self._sdk, exporter = _packages()
         self._interval_seconds = _interval_seconds()
-        self._endpoint = endpoint or next(filter(None, map(_variable, _ENDPOINTS)), "localhost")
+        self._endpoint = endpoint or next(
+            filter(None, map(_variable, _ENDPOINT_VARIABLES)), "localhost"
+        )
         try:
-            _check(endpoint)
+            _check_endpoint(endpoint)
             self._exporter = exporter(endpoint=endpoint, session=_session())
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             raise ConfigError(
@@ -99,29 +101,29 @@ class Sender:
         self._resource = _resource(self._sdk)
         self._log_messages = _LogOfThread()
         self._has_warned = False
-        self._ends = threading.Event()
+        self._stop = threading.Event()
         self._workers = Workers("otlp", 1)
-        self._work: Future[None] | None = None
+        self._task: Future[None] | None = None
 
     def start(self) -> None:
         """Start the thread that sends the metrics."""
-        self._work = self._workers.submit(self._run)
+        self._task = self._workers.submit(self._run)
 
     def close(self) -> None:
         """End the thread, which first sends the last values. Wait for it 5 s at most, and close the
         exporter.
         """
-        self._ends.set()
-        if self._work is not None:
-            wait([self._work], _CLOSE_SECONDS)
+        self._stop.set()
+        if self._task is not None:
+            wait([self._task], _CLOSE_SECONDS)
         self._exporter.shutdown()
 
     def _run(self) -> None:
-        log = logging.getLogger(_EXPORTER)
+        log = logging.getLogger(_EXPORTER_MODULE)
         self._log_messages.thread = threading.get_ident()
         log.addFilter(self._log_messages)
         try:
-            while not self._ends.wait(self._interval_seconds):
+            while not self._stop.wait(self._interval_seconds):
                 self._send()
             self._send()
         finally:
@@ -131,7 +133,7 @@ class Sender:
         """Send the current values. A failure is logged and never raised."""
         self._log_messages.first_message = ""
         try:
-            result = self._exporter.export(self._data())
+            result = self._exporter.export(self._metrics_data())
             has_failed = result is not self._sdk.MetricExportResult.SUCCESS
             reason = self._log_messages.first_message
         except Exception as error:  # noqa: BLE001 - a receiver never disturbs the training
@@ -146,7 +148,7 @@ class Sender:
                 redact(reason)[:_MOST_CHARACTERS],
             )
 
-    def _data(self) -> Any:
+    def _metrics_data(self) -> Any:
         sdk = self._sdk
         metrics = list(_metrics(sdk, self._registry.collect(), self._start_time, time.time_ns()))
         scope = sdk.ScopeMetrics(sdk.InstrumentationScope("ckpt", __version__), metrics, "")
@@ -243,6 +245,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 def _labels(sample: Any) -> _Labels:
+    """Return the labels of a series. The label "le" is the upper bound of a bucket of it."""
     return tuple(sorted((name, text) for name, text in sample.labels.items() if name != "le"))
 
 
@@ -284,7 +287,7 @@ def _packages() -> tuple[Any, Any]:
         names = vars(import_module("opentelemetry.sdk.metrics.export"))
         resource = import_module("opentelemetry.sdk.resources").Resource
         scope = import_module("opentelemetry.sdk.util.instrumentation").InstrumentationScope
-        exporter = import_module(_EXPORTER).OTLPMetricExporter
+        exporter = import_module(_EXPORTER_MODULE).OTLPMetricExporter
     except ImportError:
         package = "opentelemetry-exporter-otlp-proto-http"
         raise MissingExtra("Metrics(otlp=...)", package, "otlp") from None
@@ -297,7 +300,7 @@ def _session() -> Any:
     Return None if the environment names a provider of credentials, because the exporter then makes
     its session from that provider.
     """
-    if any(map(_variable, _PROVIDERS)):
+    if any(map(_variable, _CREDENTIAL_VARIABLES)):
         return None
     session = import_module("requests").Session()
     session.stream = True
@@ -318,32 +321,36 @@ def _resource(sdk: Any) -> Any:
 def _is_asked_for() -> bool:
     exporters = _variable("OTEL_METRICS_EXPORTER")
     return (
-        any(map(_variable, _ENDPOINTS))
+        any(map(_variable, _ENDPOINT_VARIABLES))
         and _variable("OTEL_SDK_DISABLED").lower() != "true"
         and (not exporters or "otlp" in [name.strip() for name in exporters.split(",")])
     )
 
 
-def _check(endpoint: str | None) -> None:
+def _check_endpoint(endpoint: str | None) -> None:
     """Raise ``ConfigError`` if ``endpoint`` is not an HTTP URL.
 
     If ``endpoint`` is None, raise ``ConfigError`` if the environment names another protocol than
     ``http/protobuf``.
     """
-    way = "give the URL of a receiver of OTLP over HTTP, such as http://HOST:4318/v1/metrics"
+    advice = "give the URL of a receiver of OTLP over HTTP, such as http://HOST:4318/v1/metrics"
     if endpoint is not None:
         if not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"otlp={text_of(redact(endpoint))}: {way}")
+            raise ConfigError(f"otlp={text_of(redact(endpoint))}: {advice}")
         return
-    name = next(filter(_variable, _PROTOCOLS), "")
+    name = next(filter(_variable, _PROTOCOL_VARIABLES), "")
     if name and _variable(name) != _PROTOCOL:
-        raise ConfigError(f"{name}={_variable(name)!r}, and ckpt knows {_PROTOCOL!r} only: {way}")
+        raise ConfigError(
+            f"{name}={_variable(name)!r}, and ckpt knows {_PROTOCOL!r} only: {advice}"
+        )
 
 
 def _interval_seconds() -> float:
-    text = _variable(_INTERVAL) or "60000"
+    text = _variable(_INTERVAL_VARIABLE) or "60000"
     if not text.isdecimal() or not int(text):
-        raise ConfigError(f"{_INTERVAL}={text!r}: give a number of milliseconds, such as 60000")
+        raise ConfigError(
+            f"{_INTERVAL_VARIABLE}={text!r}: give a number of milliseconds, such as 60000"
+        )
     return min(int(text) / 1e3, _DAY_SECONDS)
 
 

@@ -51,7 +51,7 @@ MEANING: Final[Mapping[State, str]] = {
 }
 """The explanation of each state of a step on a tier, as the page of ``ckpt serve`` shows it."""
 _MOST_STEPS: Final = 5000
-_MEMORY: Final = "shm://"
+_MEMORY_SCHEME: Final = "shm://"
 _OPEN_SECONDS: Final = 2.0
 """How long to wait until a tier is open, and for the journals of roots that may be one run."""
 
@@ -232,14 +232,16 @@ class TierWatch:
 
     def view(self, history: History) -> TierView:
         """Return a view of the tier from the last listing and from ``history``."""
-        whole = [step for step in self.steps if step.state == "committed"]
-        journal_view = _journal_view(self.url, history, {step.ref.step for step in whole})
+        committed_steps = [step for step in self.steps if step.state == "committed"]
+        journal_view = _journal_view(self.url, history, {step.ref.step for step in committed_steps})
         is_absent = not journal_view.steps and not journal_view.waiting and is_missing(self.url)
         return TierView(
             url=self.url,
             error=self.error or ("this folder does not exist" if is_absent else ""),
-            steps=len(whole),
-            newest=max((step.ref.step for step in whole if not step.is_abandoned), default=-1),
+            steps=len(committed_steps),
+            newest=max(
+                (step.ref.step for step in committed_steps if not step.is_abandoned), default=-1
+            ),
             used_bytes=sum(step.nbytes for step in self.steps),
             free=self._space.free() if self._space else math.nan,
             size=self._space.size() if self._space else math.nan,
@@ -279,8 +281,9 @@ class RunWatch:
         if life is not None and life.state == "died":
             mark_cut(history.saves.values())
         listed_urls = {tier.url for tier in self.tiers}
-        named_urls = list({url: None for save in history.saves.values() for url in save.tiers})
-        self._find_memory(named_urls, listed_urls, patience)
+        urls_of_saves = (url for save in history.saves.values() for url in save.tiers)
+        named_urls = list(dict.fromkeys(urls_of_saves))  # Each URL once, in order
+        self._add_memory_tiers(named_urls, listed_urls, patience)
         views = [tier.view(history) for tier in self.tiers]
         views += [_journal_view(url, history) for url in named_urls if url not in listed_urls]
         views.sort(
@@ -300,7 +303,7 @@ class RunWatch:
             ),
         )
 
-    def _find_memory(
+    def _add_memory_tiers(
         self, named_urls: Sequence[str], listed_urls: set[str], patience: float
     ) -> None:
         """List also the stores in this machine's memory that the journals name as tiers of the run.
@@ -313,7 +316,9 @@ class RunWatch:
             listed_urls: The URLs of the tiers that were listed.
             patience: How many seconds to wait for each store.
         """
-        for url in stores_in_memory() if any(url.startswith(_MEMORY) for url in named_urls) else ():
+        for url in (
+            stores_in_memory() if any(url.startswith(_MEMORY_SCHEME) for url in named_urls) else ()
+        ):
             if url in named_urls and url not in listed_urls:
                 self.tiers.append(tier := TierWatch(url, Tier(url)))
                 listed_urls.add(tier.url)
@@ -346,7 +351,7 @@ def _journal_view(url: str, history: History, committed: Collection[int] = ()) -
     return TierView(
         url=url,
         opened=False,
-        steps=0 if url.startswith(_MEMORY) else len(saves),
+        steps=0 if url.startswith(_MEMORY_SCHEME) else len(saves),
         newest=max((save.step for save in saves), default=-1),
         waiting=len(start_times),
         waiting_since=min(start_times, default=0.0),
@@ -371,29 +376,27 @@ def _rows(
             attempts.setdefault((listing.ref.step, listing.ref.attempt), {})[url] = listing
     # A journal does not name attempts, so its save and its verifications of a step count for the
     # youngest attempt.
-    youngest: dict[int, tuple[float, str]] = {}
-    for (step, attempt), places in attempts.items():
-        creation_time = max(listing.created_at or math.inf for listing in places.values())
-        youngest[step] = max(youngest.get(step, (0.0, "")), (creation_time, attempt))
-    for step in history.saves:
-        if step not in youngest:
-            attempts[step, ""] = {}
-    newest = sorted(attempts, reverse=True)[:_MOST_STEPS]
-    empty = History()
-    return tuple(
-        _row(
-            key,
-            attempts[key],
-            tiers,
-            history if youngest.get(key[0], (0, ""))[1] == key[1] else empty,
+    youngest_attempts: dict[int, tuple[float, str]] = {}
+    for (step, attempt), step_by_tier in attempts.items():
+        creation_time = max(listing.created_at or math.inf for listing in step_by_tier.values())
+        youngest_attempts[step] = max(
+            youngest_attempts.get(step, (0.0, "")), (creation_time, attempt)
         )
-        for key in newest
-    )
+    for step in history.saves:
+        if step not in youngest_attempts:
+            attempts[step, ""] = {}
+    no_history = History()
+    rows: list[StepView] = []
+    for step, attempt in sorted(attempts, reverse=True)[:_MOST_STEPS]:
+        _, youngest_attempt = youngest_attempts.get(step, (0.0, ""))
+        own_history = history if attempt == youngest_attempt else no_history
+        rows.append(_row((step, attempt), attempts[step, attempt], tiers, own_history))
+    return tuple(rows)
 
 
 def _row(
     key: tuple[int, str],
-    places: Mapping[str, StoredStep],
+    step_by_tier: Mapping[str, StoredStep],
     tiers: Sequence[TierView],
     history: History,
 ) -> StepView:
@@ -401,22 +404,28 @@ def _row(
 
     Args:
         key: The number of the step, and the name of the attempt.
-        places: The attempt as each tier lists it, by the URL of the tier.
+        step_by_tier: The attempt as each tier lists it, by the URL of the tier.
         tiers: The tiers, in the order of the cells.
         history: The history from the journals; an empty one if it belongs to another attempt.
     """
     step, attempt = key
     save = history.saves.get(step)
-    whole = [listing for listing in places.values() if listing.state == "committed"]
-    listing = whole[0] if whole else next(iter(places.values()), None)
+    committed_listings = [
+        listing for listing in step_by_tier.values() if listing.state == "committed"
+    ]
+    listing = (
+        committed_listings[0] if committed_listings else next(iter(step_by_tier.values()), None)
+    )
     cells: list[Cell] = []
     for tier in tiers:
         arrival = save.tiers.get(tier.url) if save else None
-        cell = _cell(places.get(tier.url), arrival, tier)
-        check = history.verifications.get((step, tier.url)) if cell.state == "committed" else None
-        if check is not None:
-            state: State = "damaged" if check.reason else "verified"
-            cell = Cell(state, cell.seconds, check.reason)
+        cell = _cell(step_by_tier.get(tier.url), arrival, tier)
+        verification = (
+            history.verifications.get((step, tier.url)) if cell.state == "committed" else None
+        )
+        if verification is not None:
+            state: State = "damaged" if verification.reason else "verified"
+            cell = Cell(state, cell.seconds, verification.reason)
         cells.append(cell)
     facts = facts_of(listing, save)
     return StepView(
@@ -445,7 +454,7 @@ def _cell(listing: StoredStep | None, arrival: Arrival | None, tier: TierView) -
         is_there = listing.state == "committed"
         return Cell("committed" if is_there else "damaged", seconds, listing.reason)
     if arrival is not None and arrival.state == "committed":
-        is_gone = (tier.opened and not tier.error) or tier.url.startswith(_MEMORY)
+        is_gone = (tier.opened and not tier.error) or tier.url.startswith(_MEMORY_SCHEME)
         return Cell("removed" if is_gone else "committed", seconds)
     if arrival is not None:
         return Cell(arrival.state, 0.0, arrival.reason)
@@ -467,7 +476,8 @@ def watch_runs(roots: Sequence[Tier], tiers_by_run: Mapping[str, Sequence[Tier]]
         matches = [group for group in groups if any(place.joins(member) for _, member in group)]
         groups = [group for group in groups if group not in matches]
         groups.append([*(pair for group in matches for pair in group), (root, place)])
-    runs = [RunWatch(group[0][0].url, [tier for tier, _ in group]) for group in groups]
+    tiers_by_group = [[tier for tier, _ in group] for group in groups]
+    runs = [RunWatch(tiers[0].url, tiers) for tiers in tiers_by_group]
     return runs + [RunWatch(name, tiers) for name, tiers in tiers_by_run.items()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,12 +45,12 @@ def time_spent(history: History, ends: Mapping[str, float]) -> TimeSpent | None:
         history: The history of the run.
         ends: When each job ended or was alive last, in seconds since 1970, by its id.
     """
-    alive = _union(
+    alive_intervals = _union(
         (job.start.at, max(job.start.at, ends.get(name, job.last_at)))
         for name, job in history.jobs.items()
         if job.has_saved
     )
-    if not alive:
+    if not alive_intervals:
         return None
     restores: list[Interval] = []
     losses: list[Interval] = []
@@ -59,21 +60,22 @@ def time_spent(history: History, ends: Mapping[str, float]) -> TimeSpent | None:
         save = history.saves.get(record.step)
         if save is not None and save.at < record.at - record.seconds:
             losses.append((save.at, record.at - record.seconds))
-    restores = _common(_union(restores), alive)
-    losses = _common(_union(losses), alive)
+    restores = _common(_union(restores), alive_intervals)
+    losses = _common(_union(losses), alive_intervals)
     repeats = _seconds(losses) - _seconds(_common(losses, restores))
     stall = sum(
         save.stall_seconds
         for save in history.saves.values()
         if not any(begin < save.at <= end for begin, end in losses)
     )
-    restore_seconds, alive_seconds = _seconds(restores), _seconds(alive)
+    restore_seconds, alive_seconds = _seconds(restores), _seconds(alive_intervals)
+    (begin, _), (_, end) = alive_intervals[0], alive_intervals[-1]
     return TimeSpent(
         training=max(0.0, alive_seconds - restore_seconds - repeats - stall),
         stall=stall,
         restore=restore_seconds,
         repeats=repeats,
-        down=alive[-1][1] - alive[0][0] - alive_seconds,
+        down=end - begin - alive_seconds,
     )
 
 
@@ -81,17 +83,22 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return disjoint intervals, in ascending order, that cover what ``intervals`` cover."""
     union: list[Interval] = []
     for begin, end in sorted(intervals):
-        if union and begin <= union[-1][1]:
-            union[-1] = union[-1][0], max(union[-1][1], end)
+        last_begin, last_end = union[-1] if union else (begin, -math.inf)
+        if begin <= last_end:
+            union[-1] = last_begin, max(last_end, end)
         else:
             union.append((begin, end))
     return union
 
 
-def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+def _common(intervals_a: Sequence[Interval], intervals_b: Sequence[Interval]) -> list[Interval]:
     """Return what two sequences of disjoint intervals have in common."""
-    pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b)
-    return [(begin, end) for begin, end in pairs if begin < end]
+    overlaps = (
+        (max(begin_a, begin_b), min(end_a, end_b))
+        for begin_a, end_a in intervals_a
+        for begin_b, end_b in intervals_b
+    )
+    return [(begin, end) for begin, end in overlaps if begin < end]
 
 
 def _seconds(intervals: Iterable[Interval]) -> float:

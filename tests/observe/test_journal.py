@@ -130,7 +130,7 @@ def test_records_that_the_disk_cannot_take_yet_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = Blocked(monkeypatch)
-    monkeypatch.setattr(journals, "_MOST_WAITING", 10)
+    monkeypatch.setattr(journals, "_MOST_QUEUED_RECORDS", 10)
     journal = Journal(tmp_path / "run", rank=0)
     for step in range(100):
         journal(staged(step, "a"))
