@@ -88,37 +88,37 @@ class _Pages:
         del request
         views = self._views()
         pages = [run_page(view, 1) for view in views]
-        return self._show("index.html", pages=pages, charts=run_charts(views))
+        return self._render("index.html", pages=pages, charts=run_charts(views))
 
     def run(self, request: Any) -> Any:
-        index, view = self._run(request)
+        index, view = self._find_run(request)
         query = request.query_params
-        page = run_page(view, _number(query.get("page", "1")), query.get("sort", ""))
-        return self._show("run.html", index=index, page=page)
+        page = run_page(view, _page_number(query.get("page", "1")), query.get("sort", ""))
+        return self._render("run.html", index=index, page=page)
 
     def step(self, request: Any) -> Any:
-        index, view = self._run(request)
+        index, view = self._find_run(request)
         query = request.query_params
         page = self.openers[index].page(
             view,
             request.path_params["step"],
             query.get("q", ""),
             query.get("tensor", ""),
-            _number(query.get("page", "1")),
+            _page_number(query.get("page", "1")),
         )
-        return self._show("step.html", index=index, run=view, page=page)
+        return self._render("step.html", index=index, run=view, page=page)
 
     def diff(self, request: Any) -> Any:
-        index, view = self._run(request)
+        index, view = self._find_run(request)
         query = request.query_params
         measure = self.measure if query.get("values") else None
         page = diff_page(self.openers[index], view, query.get("a", ""), query.get("b", ""), measure)
         can_read = self.measure is not None and page.read_bytes <= MOST_READ_BYTES
-        return self._show("diff.html", index=index, run=view, page=page, can_read=can_read)
+        return self._render("diff.html", index=index, run=view, page=page, can_read=can_read)
 
     async def live_events(self, request: Any) -> Any:
         del request
-        return StreamingResponse(_changes(self.live), media_type="text/event-stream")
+        return StreamingResponse(_event_stream(self.live), media_type="text/event-stream")
 
     async def not_found(self, request: Any, error: Exception) -> Any:
         del error
@@ -130,7 +130,7 @@ class _Pages:
         status = 404 if isinstance(error, NoCheckpoint) else default_status
         index = request.path_params.get("run", len(self.live.views))
         text = str(error).removeprefix(": ")
-        return self._show(
+        return self._render(
             "error.html", status, error=text, index=index if index < len(self.live.views) else None
         )
 
@@ -138,20 +138,20 @@ class _Pages:
         self.live.touch()
         return self.live.views
 
-    def _run(self, request: Any) -> tuple[int, RunView]:
+    def _find_run(self, request: Any) -> tuple[int, RunView]:
         index, views = request.path_params["run"], self._views()
         if index >= len(views):
             raise NoCheckpoint("", "there is no such run")
         return index, views[index]
 
-    def _show(self, template: str, status: int = 200, **values: Any) -> Any:
+    def _render(self, template: str, status: int = 200, **values: Any) -> Any:
         text = self.templates.get_template(template).render(
             now=time.time(), version=self.live.version, **values
         )
         return HTMLResponse(text, status)
 
 
-async def _changes(live: Live) -> AsyncGenerator[bytes]:
+async def _event_stream(live: Live) -> AsyncGenerator[bytes]:
     """Yield a server-sent event with the version of the views at the start and after each change,
     until ``live`` is closed. After 15 seconds without an event, yield a comment.
     """
@@ -194,7 +194,7 @@ def _templates(prices: Mapping[str, Price]) -> jinja2.Environment:
         "duration": duration,
         "moment": _moment,
         "ago": _ago,
-        "short": _short,
+        "short": _short_url,
         "shape": _shape,
         "percent": percent,
         "shell": quote,
@@ -237,7 +237,7 @@ def _ago(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
 
 
-def _short(url: str) -> str:
+def _short_url(url: str) -> str:
     """Return 'memory' for a tier in memory. Otherwise return ``url``, or '…' and its last 31
     characters if it is longer than 32 characters.
 
@@ -249,5 +249,6 @@ def _short(url: str) -> str:
     return url if len(url) <= 32 else f"…{url[-31:]}"
 
 
-def _number(text: str) -> int:
+def _page_number(text: str) -> int:
+    """Return the number of a page in a query; 1 if ``text`` is no number."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 1

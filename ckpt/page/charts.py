@@ -15,11 +15,11 @@ WIDTH: Final = 1000
 HEIGHT: Final = 100
 _MOST_POINTS: Final = 200
 """The number of newest points of each line that a chart shows."""
-_USUAL: Final = 2.5
+_TOP_FACTOR: Final = 2.5
 """The top of a chart is at most about this many times the 95th percentile of its values, so that
 one slow save does not flatten all other points.
 """
-_TINY: Final = 1e-290
+_LEAST_VALUE: Final = 1e-290
 """`nice` accepts values that are greater than this number and less than its reciprocal."""
 
 Points = Sequence[tuple[int, float]]
@@ -87,13 +87,13 @@ def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]
     if len(steps) < 2:
         return None
     values = sorted(value for points in newest.values() for _, value in points)
-    top = nice(min(values[-1], _USUAL * values[int(0.95 * (len(values) - 1))]) or values[-1])
-    span = steps[-1] - steps[0]
+    top = nice(min(values[-1], _TOP_FACTOR * values[int(0.95 * (len(values) - 1))]) or values[-1])
+    step_span = steps[-1] - steps[0]
 
     def line(name: str, points: Points) -> Line:
         dots = tuple(
             Dot(
-                round((step - steps[0]) / span * WIDTH, 1),
+                round((step - steps[0]) / step_span * WIDTH, 1),
                 round((1 - min(max(0.0, value) / top, 1.0)) * HEIGHT, 1),
                 f"step {step}: {text(value)}",
             )
@@ -113,7 +113,8 @@ def nice(value: float) -> float:
     Return 1.0 if ``value`` is no measurement: nan, 0 or less, or so close to 0 or so large that
     powers of ten lose their precision.
     """
-    if not _TINY < value < 1 / _TINY:
+    if not _LEAST_VALUE < value < 1 / _LEAST_VALUE:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
+    # Rounding may make a power of ten a little less than ``value``, which it should equal.
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value * 0.999999)

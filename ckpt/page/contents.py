@@ -37,7 +37,7 @@ METRICS: Final = 4
 _MOST_REMOVED: Final = 200
 """The number of newest removed steps that are listed."""
 _BY_STEP: Final = "step"
-_EXISTS: Final = frozenset({"committed", "verified", "damaged", "saving", "incomplete"})
+_EXISTING_STATES: Final = frozenset({"committed", "verified", "damaged", "saving", "incomplete"})
 """The states of a cell of a step that a tier has, or may get yet."""
 _MOST_FAILURES: Final = 8
 """The greatest number of records in ``RunPage.failures``."""
@@ -102,7 +102,7 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
     """
     current_rows = [row for row in run.steps if _exists(row)]
     past_rows = [row for row in run.steps if not _exists(row)]
-    pages = max(1, -(-len(current_rows) // ROWS))
+    pages = _page_count(len(current_rows), ROWS)
     page = min(max(page, 1), pages)
     metrics, best = _metrics(run, current_rows)
     if sort in metrics:
@@ -122,7 +122,7 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         chart("Stall of a save", {"stall": stalls}, duration),
         chart("From the call to the commit", arrivals, duration),
     )
-    durable = next((row for row in run.steps if _is_there(row, durable_indices)), None)
+    durable = next((row for row in run.steps if _is_durable(row, durable_indices)), None)
     saves_of_branch = [save for save in saves if not save.is_abandoned]
     newest = max(saves_of_branch, key=lambda save: (save.at, save.step), default=None)
     nearest = next((run.tiers[index].url for index in durable_indices), "")
@@ -145,9 +145,13 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         curves=[curve for name in metrics if (curve := _curve(run, name, best)) is not None],
         charts=[item for item in charts if item is not None],
         time_shares=time_shares(run.time_spent),
-        failures=failures[: -_MOST_FAILURES - 1 : -1],
+        failures=failures[: -_MOST_FAILURES - 1 : -1],  # The last ones, newest first
         failure_count=len(failures),
     )
+
+
+def _page_count(item_count: int, page_size: int) -> int:
+    return max(1, math.ceil(item_count / page_size))
 
 
 def is_in_memory(tier: TierView) -> bool:
@@ -156,7 +160,7 @@ def is_in_memory(tier: TierView) -> bool:
 
 
 def _exists(row: StepView) -> bool:
-    return any(cell.state in _EXISTS for cell in row.cells)
+    return any(cell.state in _EXISTING_STATES for cell in row.cells)
 
 
 def _metrics(run: RunView, current_rows: Sequence[StepView]) -> tuple[list[str], dict[str, int]]:
@@ -165,9 +169,9 @@ def _metrics(run: RunView, current_rows: Sequence[StepView]) -> tuple[list[str],
     """
     modes = run.history.modes
     names = {name for row in run.steps for name in row.metrics}
-    rules: dict[str, Mode] = {name: mode for name in names if (mode := mode_of(name, modes))}
+    known_modes: dict[str, Mode] = {name: mode for name in names if (mode := mode_of(name, modes))}
     best: dict[str, int] = {}
-    for name, mode in rules.items():
+    for name, mode in known_modes.items():
         values = [
             (row.step, row.metrics[name])
             for row in current_rows
@@ -175,7 +179,7 @@ def _metrics(run: RunView, current_rows: Sequence[StepView]) -> tuple[list[str],
         ]
         if steps := best_steps(values, mode):
             best[name] = steps[0]
-    order = sorted(names, key=lambda name: (name not in modes, name not in rules, name))
+    order = sorted(names, key=lambda name: (name not in modes, name not in known_modes, name))
     return order[:METRICS], best
 
 
@@ -219,7 +223,8 @@ def run_charts(runs: Sequence[RunView]) -> list[Chart]:
     modes: dict[str, Mode] = {}
     for run in runs:
         modes |= run.history.modes
-    counts = Counter(name for run in runs for name in {n for row in run.steps for n in row.metrics})
+    metrics_by_run = [{name for row in run.steps for name in row.metrics} for run in runs]
+    counts = Counter(name for metrics in metrics_by_run for name in metrics)
     names = sorted(
         (name for name, count in counts.items() if count > 1),
         key=lambda name: (name not in modes, mode_of(name, modes) is None, -counts[name], name),
@@ -250,7 +255,7 @@ def commands_of(row: StepView, tiers: Sequence[TierView]) -> dict[str, str]:
     }
 
 
-def _is_there(row: StepView, tiers: Sequence[int]) -> bool:
+def _is_durable(row: StepView, tiers: Sequence[int]) -> bool:
     return not row.is_abandoned and any(
         row.cells[index].state in ("committed", "verified") for index in tiers
     )
@@ -346,9 +351,12 @@ class StepOpener:
         for tier, cell in zip(run.tiers, row.cells, strict=True):
             if cell.state not in ("committed", "verified"):
                 continue
-            if (last := self._last) is not None and last[1:] == (tier.url, ref):
-                return row, tier.url, last[0]
-            backend = next((t.backend for t in self._watch.tiers if t.url == tier.url), None)
+            if (last := self._last) is not None:
+                last_reader, *last_place = last
+                if last_place == [tier.url, ref]:
+                    return row, tier.url, last_reader
+            backends = (watch.backend for watch in self._watch.tiers if watch.url == tier.url)
+            backend = next(backends, None)
             if backend is not None:
                 reader = StepReader(backend, ref, read_manifest(backend, ref), Workers("page", 1))
                 self._last = reader, tier.url, ref
@@ -368,10 +376,10 @@ class StepOpener:
         """
         row, url, reader = self.step(run, name)
         matches = [entry for entry in reader.manifest.tensors if query in entry.name]
-        pages = max(1, -(-len(matches) // TENSORS))
+        pages = _page_count(len(matches), TENSORS)
         page = min(max(page, 1), pages)
         shown_tensor = reader.tensors.get(tensor)
-        older = (view for view in run.steps if view.step < row.step and view.attempt)
+        earlier_rows = (view for view in run.steps if view.step < row.step and view.attempt)
         return StepPage(
             row=row,
             url=url,
@@ -383,7 +391,7 @@ class StepOpener:
             pages=pages,
             tensor=shown_tensor,
             shards=_shards(reader, shown_tensor) if shown_tensor is not None else (),
-            earlier_step=next((view for view in older if _is_anywhere(view)), None),
+            earlier_step=next((view for view in earlier_rows if _is_committed(view)), None),
         )
 
 
@@ -396,10 +404,10 @@ def find_row(run: RunView, name: str) -> StepView | None:
     """
     step, _, attempt = name.partition(".")
     rows = [row for row in run.steps if str(row.step) == step and attempt in ("", row.attempt)]
-    return next((row for row in rows if _is_anywhere(row)), rows[0] if rows else None)
+    return next((row for row in rows if _is_committed(row)), rows[0] if rows else None)
 
 
-def _is_anywhere(row: StepView) -> bool:
+def _is_committed(row: StepView) -> bool:
     return bool(row.attempt) and any(cell.state in ("committed", "verified") for cell in row.cells)
 
 
@@ -411,7 +419,7 @@ def _shards(reader: StepReader, tensor: Tensor) -> list[ShardLine]:
         file = files[shard.rank]
         end = shard.offset + math.prod(shard.shape) * itemsize
         starts = chunk_offsets(file)
-        sums = [
+        checksums = [
             chunk.checksum
             for start, chunk in zip(starts, file.chunks, strict=False)
             if shard.offset <= start < end
@@ -423,7 +431,7 @@ def _shards(reader: StepReader, tensor: Tensor) -> list[ShardLine]:
                 shape=shard.shape,
                 file=file.name,
                 offset=shard.offset,
-                checksums=sums,
+                checksums=checksums,
             )
         )
     return lines

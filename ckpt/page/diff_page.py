@@ -20,7 +20,7 @@ MOST_READ_BYTES: Final = 8 << 30
 """The page reads tensors with other values if both checkpoints together have at most this many
 bytes of them.
 """
-_MOST_MOVED: Final = 25
+_MOST_MOVES: Final = 25
 Measure = Callable[[StepReader, StepReader, str], Movement | None]
 """Reads a tensor of two steps, and returns how far it has moved; None if it holds no numbers."""
 
@@ -85,7 +85,7 @@ def diff_page(
     parts = part_differences(
         reader_a.tensors.keys() | reader_b.tensors.keys(), difference, movements
     )
-    order = sorted(movements, key=lambda name: movements[name].ratio, reverse=True)
+    names_by_ratio = sorted(movements, key=lambda name: movements[name].ratio, reverse=True)
     return DiffPage(
         row_a=row_a,
         row_b=row_b,
@@ -96,5 +96,5 @@ def diff_page(
         most_moved=most_moved_line(parts, movements) if movements else "",
         read_bytes=read_bytes,
         is_read=is_read,
-        moves={name: movements[name] for name in order[:_MOST_MOVED]},
+        moves={name: movements[name] for name in names_by_ratio[:_MOST_MOVES]},
     )

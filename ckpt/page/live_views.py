@@ -20,7 +20,7 @@ _IDLE_SECONDS: Final = 60.0
 """
 _PATIENCE_SECONDS: Final = 2.0
 """How long the thread waits for the listings of the tiers of one run."""
-_SILENT: Final = re.compile(r"no answer for (\d+) s")
+_SILENCE_ERROR: Final = re.compile(r"no answer for (\d+) s")
 """The error of a tier that does not answer."""
 
 
@@ -93,7 +93,7 @@ def silent_since(tier: TierView, view_time: float) -> float | None:
         tier: The view of the tier.
         view_time: The time of the view.
     """
-    match = _SILENT.fullmatch(tier.error)
+    match = _SILENCE_ERROR.fullmatch(tier.error)
     return view_time - int(match[1]) if match else None
 
 
@@ -104,7 +104,7 @@ def _stable_part(view: RunView) -> RunView:
     """
 
     def stable_tier(tier: TierView) -> TierView:
-        error = "no answer" if _SILENT.fullmatch(tier.error) else tier.error
+        error = "no answer" if _SILENCE_ERROR.fullmatch(tier.error) else tier.error
         return replace(tier, free=0.0, size=0.0, error=error)
 
     return replace(view, at=0.0, time_spent=None, tiers=tuple(map(stable_tier, view.tiers)))

@@ -26,7 +26,9 @@ _MOST_POINTS: Final = 400
 """The number of points of the line. Of more steps, every second or third and so on is drawn."""
 _MOST_MARKS: Final = 120
 """The number of newest marks of each kind."""
-_USUAL: Final = 4.0
+_FAILURE_HEIGHT: Final = 14
+"""The height of the mark of a save that failed. That of a restore is as high as the image."""
+_TOP_FACTOR: Final = 4.0
 """The top of a chart is at most about this many times as far from the least value as 95 % of the
 values are, so that one spike does not flatten the curve.
 """
@@ -116,40 +118,42 @@ def metric_chart(
         restores: The steps that were restored.
         failures: The steps whose saves have failed.
     """
-    finite = _finite(points)
-    if len(finite) < 2:
+    finite_points = _finite(points)
+    if len(finite_points) < 2:
         return None
-    branch = _finite(abandoned_points)
-    scale = _scale([*finite, *branch])
-    root = [point for point in finite if branch and point.step < branch[0].step][-1:]
-    best = next((point for point in finite if point.step == best_step), None)
+    branch_points = _finite(abandoned_points)
+    scale = _scale([*finite_points, *branch_points])
+    fork = [
+        point for point in finite_points if branch_points and point.step < branch_points[0].step
+    ][-1:]
+    best = next((point for point in finite_points if point.step == best_step), None)
     marks = [  # Marks at other steps would lie outside of the image
         *(
-            _upright(scale, "restore", step)
+            _vertical_mark(scale, "restore", step)
             for step in dict.fromkeys(restores)
             if scale.start <= step <= scale.end
         ),
         *(
-            _upright(scale, "failed", step)
+            _vertical_mark(scale, "failed", step)
             for step in dict.fromkeys(failures)
             if scale.start <= step <= scale.end
         ),
-        *(_dot(scale, "removed", point) for point in finite if not point.is_kept),
-        *(_dot(scale, "abandoned", point) for point in branch),
-        *(_dot(scale, "kept", point) for point in finite if point.is_kept),
+        *(_dot_mark(scale, "removed", point) for point in finite_points if not point.is_kept),
+        *(_dot_mark(scale, "abandoned", point) for point in branch_points),
+        *(_dot_mark(scale, "kept", point) for point in finite_points if point.is_kept),
     ]
     visible_marks = [mark for kind in KIND_MEANING for mark in _newest(marks, kind)]
     return MetricChart(
         name=name,
-        path=_path(scale, _sample(finite)),
-        branch_path=_path(scale, [*root, *branch]) if branch else "",
-        marks=(*visible_marks, *([_dot(scale, "best", best)] if best else [])),
+        path=_path(scale, _sample(finite_points)),
+        branch_path=_path(scale, [*fork, *branch_points]) if branch_points else "",
+        marks=(*visible_marks, *([_dot_mark(scale, "best", best)] if best else [])),
         ticks=scale.ticks,
         first_step=scale.start,
         last_step=scale.end,
-        outliers=sum(point.value > scale.top for point in (*finite, *branch)),
+        outliers=sum(point.value > scale.top for point in (*finite_points, *branch_points)),
         best=f"step {best.step}, {best.value:.6g}" if best else "",
-        newest=f"step {finite[-1].step}, {finite[-1].value:.6g}",
+        newest=f"step {finite_points[-1].step}, {finite_points[-1].value:.6g}",
     )
 
 
@@ -199,7 +203,7 @@ def _scale(points: Sequence[Point]) -> _Scale:
     values = sorted(point.value for point in points)
     low = values[0]
     usual = values[int(0.95 * (len(values) - 1))] - low
-    top = min(values[-1], low + _USUAL * usual) if usual else values[-1]
+    top = min(values[-1], low + _TOP_FACTOR * usual) if usual else values[-1]
     steps = [point.step for point in points]
     return _Scale(min(steps), max(steps), low, top if top > low else low + (abs(low) or 1.0))
 
@@ -222,13 +226,14 @@ def _path(scale: _Scale, points: Sequence[Point]) -> str:
     return "M" + "L".join(f"{scale.x(point.step)} {scale.y(point.value)}" for point in points)
 
 
-def _dot(scale: _Scale, kind: Kind, point: Point) -> Mark:
+def _dot_mark(scale: _Scale, kind: Kind, point: Point) -> Mark:
     text = f"step {point.step}, {KIND_MEANING[kind]}: {point.value:.6g}"
+    # "h0" is a line without length, whose round caps are the dot.
     return Mark(kind, f"M{scale.x(point.step)} {scale.y(point.value)}h0", text)
 
 
-def _upright(scale: _Scale, kind: Kind, step: int) -> Mark:
-    x, top = scale.x(step), 0 if kind == "restore" else HEIGHT - 14
+def _vertical_mark(scale: _Scale, kind: Kind, step: int) -> Mark:
+    x, top = scale.x(step), 0 if kind == "restore" else HEIGHT - _FAILURE_HEIGHT
     return Mark(kind, f"M{x} {HEIGHT}V{top}", f"{KIND_MEANING[kind]} at step {step}")
 
 

@@ -12,7 +12,7 @@ from ckpt.page.requests import Requests
 
 _GIGABYTE: Final = 1e9
 _PRICED_REQUESTS: Final = 1000
-_FORM: Final = 3
+_PRICE_COUNT: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Price:
     reads: float | None = None
 
 
-_WRITES: Final = 0.005
-_READS: Final = 0.0004
+_WRITE_PRICE: Final = 0.005
+_READ_PRICE: Final = 0.0004
 LIST_PRICES: Final[Mapping[str, Price]] = {
-    "s3://": Price(0.023, _WRITES, _READS),
-    "gs://": Price(0.020, _WRITES, _READS),
-    "gcs://": Price(0.020, _WRITES, _READS),
-    "abfs://": Price(0.018, _WRITES, _READS),
-    "az://": Price(0.018, _WRITES, _READS),
+    "s3://": Price(0.023, _WRITE_PRICE, _READ_PRICE),
+    "gs://": Price(0.020, _WRITE_PRICE, _READ_PRICE),
+    "gcs://": Price(0.020, _WRITE_PRICE, _READ_PRICE),
+    "abfs://": Price(0.018, _WRITE_PRICE, _READ_PRICE),
+    "az://": Price(0.018, _WRITE_PRICE, _READ_PRICE),
 }
 """The prices by what the URL of a tier begins with: the list prices of the standard class in the
 providers' first regions in the USA, for the first 50 TB (S3 Standard in us-east-1, Cloud Storage
@@ -85,7 +85,11 @@ def price_of(text: str) -> tuple[str, Price]:
         numbers = [float(word) for word in words.split(",")]
     except ValueError:
         numbers = []
-    if not url or len(numbers) not in (1, _FORM) or not all(0 <= n < math.inf for n in numbers):
+    if (
+        not url
+        or len(numbers) not in (1, _PRICE_COUNT)
+        or not all(0 <= n < math.inf for n in numbers)
+    ):
         raise ConfigError(
             f"{text!r} is no price: give URL=DOLLARS, per gigabyte and month, such as "
             "s3://bucket=0.021, or also per thousand puts and listings, and per thousand other "

@@ -32,7 +32,7 @@ HEADERS: Final[Mapping[str, str]] = {
 
 With them, a browser loads nothing from other sites, and runs no inline script.
 """
-_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Guard:
@@ -83,22 +83,22 @@ class Guard:
         if request.method not in ("GET", "HEAD"):
             return _refuse("this page only shows", 405)
         if not self._token:
-            if _host(request) in _LOOPBACK:
+            if _host(request) in _LOOPBACK_HOSTS:
                 return None
             return _refuse("this page is for this machine: open it as http://127.0.0.1", 421)
         token = request.query_params.get("token", "")
-        if token and self._fits(token):
-            clear = request.url.remove_query_params("token")
-            path = clear.path + (f"?{clear.query}" if clear.query else "")
+        if token and self._is_token(token):
+            clean_url = request.url.remove_query_params("token")
+            path = clean_url.path + (f"?{clean_url.query}" if clean_url.query else "")
             answer: Any = RedirectResponse("/" + path.lstrip("/"), 303)
             answer.set_cookie(self._cookie, token, httponly=True, samesite="lax")
             return answer  # type: ignore[no-any-return]
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._fits(request.cookies.get(self._cookie, "")) or self._fits(bearer):
+        if self._is_token(request.cookies.get(self._cookie, "")) or self._is_token(bearer):
             return None
         return _refuse("this page needs its token: add ?token=TOKEN to the address", 401)
 
-    def _fits(self, token: str) -> bool:
+    def _is_token(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self._token.encode())
 
 

@@ -15,8 +15,10 @@ from ckpt.observe.run_view import RunView, StepView
 
 _PART_BYTES: Final = 8 << 20
 """The size of a part of an upload. A file of less than two parts is put by one request."""
-_ARRIVALS: Final = frozenset({"committed", "verified", "removed"})
-_PRESENT: Final = _ARRIVALS - {"removed"}
+_ARRIVAL_STATES: Final = frozenset({"committed", "verified", "removed"})
+_PRESENT_STATES: Final = _ARRIVAL_STATES - {"removed"}
+_KEYS_PER_PAGE: Final = 1000
+"""The most keys that a store gives in one page of a listing."""
 _MOST_INTERVALS: Final = 100
 _MONTH_SECONDS: Final = 30 * 24 * 3600.0
 
@@ -70,13 +72,16 @@ def requests_of_save(ranks: int, nbytes: int, steps: int) -> Requests:
     Retention, which looks at the new step after each commit, is included. The ranks are taken to
     write equal shares.
     """
-    parts = math.ceil(nbytes / ranks / _PART_BYTES)
-    puts_of_file = parts + 2 if parts > 1 and nbytes / ranks >= 2 * _PART_BYTES else 1
+    part_count = math.ceil(nbytes / ranks / _PART_BYTES)
+    is_in_parts = part_count > 1 and nbytes / ranks >= 2 * _PART_BYTES
+    puts_of_file = part_count + 2 if is_in_parts else 1  # An upload has a begin and an end, too
+    # Puts: each rank's file and fragment, and the manifest. Gets: the fragments, the owner of the
+    # root three times, and the manifest, for retention (see the table in ``docs/scale.md``).
     return Requests(
         puts=ranks * (puts_of_file + 1) + 1,
         gets=ranks + 3 + 1,
         heads=2,
-        lists=_pages(steps) + 2,
+        lists=_listing_pages(steps) + 2,
     )
 
 
@@ -90,8 +95,10 @@ def save_requests(run: RunView, index: int) -> SaveRequests | None:
 
     They are those of a whole step without a codec. A save that writes less may need fewer puts.
     """
-    rows = [row for row in run.steps if row.cells[index].state in _ARRIVALS]
-    newest = next((row for row in rows if row.ranks and row.cells[index].state in _PRESENT), None)
+    rows = [row for row in run.steps if row.cells[index].state in _ARRIVAL_STATES]
+    newest = next(
+        (row for row in rows if row.ranks and row.cells[index].state in _PRESENT_STATES), None
+    )
     if newest is None:
         return None
     per_save = requests_of_save(newest.ranks, newest.nbytes, run.tiers[index].steps)
@@ -107,5 +114,5 @@ def _interval(rows: list[StepView]) -> float:
     return statistics.median(gaps) if gaps else 0.0
 
 
-def _pages(steps: int) -> int:
-    return 1 + steps // 1000
+def _listing_pages(steps: int) -> int:
+    return 1 + steps // _KEYS_PER_PAGE

@@ -18,7 +18,7 @@ from ckpt.page.prices import Price
 from ckpt.storage.places import is_folder
 
 _PACKAGES: Final = ("starlette", "uvicorn", "jinja2")
-_LEAST_TOKEN: Final = 16
+_LEAST_TOKEN_CHARS: Final = 16
 _CLOSE_SECONDS: Final = 1
 
 
@@ -38,10 +38,10 @@ def read_token(path: str | None, *, is_required: bool) -> str:
             token = file.read(4096).strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"the token in {path} cannot be read: {error}") from None
-    if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable():
+    if len(token) < _LEAST_TOKEN_CHARS or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"{path} holds no token: it needs {_LEAST_TOKEN} letters or digits at least, such as "
-            "those of `openssl rand -hex 16`"
+            f"{path} holds no token: it needs {_LEAST_TOKEN_CHARS} letters or digits at least, "
+            "such as those of `openssl rand -hex 16`"
         )
     return token
 
@@ -59,7 +59,7 @@ def listen(host: str, port: int) -> socket.socket:
         except ImportError:
             raise MissingExtra("ckpt serve", package, "serve") from None
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(
@@ -107,19 +107,19 @@ def run(
         timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
     server = uvicorn.Server(config)
-    leave = server.handle_exit
+    exit_server = server.handle_exit
 
     def on_signal(*signal_and_frame: Any) -> None:
         live.close()  # This ends the open /live streams, which would delay the shutdown
-        leave(*signal_and_frame)
+        exit_server(*signal_and_frame)
 
     server.handle_exit = on_signal
     # uvicorn sends the signal to this process again after its shutdown. Ignore this second signal.
-    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    previous_handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        signal.signal(signal.SIGTERM, previous_handler)
         live.close()
         listener.close()
