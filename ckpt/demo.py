@@ -73,13 +73,13 @@ def train(root: str, log: str, width: int) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            line: dict[str, Any] = {"step": step, "loss": loss.item().hex()}
+            record: dict[str, Any] = {"step": step, "loss": loss.item().hex()}
             if step % _INTERVAL == 0:
                 state["step"] = step
                 save = manager.save_async(state, step, metrics={"loss": loss.item()})
-                line |= {"stall": save.stall_seconds, "nbytes": save.nbytes}
-            line["from"] = report.step if report else 0
-            file.write(json.dumps(line) + "\n")
+                record |= {"stall": save.stall_seconds, "nbytes": save.nbytes}
+            record["from"] = report.step if report else 0
+            file.write(json.dumps(record) + "\n")
             file.flush()
 
 
@@ -89,16 +89,16 @@ def run(folder: Path, width: int = _WIDTH) -> DemoResult:
     root, log = folder / "killed", folder / "killed.log"
     killed_at = _kill_in_a_save(_start(root, log, width), root)
     _finish(_start(root, log, width))
-    reference, lines = _lines(folder / "uninterrupted.log"), _lines(log)
-    losses = {line["step"]: line["loss"] for line in lines}  # A repeated step counts once
-    stalls = [line["stall"] for line in lines if "stall" in line]
+    reference, records = _read_records(folder / "uninterrupted.log"), _read_records(log)
+    losses = {record["step"]: record["loss"] for record in records}  # A repeated step counts once
+    stalls = [record["stall"] for record in records if "stall" in record]
     return DemoResult(
         killed_at=killed_at,
-        resumed_from=lines[-1]["from"] or _STEPS,  # A training that was not killed has ended
+        resumed_from=records[-1]["from"] or _STEPS,  # A training that was not killed has ended
         losses=len(losses),
-        equal=sum(losses.get(line["step"]) == line["loss"] for line in reference),
+        equal=sum(losses.get(record["step"]) == record["loss"] for record in reference),
         stall_seconds=statistics.median(stalls),
-        nbytes=max(line.get("nbytes", 0) for line in lines),
+        nbytes=max(record.get("nbytes", 0) for record in records),
     )
 
 
@@ -131,18 +131,18 @@ def _kill_in_a_save(process: BaseProcess, root: Path) -> int | None:
     return None
 
 
-def _lines(log: Path) -> list[dict[str, Any]]:
+def _read_records(log: Path) -> list[dict[str, Any]]:
     """Return the lines of a log. The last line of a training that was killed may be cut."""
-    lines: list[dict[str, Any]] = []
-    for text in log.read_text(encoding="utf-8").splitlines():
+    records: list[dict[str, Any]] = []
+    for line in log.read_text(encoding="utf-8").splitlines():
         try:
-            lines.append(json.loads(text))
+            records.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return lines
+    return records
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -157,10 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty")
-    _say(f"training three times on the CPU, {_STEPS} steps, in {folder} ...")
+    _print(f"training three times on the CPU, {_STEPS} steps, in {folder} ...")
     result = run(folder, options.width)
     kill = "a save" if result.killed_at is None else f"the save of step {result.killed_at}"
-    _say(
+    _print(
         f"a save of {size(result.nbytes)} took {duration(result.stall_seconds)} from the training\n"
         f"killed by SIGKILL during {kill}, and went on from step {result.resumed_from}\n"
         f"{result.equal} of {result.losses} losses are equal to those without the kill, bit for "

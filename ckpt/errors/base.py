@@ -29,8 +29,10 @@ class CkptError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuild(kind: type[CkptError], args: tuple[Any, ...], fields: dict[str, Any]) -> CkptError:
-    error = kind.__new__(kind)
+def _rebuild(
+    error_class: type[CkptError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> CkptError:
+    error = error_class.__new__(error_class)
     error.args = args
     error.__dict__.update(fields)
     return error

@@ -17,7 +17,7 @@ _MOST_COMPARED: Final = 20_000
 """How many names of a checkpoint are compared with a missing name, which takes 0.2 s."""
 
 
-_WORDS: Final = {"per_rank": "PerRank"}
+_KIND_WORDS: Final = {"per_rank": "PerRank"}
 """Kinds of values whose names in a manifest are not those that a user writes."""
 
 
@@ -62,17 +62,17 @@ class EntryMissing(RestoreError):
         """
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
         quoted_names = [quoted_name(name, self.sources.get(name, name)) for name in self.names]
-        looked_for = [self.sources.get(name, name) for name in self.names[:3]]
-        self.near = _near(looked_for, present)
+        source_names = [self.sources.get(name, name) for name in self.names[:3]]
+        self.near = _similar_names(source_names, present)
         examples = self.near or nsmallest(3, present)
         rest_count = len(present) - len(examples) if not self.near else 0
         suffix = f" and {rest_count} more" if rest_count else ""
-        has = f"; it has {few(examples)}{suffix}" if present else ""
+        contents = f"; it has {few(examples)}{suffix}" if present else ""
         way = _dotted_rename(self.sources, present) or way
-        super().__init__(f"step {step} has no {few(quoted_names, quote=False)}{has}: {way}")
+        super().__init__(f"step {step} has no {few(quoted_names, quote=False)}{contents}: {way}")
 
 
-def _near(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
+def _similar_names(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
     """Return the names of ``present`` that are most like ``names``, at most three."""
     candidates = list(islice(present, _MOST_COMPARED))
     matches = [match for name in names for match in get_close_matches(name, candidates, n=2)]
@@ -157,10 +157,11 @@ class KindMismatch(RestoreError):
             if saved_kind == "module"
             else "one of its kind"
         )
+        saved_word = _KIND_WORDS.get(saved_kind, saved_kind)
+        target_word = _KIND_WORDS.get(target_kind, target_kind)
         super().__init__(
-            f"{name!r} is a {_WORDS.get(saved_kind, saved_kind)} in the checkpoint and a "
-            f"{_WORDS.get(target_kind, target_kind)} in the target: give the state {kind}, or let "
-            f"it keep what it has (exclude={name!r})"
+            f"{name!r} is a {saved_word} in the checkpoint and a {target_word} in the target: give "
+            f"the state {kind}, or let it keep what it has (exclude={name!r})"
         )
 
 

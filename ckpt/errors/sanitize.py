@@ -12,11 +12,11 @@ import re
 from typing import Final
 
 _USERINFO: Final = re.compile(r"(?<=://)[^/\s]*@")
-_NAME: Final = re.compile(r"(?<![^=&?\s'\"])[^=&?\s'\"]++=")
-_SECRET: Final = re.compile(
+_PARAMETER_NAME: Final = re.compile(r"(?<![^=&?\s'\"])[^=&?\s'\"]++=")
+_SECRET_NAME: Final = re.compile(
     r"(?i)key|token|secret|signature|password|credential|GoogleAccessId|\bsig="
 )
-_VALUE: Final = re.compile(r"[^&\s'\"]++")
+_PARAMETER_VALUE: Final = re.compile(r"[^&\s'\"]++")
 # An error text may quote the headers of a request, or the answer of a token server.
 _HEADER: Final = re.compile(
     r"""(?ix) ( \bBearer\s++ | (?: (?<![a-z-])X-(?:Amz|Goog)-[a-z-]++
@@ -33,7 +33,8 @@ def clean(text: str) -> str:
     text = redact(text)
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    escapes = (char if char.isprintable() else repr(char)[1:-1] for char in text)  # No quotes
+    return "".join(escapes)
 
 
 def redact(text: str) -> str:
@@ -47,11 +48,11 @@ def redact(text: str) -> str:
         return text
     parts: list[str] = []
     position = 0
-    for name in _NAME.finditer(text):
+    for name in _PARAMETER_NAME.finditer(text):
         if (
             name.start() >= position
-            and _SECRET.search(name[0])
-            and (value := _VALUE.match(text, name.end()))
+            and _SECRET_NAME.search(name[0])
+            and (value := _PARAMETER_VALUE.match(text, name.end()))
         ):
             parts += [text[position : name.end()], "***"]
             position = value.end()
