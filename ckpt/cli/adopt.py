@@ -73,9 +73,9 @@ def adopt(
     foreign = ForeignCheckpoint(
         path=source, kind=kind, plain=plain or (), parameter_names=lines_of(param_names)
     )
-    look = partial(store.ask, partial(committed, store))
+    list_attempts = partial(store.ask, partial(committed, store))
     with output.progress("reading") as bar:
-        report = adopt_checkpoint(foreign, tier, step, look=look, on_progress=bar)
+        report = adopt_checkpoint(foreign, tier, step, list_attempts=list_attempts, on_progress=bar)
     if json:
         output.show_json(
             {

@@ -211,7 +211,7 @@ def _hf_options(
     kind: Format | None, config: str | None, dtype: str | None, names: str | None
 ) -> HfOptions | None:
     """Return the options of a folder of Hugging Face; None if no option of that format is given."""
-    from ckpt.exchange.exports.hf_folder import HfOptions, names_in
+    from ckpt.exchange.exports.hf_folder import HfOptions, read_names
 
     options = {"--config": config, "--dtype": dtype, "--names": names}
     if kind != "hf" and (extra := [flag for flag, value in options.items() if value is not None]):
@@ -222,7 +222,7 @@ def _hf_options(
         return None
     if config is None:
         raise ConfigError("--format hf needs --config, the folder with the model's config.json")
-    return HfOptions(files=config, dtype=dtype, names=names_in(names) if names else None)
+    return HfOptions(files=config, dtype=dtype, names=read_names(names) if names else None)
 
 
 def _format_of(out: str) -> Format:

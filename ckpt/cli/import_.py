@@ -89,7 +89,7 @@ def import_(
         parameter_names=lines_of(param_names),
     )
     report = import_checkpoint(
-        foreign, tier, step, look=partial(store.ask, partial(committed, store))
+        foreign, tier, step, list_attempts=partial(store.ask, partial(committed, store))
     )
     if json:
         output.show_json(

@@ -22,7 +22,7 @@ import torch
 from ckpt.model.dtype import DTYPES
 
 _ALIGNMENT: Final = 64
-_LOCK: Final = ".lock"
+_LOCK_FILE: Final = ".lock"
 """The file in a folder that its process keeps locked."""
 
 
@@ -53,23 +53,23 @@ class Scratch:
         for name, dtype, shape in kinds:
             nbytes = prod(shape) * DTYPES[dtype].itemsize
             places.append((name, dtype, shape, end, nbytes))
-            end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
+            end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT  # Rounded up
         with tempfile.TemporaryFile(dir=folder) as file:
             if end:
                 # Allocate the file now. On a full disk, this raises an error, while a later write
                 # to the mapped memory would end the process with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, end)
-            whole = memoryview(mmap.mmap(file.fileno(), max(end, 1)) if end else bytearray(1))
+            memory = memoryview(mmap.mmap(file.fileno(), max(end, 1)) if end else bytearray(1))
         for name, dtype, shape, start, nbytes in places:
-            kind = getattr(torch, dtype)
-            self.memory[name] = whole[start : start + nbytes]
+            torch_dtype = getattr(torch, dtype)
+            self.memory[name] = memory[start : start + nbytes]
             if nbytes:
                 # Give each tensor its own storage. Otherwise ``torch.save`` would write all tensors
                 # as views of one storage.
                 raw = torch.frombuffer(self.memory[name], dtype=torch.uint8)
-                self.tensors[name] = raw.view(kind).view(shape)
+                self.tensors[name] = raw.view(torch_dtype).view(shape)
             else:
-                self.tensors[name] = torch.empty(shape, dtype=kind, device="cpu")
+                self.tensors[name] = torch.empty(shape, dtype=torch_dtype, device="cpu")
 
 
 @contextmanager
@@ -80,15 +80,16 @@ def scratch_folder(folder: str, prefix: str) -> Generator[str]:
     Those that processes that were killed have left, with the same prefix, are removed first.
     """
     remove_leftovers(folder, prefix)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as room:
-        new = os.path.join(room, f"{_LOCK}.new")
-        # NFS locks only a file that is open for writing.
-        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as path:
+        unlocked_path = os.path.join(path, f"{_LOCK_FILE}.new")
+        # The file gets its name when it is locked, so that nobody finds it without a lock. NFS
+        # locks only a file that is open for writing.
+        lock = os.open(unlocked_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with suppress(OSError):  # Without locks, what a kill leaves stays
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                os.rename(new, os.path.join(room, _LOCK))
-            yield room
+                os.rename(unlocked_path, os.path.join(path, _LOCK_FILE))
+            yield path
         finally:
             os.close(lock)
 
@@ -98,21 +99,21 @@ def remove_leftovers(folder: str, prefix: str) -> None:
     whose processes have ended. One that cannot be removed stays.
     """
     with os.scandir(folder) as entries:
-        rooms = [entry.path for entry in entries if entry.name.startswith(prefix)]
-    for room in rooms:
+        paths = [entry.path for entry in entries if entry.name.startswith(prefix)]
+    for path in paths:
         with suppress(OSError):
-            status = os.lstat(room)
+            status = os.lstat(path)
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                _remove_unless_locked(room)
+                _remove_unless_locked(path)
 
 
-def _remove_unless_locked(room: str) -> None:
-    with open(os.path.join(room, _LOCK), "r+b") as lock:
+def _remove_unless_locked(path: str) -> None:
+    with open(os.path.join(path, _LOCK_FILE), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with os.scandir(room) as entries:
+        with os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)
-                elif entry.name != _LOCK:  # It goes last: this process may be killed too
+                elif entry.name != _LOCK_FILE:  # It goes last: this process may be killed too
                     os.remove(entry.path)
-        shutil.rmtree(room)
+        shutil.rmtree(path)

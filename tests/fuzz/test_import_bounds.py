@@ -21,7 +21,7 @@ from ckpt.errors import CkptError, IntegrityError, UnsupportedValue
 from ckpt.exchange.foreign.files import Kind, detect, read_source
 from ckpt.exchange.foreign.joined_tensors import Copier
 from ckpt.exchange.inert.inert_pickle import Inert, read_inert
-from ckpt.exchange.inert.input_limits import check_state
+from ckpt.exchange.inert.input_limits import check_nesting
 from tests.kit.worlds import run_code
 
 pytestmark = pytest.mark.timeout(120)
@@ -211,7 +211,7 @@ def test_a_state_of_the_same_lists_again_and_again_is_refused(tmp_path: Path) ->
     torch.save({"x": loop}, tmp_path / "loop.pt")
     assert "in itself" in refused(tmp_path / "loop.pt")
     shared = {"lr": 0.1, "betas": (0.9, 0.99)}
-    check_state({"groups": [shared] * 50_000, "w": torch.ones(2)}, "x")
+    check_nesting({"groups": [shared] * 50_000, "w": torch.ones(2)}, "x")
 
 
 def test_whole_files_are_read_as_before(tmp_path: Path) -> None:

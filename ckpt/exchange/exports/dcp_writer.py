@@ -51,16 +51,16 @@ class _Planner(DefaultSavePlanner):
         self._placeholders, self._read = placeholders, read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._whole(super().lookup_object(index))
+        return self._with_tensors(super().lookup_object(index))
 
-    def _whole(self, value: Any) -> Any:
+    def _with_tensors(self, value: Any) -> Any:
         match value:
             case torch.Tensor():
                 return self._read(self._placeholders.name_of(value))
             case list() | tuple():
-                return type(value)(map(self._whole, value))
+                return type(value)(map(self._with_tensors, value))
             case Mapping():
-                return type(value)({key: self._whole(item) for key, item in value.items()})  # type: ignore[call-arg]
+                return type(value)({key: self._with_tensors(item) for key, item in value.items()})  # type: ignore[call-arg]
             case _:
                 return value
 
@@ -108,7 +108,9 @@ def fit_state(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     def fit(value: Any, path: str, *, in_list: bool = False) -> Any:
         if isinstance(value, Mapping) and value:
             items = value.items()
-            entries = {key: fit(item, _inner(path, key), in_list=in_list) for key, item in items}
+            entries = {
+                key: fit(item, _item_path(path, key), in_list=in_list) for key, item in items
+            }
             return type(value)(entries)  # type: ignore[call-arg]
         if isinstance(value, list) and _is_walked(value):
             return [fit(item, f"{path}.{index}", in_list=True) for index, item in enumerate(value)]
@@ -130,7 +132,7 @@ def fit_state(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     return {key: fit(value, key) for key, value in state.items()}
 
 
-def _inner(path: str, key: object) -> str:
+def _item_path(path: str, key: object) -> str:
     """Return the name that DCP gives to the item ``key`` of the container at ``path``."""
     try:
         return f"{path}.{key}"

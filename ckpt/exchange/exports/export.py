@@ -121,15 +121,15 @@ def export(
     tensors = {reader.tensors[name].name: reader.tensors[name] for name in names}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     notes = Notes()
-    with _room(out) as (place, put):
+    with _output(out) as (place, put):
         on_start(nbytes)
         match kind:
             case "safetensors":
-                _safetensors(reader, place, out, names, notes, options)
+                _write_safetensors(reader, place, out, names, notes, options)
             case "torch":
-                _torch(reader, place, list(tensors.values()), notes, globs)
+                _write_torch(reader, place, list(tensors.values()), notes, globs)
             case "dcp":
-                _dcp(reader, place, notes, globs)
+                _write_dcp(reader, place, notes, globs)
             case "hf":
                 assert options.hf is not None
                 os.makedirs(place, exist_ok=True)
@@ -156,9 +156,9 @@ def _check_values(reader: StepReader, kind: Format, globs: Sequence[str]) -> Non
     """Check that ``globs``, which match no tensor, match plain values, and that the format can hold
     these. Otherwise raise an error.
     """
-    values = _values(reader, globs)
+    values = _value_names(reader, globs)
     if not values:
-        present = [*reader.tensors, *_values(reader, ())]
+        present = [*reader.tensors, *_value_names(reader, ())]
         raise EntryMissing(
             list(globs) or ["value"], reader.ref.step, present=present, way=LIST_NAMES
         )
@@ -169,7 +169,7 @@ def _check_values(reader: StepReader, kind: Format, globs: Sequence[str]) -> Non
         )
 
 
-def _safetensors(
+def _write_safetensors(
     reader: StepReader,
     place: str,
     out: str,
@@ -178,9 +178,7 @@ def _safetensors(
     options: ExportOptions,
 ) -> None:
     strip, max_shard_bytes = options.strip, options.max_shard_bytes
-    export_names: dict[
-        str, str
-    ] = {}  # Maps the stored name of a tensor to the name that is exported
+    export_names: dict[str, str] = {}  # The exported name of each tensor, by its stored name
     ties: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name in reader.manifest.tied, name)):
         target = export_names.setdefault(reader.tensors[name].name, name)
@@ -190,11 +188,13 @@ def _safetensors(
                 (name, f"shares its bytes with {target!r}, and is named as such in the metadata")
             )
     tensors = [reader.tensors[name] for name in export_names]
-    short = {stored_name: name.removeprefix(strip) for stored_name, name in export_names.items()}
-    safetensors_writer.check_names(short, reader.tensors, "choose another --strip")
+    file_names = {
+        stored_name: name.removeprefix(strip) for stored_name, name in export_names.items()
+    }
+    safetensors_writer.check_names(file_names, reader.tensors, "choose another --strip")
     safetensors_writer.note_dtypes(tensors, notes)
     _leave_out_values(reader, notes, options.globs)
-    form = FileForm(names=short, metadata=ties)
+    form = FileForm(names=file_names, metadata=ties)
     if not out.endswith(safetensors_writer.SUFFIX):
         os.mkdir(place)
         most_bytes = max_shard_bytes or SHARD_BYTES
@@ -211,22 +211,25 @@ def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) ->
     """Note the plain values whose names match ``globs`` as left out, since a safetensors file
     cannot hold them. Values that are None and empty dicts are not noted.
     """
-    notes.left_out += [(path, "a plain value") for path in _values(reader, globs)]
+    notes.left_out += [(path, "a plain value") for path in _value_names(reader, globs)]
 
 
-def _values(reader: StepReader, globs: Sequence[str]) -> list[str]:
+def _value_names(reader: StepReader, globs: Sequence[str]) -> list[str]:
     """Return the names of the plain values that match ``globs``, without None and empty dicts."""
     tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
     with check_structure("tree"):
-        return _paths(tree)
+        return _value_paths(tree)
 
 
-def _paths(value: object, path: str = "") -> list[str]:
+def _value_paths(value: object, path: str = "") -> list[str]:
+    """Return the names of the plain values in nested dicts, of which ``value`` is the one at
+    ``path``. A key that is no string is written as text.
+    """
     if isinstance(value, dict) and value:
         return [
             inner_path
             for key, item in value.items()
-            for inner_path in _paths(
+            for inner_path in _value_paths(
                 item,
                 "/".join(filter(None, (path, key if isinstance(key, str) else exact_text(key)))),
             )
@@ -241,7 +244,7 @@ def _is_empty(value: object) -> bool:
     return value is None or value == {}
 
 
-def _torch(
+def _write_torch(
     reader: StepReader, place: str, sources: Sequence[Tensor], notes: Notes, globs: Sequence[str]
 ) -> None:
     tensors = torch_writer.read_into_scratch(reader, sources, os.path.dirname(place))
@@ -252,7 +255,7 @@ def _torch(
     notes.changes += tree.notes.changes
 
 
-def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> None:
+def _write_dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> None:
     placeholders = dcp_writer.Placeholders()
 
     def make(name: str) -> torch.Tensor:
@@ -267,24 +270,24 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
 
 
 @contextmanager
-def _room(out: str) -> Generator[tuple[str, Callable[[str], None]]]:
+def _output(out: str) -> Generator[tuple[str, Callable[[str], None]]]:
     """Return a context manager that yields a temporary path, and a function that takes a file at
     this path as soon as it is complete. The block creates a file or folder at the path, which
     becomes ``out``.
     """
     if is_folder(out):
-        with _appears(local_path(out)) as place:
+        with _local_output(local_path(out)) as place:
             yield place, lambda _: None
         return
     try:
-        with hf_store.appears(out) as (place, put):
+        with hf_store.stored_output(out) as (place, put):
             yield place, put
     except OSError as error:
         raise storage_error(tempfile.gettempdir(), error, missing=StorageError) from error
 
 
 @contextmanager
-def _appears(out: str) -> Generator[str]:
+def _local_output(out: str) -> Generator[str]:
     """Return a context manager that yields a temporary path. The block creates a file or folder at
     this path, and the context manager then moves it to ``out``.
 
@@ -297,7 +300,7 @@ def _appears(out: str) -> Generator[str]:
     """
     out = os.path.abspath(out)
     if os.path.lexists(out):
-        raise _is_there(out)
+        raise _exists_error(out)
     folder, name = os.path.split(out)
     try:
         os.makedirs(folder, exist_ok=True)
@@ -319,18 +322,18 @@ def _move(place: str, out: str) -> None:
     """
     if os.path.isdir(place):
         if os.path.lexists(out):
-            raise _is_there(out)
+            raise _exists_error(out)
         try:
             os.rename(place, out)
         except OSError:  # ``out`` may be a file, a link or a folder with content now
             if os.path.lexists(out):
-                raise _is_there(out) from None
+                raise _exists_error(out) from None
             raise
         return
     try:
         os.link(place, out)
     except FileExistsError:
-        raise _is_there(out) from None
+        raise _exists_error(out) from None
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
             raise
@@ -339,9 +342,9 @@ def _move(place: str, out: str) -> None:
         try:
             os.close(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
-            raise _is_there(out) from None
+            raise _exists_error(out) from None
         os.rename(place, out)
 
 
-def _is_there(out: str) -> ConfigError:
+def _exists_error(out: str) -> ConfigError:
     return ConfigError(f"{out} is there already: remove it, or name another place")

@@ -28,9 +28,9 @@ from ckpt.storage.local_files import write_durably
 TRANSFORMERS: Final = "transformers"
 """The value of ``HfOptions.names`` that leaves names and shapes to transformers."""
 _DTYPES: Final = ("float32", "float16", "bfloat16")
-_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_TEXT_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _INDEX_SUFFIX: Final = ".index.json"
-_HEADS: Final = ("lm_head.weight", "embed_out.weight", "output.weight")
+_TIED_NAMES: Final = ("lm_head.weight", "embed_out.weight", "output.weight")
 """Names of tied tensors that models of Hugging Face leave out of their files."""
 
 
@@ -62,7 +62,7 @@ class HfOptions:
             check_mapping(self.names)
 
 
-def names_in(file: str) -> Names | str:
+def read_names(file: str) -> Names | str:
     """Return the mapping of names in a JSON file, or ``TRANSFORMERS`` if ``file`` is this word.
 
     Raises:
@@ -132,25 +132,31 @@ class HfWriter:
         """Return the name in the files of each tensor, by its stored name, and the names that are
         left out.
         """
-        short = {name: name.removeprefix(self._strip) for name in names}
+        file_names = {name: name.removeprefix(self._strip) for name in names}
         if mapping is not None:
-            labels = new_names(short.values(), mapping, self._reader.ref.step)
-            short = {name: labels[item] for name, item in short.items() if item in labels}
-        way = "choose another --strip" if mapping is None else "map it to another name"
-        safetensors_writer.check_names(short, self._reader.tensors, way)
-        notes = [(name, "the mapping leaves it out") for name in names if name not in short]
+            new_name_by_name = new_names(file_names.values(), mapping, self._reader.ref.step)
+            file_names = {
+                name: new_name_by_name[item]
+                for name, item in file_names.items()
+                if item in new_name_by_name
+            }
+        advice = "choose another --strip" if mapping is None else "map it to another name"
+        safetensors_writer.check_names(file_names, self._reader.tensors, advice)
+        notes = [(name, "the mapping leaves it out") for name in names if name not in file_names]
         targets: dict[str, str] = {}
-        for name in sorted(short, key=lambda name: (short[name].endswith(_HEADS), name)):
+        for name in sorted(
+            file_names, key=lambda name: (file_names[name].endswith(_TIED_NAMES), name)
+        ):
             stored_name = self._reader.tensors[name].name
             if stored_name in targets:
                 notes.append((name, f"is tied to {targets[stored_name]!r}"))
             else:
-                targets[stored_name] = short[name]
+                targets[stored_name] = file_names[name]
         return targets, notes
 
     def _write_by_transformers(self, place: str) -> None:
         try:
-            door = import_module("ckpt.exchange.exports.hf_model")
+            hf_model = import_module("ckpt.exchange.exports.hf_model")
         except ImportError as error:
             raise MissingExtra("--names transformers", "transformers", "hf") from error
         weights = load_part(self._reader, self._strip.rstrip("/") or None)
@@ -161,7 +167,7 @@ class HfWriter:
                 else value
                 for name, value in weights.items()
             }
-        door.save(weights, self._options.files, place, self._most_bytes)
+        hf_model.save(weights, self._options.files, place, self._most_bytes)
 
 
 def _copy_texts(files: str, place: str) -> None:
@@ -169,7 +175,9 @@ def _copy_texts(files: str, place: str) -> None:
     there already stays.
     """
     for name in sorted(os.listdir(files)):
-        is_text = name.endswith(_SUFFIXES) and not name.endswith(_INDEX_SUFFIX) and name != CONFIG
+        is_text = (
+            name.endswith(_TEXT_SUFFIXES) and not name.endswith(_INDEX_SUFFIX) and name != CONFIG
+        )
         if is_text and not os.path.exists(target := os.path.join(place, name)):
             with open(os.path.join(files, name), "rb") as file:
                 write_durably(target, file.read())

@@ -28,7 +28,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.root.leases import lease_if_allowed
 from ckpt.storage.registry import open_backend
 
-_NICE: Final = 10
+_NICE_VALUE: Final = 10
 _log = logging.getLogger("ckpt")
 
 
@@ -91,7 +91,7 @@ class HfFolders:
         self._places, self._every, self._keep_last = places_of(os.fspath(out)), every, keep_last
         self._part, self._out = part, os.fspath(out)
         self._lock = threading.Lock()
-        self._next: _PinnedStep | None = None
+        self._next_step: _PinnedStep | None = None
         self._last_place: tuple[int, str] | None = None
         self._pinner, self._workers = Workers("hf-pins", 1), Workers("hf-folders", 1)
 
@@ -105,8 +105,8 @@ class HfFolders:
         ):
             return
         with self._lock:
-            last = self._last_place
-            if last is not None and last[0] == event.step and last[1] != event.tier:
+            last_step, last_tier = self._last_place or (None, "")
+            if last_step == event.step and last_tier != event.tier:
                 return  # A farther tier has it too. The same tier has it again after a rollback.
             self._last_place = event.step, event.tier
         self._pinner.submit(self._pin, event)
@@ -141,20 +141,23 @@ class HfFolders:
                 _log.warning("ckpt: step %d has no folder of Hugging Face: %s", event.step, error)
                 return
             with self._lock:
-                last, self._next = self._next, _PinnedStep(ref, event.tier, stack.pop_all())
-        if last is None:
+                replaced_step, self._next_step = (
+                    self._next_step,
+                    _PinnedStep(ref, event.tier, stack.pop_all()),
+                )
+        if replaced_step is None:
             self._workers.submit(self._export_next)
         else:
             _log.info(
                 "ckpt: step %d has no folder of Hugging Face: step %d came before its export",
-                last.ref.step,
+                replaced_step.ref.step,
                 event.step,
             )
-            last.pin.close()
+            replaced_step.pin.close()
 
     def _export_next(self) -> None:
         with self._lock:
-            step, self._next = self._next, None
+            step, self._next_step = self._next_step, None
         if step is None:
             return
         with step.pin:
@@ -168,7 +171,7 @@ class HfFolders:
                 )
 
     def _export(self, step: _PinnedStep) -> None:
-        place, number = self._places.free(step.ref), step.ref.step
+        place, number = self._places.prepare(step.ref), step.ref.step
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             command = self._command(step, place, file.name)
             if isinstance(self._options.names, Mapping):
@@ -184,7 +187,7 @@ class HfFolders:
                 errors="replace",
             )
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+                os.setpriority(os.PRIO_PROCESS, process.pid, _NICE_VALUE)
             _, errors = process.communicate()
         if process.returncode:
             _log.warning(

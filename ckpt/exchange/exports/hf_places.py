@@ -19,8 +19,8 @@ from ckpt.pipeline.retry import ask
 from ckpt.storage.api import KeepsUnfinishedWrites, ObjectInfo, StorageBackend
 from ckpt.storage.places import is_folder, is_object_store, local_path
 
-_LEFTOVERS: Final = ".step-"
-_LOCAL: Final = re.compile(r"step-[0-9]{9,18}")
+_LEFTOVER_PREFIX: Final = ".step-"
+_LOCAL_NAME: Final = re.compile(r"step-[0-9]{9,18}")
 _STORE_FILE: Final = re.compile(r"(step-[0-9]{9,18}-[a-z]{6,32})/([^/]+)")
 _ABANDONED_SECONDS: Final = 24 * 3600.0
 
@@ -28,7 +28,7 @@ _ABANDONED_SECONDS: Final = 24 * 3600.0
 class Places(Protocol):
     """The place of the folders of all steps."""
 
-    def free(self, ref: StepRef) -> str:
+    def prepare(self, ref: StepRef) -> str:
         """Return the path or the URL of the folder of a step. A folder of an abandoned step with
         this number is removed, and so is what a process that was killed has left of this folder.
         """
@@ -52,16 +52,16 @@ class _LocalPlaces:
     def __init__(self, out: str) -> None:
         self._out = out
 
-    def free(self, ref: StepRef) -> str:
+    def prepare(self, ref: StepRef) -> str:
         place = os.path.join(self._out, f"step-{ref.step:09d}")
         if os.path.exists(place):
             _remove(place)
         os.makedirs(self._out, exist_ok=True)
-        remove_leftovers(self._out, _LEFTOVERS)
+        remove_leftovers(self._out, _LEFTOVER_PREFIX)
         return place
 
     def prune(self, keep_last: int) -> None:
-        names = filter(_LOCAL.fullmatch, os.listdir(self._out))
+        names = filter(_LOCAL_NAME.fullmatch, os.listdir(self._out))
         places = [os.path.join(self._out, name) for name in names]
         places.sort(key=lambda place: os.stat(place).st_mtime_ns)
         for place in places[:-keep_last]:
@@ -87,27 +87,27 @@ class _StoredPlaces:
         self._url, self._last = url, ""
         open_store(url).close()
 
-    def free(self, ref: StepRef) -> str:
+    def prepare(self, ref: StepRef) -> str:
         prefix = f"step-{ref.step:09d}-"
         with closing(open_store(self._url)) as store, errors_of(store.url):
             for folder, infos in _folders(store, prefix).items():
                 remove(store, f"{folder}/", infos)
-        root, mark, query = (
+        root, question_mark, query = (
             self._url.partition("?") if is_object_store(self._url) else (self._url, "", "")
         )
         self._last = prefix + ref.attempt
-        return f"{root.rstrip('/')}/{self._last}{mark}{query}"
+        return f"{root.rstrip('/')}/{self._last}{question_mark}{query}"
 
     def prune(self, keep_last: int) -> None:
         with closing(open_store(self._url)) as store, errors_of(store.url):
             folders = _folders(store, "step-")
-            whole = [folder for folder, infos in folders.items() if CONFIG in infos]
+            complete_folders = [folder for folder, infos in folders.items() if CONFIG in infos]
             # The Hub lists no times. Then the folder that was made last is known, and the numbers.
-            whole.sort(
+            complete_folders.sort(
                 key=lambda name: (name == self._last, folders[name][CONFIG].modified or 0.0, name)
             )
-            halves = [folder for folder in folders if _is_abandoned(folders[folder])]
-            for folder in whole[:-keep_last] + halves:
+            abandoned_folders = [folder for folder in folders if _is_abandoned(folders[folder])]
+            for folder in complete_folders[:-keep_last] + abandoned_folders:
                 remove(store, f"{folder}/", folders[folder])
             if isinstance(store, KeepsUnfinishedWrites):
                 for write in store.unfinished_writes(""):

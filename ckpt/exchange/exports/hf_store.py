@@ -26,9 +26,9 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend, scheme_of
 
 CONFIG: Final = "config.json"
-_LAST: Final = (INDEX, CONFIG)
-_OF_THE_HUB: Final = ".git"
-_MARKER: Final = ".ckpt-export-"
+_LAST_FILES: Final = (INDEX, CONFIG)
+_HUB_PREFIX: Final = ".git"
+_MARKER_PREFIX: Final = ".ckpt-export-"
 
 
 def open_store(url: str) -> StorageBackend:
@@ -40,7 +40,7 @@ def open_store(url: str) -> StorageBackend:
 
 
 @contextmanager
-def appears(url: str) -> Generator[tuple[str, Callable[[str], None]]]:
+def stored_output(url: str) -> Generator[tuple[str, Callable[[str], None]]]:
     """Return a context manager that yields a temporary folder, and a function that puts a file of
     it into the store. The files that the block leaves in the folder are put at its end.
 
@@ -64,8 +64,8 @@ def appears(url: str) -> Generator[tuple[str, Callable[[str], None]]]:
         try:
             files.put_marker()
             yield place, files.put
-            for name in sorted(os.listdir(place), key=_order):
-                if name in _LAST:
+            for name in sorted(os.listdir(place), key=_put_order):
+                if name in _LAST_FILES:
                     files.check()
                 if name == CONFIG:
                     files.remove_marker()
@@ -82,17 +82,18 @@ def remove(store: StorageBackend, prefix: str, names: Iterable[str]) -> None:
     Raises:
         StorageError: The store has failed. What can be loaded is whole.
     """
-    for name in sorted(names, key=_order, reverse=True):
+    for name in sorted(names, key=_put_order, reverse=True):
         ask(store, partial(store.delete, prefix + name))
 
 
-def _order(name: str) -> int:
-    return _LAST.index(name) + 1 if name in _LAST else 0
+def _put_order(name: str) -> int:
+    """Return a sort key: the files without which nothing loads the folder are put last."""
+    return _LAST_FILES.index(name) + 1 if name in _LAST_FILES else 0
 
 
 def _sizes(store: StorageBackend) -> dict[str, int]:
     infos = ask(store, lambda: list(store.list("")))
-    return {info.key: info.size for info in infos if not info.key.startswith(_OF_THE_HUB)}
+    return {info.key: info.size for info in infos if not info.key.startswith(_HUB_PREFIX)}
 
 
 class _Files:
@@ -104,7 +105,7 @@ class _Files:
 
     def __init__(self, store: StorageBackend, workers: Workers) -> None:
         self._store, self._workers = store, workers
-        self._marker = f"{_MARKER}{secrets.token_hex(8)}"
+        self._marker = f"{_MARKER_PREFIX}{secrets.token_hex(8)}"
         self.sizes: dict[str, int] = {}
 
     def put_marker(self) -> None:

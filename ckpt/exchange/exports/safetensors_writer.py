@@ -28,7 +28,7 @@ from ckpt.storage.local_files import durable_file, write_durably
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
-_WIDE: Final = ("bfloat16", "float32")  # What may hold a number that is too large for others
+_WIDE_DTYPES: Final = ("bfloat16", "float32")  # What may hold a number that is too large for others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,7 @@ def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: Ste
         ConfigError: The dtype of ``form`` cannot hold a number of a tensor.
     """
     names = form.names
+    # The largest elements come first, so that each tensor is aligned to its elements.
     order = sorted(
         tensors,
         key=lambda tensor: (-DTYPES[form.dtype_of(tensor)].itemsize, names[tensor.name]),
@@ -78,11 +79,11 @@ def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: Ste
     for tensor in order:
         entry, end = safetensors_entry(form.dtype_of(tensor), tensor.shape, end)
         entries[names[tensor.name]] = entry
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
     with durable_file(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
         for piece in reader.stream(order):
             file.write(_convert(piece, form.dtype_of(piece.tensor)))
 
@@ -143,7 +144,9 @@ def cast(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
     """
     result = values.to(getattr(torch, dtype))
     if _overflows(result, values):
-        wider = [wide for wide in _WIDE if not _overflows(values.to(getattr(torch, wide)), values)]
+        wider = [
+            wide for wide in _WIDE_DTYPES if not _overflows(values.to(getattr(torch, wide)), values)
+        ]
         way = f"take {' or '.join(wider)}" if wider else "export it in the saved dtype"
         raise ConfigError(f"{name!r} has a number that is too large for {dtype}: {way}")
     return result
@@ -170,12 +173,12 @@ def check_names(names: Mapping[str, str], tensors: Mapping[str, Tensor], way: st
         way: What the user can do about it.
     """
     owners: dict[str, str] = {}
-    for name, short in names.items():
-        owner = owners.setdefault(short, name)
+    for name, file_name in names.items():
+        owner = owners.setdefault(file_name, name)
         if tensors[owner].name != tensors[name].name:
-            raise ConfigError(f"{owner!r} and {name!r} would both be {short!r}: {way}")
-        if not short or short == "__metadata__":
-            raise ConfigError(f"{name!r} would be {short!r}, which is not a name there: {way}")
+            raise ConfigError(f"{owner!r} and {name!r} would both be {file_name!r}: {way}")
+        if not file_name or file_name == "__metadata__":
+            raise ConfigError(f"{name!r} would be {file_name!r}, which is not a name there: {way}")
 
 
 def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:

@@ -31,7 +31,13 @@ from ckpt.config import SaveConfig, Tier
 from ckpt.coordination.single import new_attempt
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import ConfigError, StorageError
-from ckpt.exchange.foreign.chunks import ForeignFile, check_path, cut_file, hash_files, place
+from ckpt.exchange.foreign.chunks import (
+    ForeignFile,
+    cut_file,
+    hash_files,
+    real_path,
+    usable_in_place,
+)
 from ckpt.exchange.foreign.files import check_kind
 from ckpt.exchange.foreign.imports import (
     ForeignCheckpoint,
@@ -77,7 +83,7 @@ from ckpt.storage.locations import location_of
 from ckpt.storage.registry import open_backend
 
 _NUMBER: Final = re.compile(r"\d{1,18}")
-_EMPTY: Final = msgspec.Raw(b"{}")
+_EMPTY_JSON: Final = msgspec.Raw(b"{}")
 
 
 @dataclass(slots=True)
@@ -140,7 +146,7 @@ def adopt_checkpoint(
     tier: Tier,
     step: int | None = None,
     *,
-    look: Callable[[], list[StepRef]] | None = None,
+    list_attempts: Callable[[], list[StepRef]] | None = None,
     on_progress: OnProgress | None = None,
 ) -> AdoptionReport:
     """Make a step of ``tier`` of the files of ``foreign``, which stay where they are.
@@ -153,8 +159,8 @@ def adopt_checkpoint(
         foreign: The checkpoint to adopt.
         tier: The tier that gets the step.
         step: The number of the step; None for the last number in the name of the source.
-        look: A function that returns the committed attempts on ``tier``. The default lists the tier
-            without a time limit.
+        list_attempts: A function that returns the committed attempts on ``tier``. The default lists
+            the tier without a time limit.
         on_progress: Called as bytes of the files are read.
 
     Raises:
@@ -169,10 +175,10 @@ def adopt_checkpoint(
         kind = foreign.kind or kind_of(source)
         number = step_in(source) if step is None else step
         report = AdoptionReport(kind=kind, step=number)
-        refs = (look or partial(committed, backend))()
-        old: StepRef | None = None
+        refs = (list_attempts or partial(committed, backend))()
+        old_ref: StepRef | None = None
         if any(ref.step == number for ref in refs):
-            old = changed_attempt(backend, number, source)
+            old_ref = changed_attempt(backend, number, source)
         else:
             check_free(backend.url, number, refs)
         locator = Locator()
@@ -183,13 +189,15 @@ def adopt_checkpoint(
         _Adoption(backend, StepRef(number, new_attempt()), locator, report).write(
             walk, shaper, os.path.abspath(source), on_progress
         )
-        if old is not None:
-            stays = (
-                "" if remove_attempt(backend, old) else f"; attempt {old.attempt} stays beside it"
+        if old_ref is not None:
+            remark = (
+                ""
+                if remove_attempt(backend, old_ref)
+                else f"; attempt {old_ref.attempt} stays beside it"
             )
             report.notes.append(
                 f"step {number} was adopted before, and was damaged since: it has the "
-                f"files as they are now{stays}"
+                f"files as they are now{remark}"
             )
     return report
 
@@ -214,28 +222,28 @@ class _Adoption:
         self, walk: WalkResult, shaper: Shaper, source: str, on_progress: OnProgress | None
     ) -> None:
         """Write the step. ``source`` is the absolute path of what was adopted."""
-        elements = self._look(walk)
+        elements = self._find_parts(walk)
         spans: dict[str, list[Span]] = defaultdict(list)
         for _, _, span in sorted(elements.shards, key=lambda shard: shard[2].offset):
             spans[span.path].append(span)
         files = [cut_file(path, spans[path], self._chunk_bytes) for path in sorted(spans)]
-        tables = hash_files(files, on_progress)
-        sums = _Sums(files, tables, self._locator)
-        shaper.note_equal(sums.digest)
+        chunk_tables = hash_files(files, on_progress)
+        checksums = _Checksums(files, chunk_tables, self._locator)
+        shaper.note_equal(checksums.digest)
         metadata = {
             "imported_from": source,
             "imported_as": self._report.kind,
             **metadata_of(shaper),
         }
-        own = self._own_part(elements, rank=len(files))
-        fragments = self._fragments(walk, elements, files, tables, own)
+        own_part = self._own_part(elements, rank=len(files))
+        fragments = self._fragments(walk, elements, files, chunk_tables, own_part)
         with Workers("adopt", max(1, self._backend.capabilities.max_concurrency)) as workers:
             folder = StepFolder(self._backend, self._ref, workers)
-            self._put(folder, fragments, own, metadata)
+            self._put(folder, fragments, own_part, metadata)
         self._report.files = len(files)
         self._report.nbytes = sum(file.size for file in files)
 
-    def _look(self, walk: WalkResult) -> _Elements:
+    def _find_parts(self, walk: WalkResult) -> _Elements:
         """Find the parts of all tensors of a walk."""
         elements = _Elements()
         candidates: list[tuple[int, Box, Span]] = []
@@ -253,10 +261,10 @@ class _Adoption:
                 else:
                     elements.copies[index, part.box] = part.source
         # If two tensors have the same bytes, only one can use them where they are.
-        free = set(place([span for _, _, span in candidates]))
+        usable_spans = set(usable_in_place([span for _, _, span in candidates]))
         for index, box, span in candidates:
-            if span in free:
-                free.remove(span)
+            if span in usable_spans:
+                usable_spans.remove(span)
                 elements.shards.append((index, box, span))
             else:
                 elements.copies[index, box] = span
@@ -295,8 +303,8 @@ class _Adoption:
         walk: WalkResult,
         elements: _Elements,
         files: Sequence[ForeignFile],
-        tables: Sequence[tuple[Chunk, ...]],
-        own: OwnPart | None,
+        chunk_tables: Sequence[tuple[Chunk, ...]],
+        own_part: OwnPart | None,
     ) -> list[Fragment]:
         """Return the fragments of all ranks. The first one also has what belongs to no file."""
         ranks = {file.path: rank for rank, file in enumerate(files)}
@@ -304,7 +312,7 @@ class _Adoption:
         for index, box, span in elements.shards:
             rank = ranks[span.path]
             shards[rank, index].append(Shard(rank, span.offset, box.offsets, box.shape))
-        world_size = len(files) + (own is not None)
+        world_size = len(files) + (own_part is not None)
         created_at = time.time()
         fragments: list[Fragment] = []
         for rank in range(world_size):
@@ -324,27 +332,29 @@ class _Adoption:
                     world_size=world_size,
                     created_at=created_at,
                     chunk_bytes=self._chunk_bytes,
-                    file=File(data_name(rank), rank, file.size, tables[rank]) if file else None,
-                    tensors=own.plan.tensors if own and is_own else tensors,
+                    file=File(data_name(rank), rank, file.size, chunk_tables[rank])
+                    if file
+                    else None,
+                    tensors=own_part.plan.tensors if own_part and is_own else tensors,
                     tied={} if rank else walk.ties,
                     views={} if rank else walk.views,
-                    tree=_EMPTY if rank else msgspec.Raw(dumps(walk.tree, "state")),
-                    per_rank=_EMPTY,
+                    tree=_EMPTY_JSON if rank else msgspec.Raw(dumps(walk.tree, "state")),
+                    per_rank=_EMPTY_JSON,
                     replicas={},
-                    metadata=_EMPTY,
+                    metadata=_EMPTY_JSON,
                     locations=(Location(rank, self._location(file)),) if file else (),
                 )
             )
         return fragments
 
     def _location(self, file: ForeignFile) -> str:
-        return location_of(self._backend.url, check_path(file.path))
+        return location_of(self._backend.url, real_path(file.path))
 
     def _put(
         self,
         folder: StepFolder,
         fragments: list[Fragment],
-        own: OwnPart | None,
+        own_part: OwnPart | None,
         metadata: Mapping[str, Any],
     ) -> None:
         """Write the files of the step, the manifest last. After an error, remove them again."""
@@ -353,8 +363,8 @@ class _Adoption:
             *fragments[1:],
         ]
         try:
-            if own is not None:
-                parts[-1] = self._with_own(folder, parts[-1], own)
+            if own_part is not None:
+                parts[-1] = self._put_own_part(folder, parts[-1], own_part)
             self._commit(folder, parts)
         except BaseException:
             with suppress(StorageError):
@@ -363,9 +373,9 @@ class _Adoption:
                     delete_files(self._backend, keys)
             raise
 
-    def _with_own(self, folder: StepFolder, fragment: Fragment, own: OwnPart) -> Fragment:
+    def _put_own_part(self, folder: StepFolder, fragment: Fragment, own_part: OwnPart) -> Fragment:
         """Write the data file of the parts that are copied, and return its fragment."""
-        image = own.image(fragment.rank)
+        image = own_part.image(fragment.rank)
         chunks: list[Chunk] = []
         end = 0
         for nbytes in image.lengths:
@@ -388,51 +398,55 @@ class _Adoption:
         parts = {fragment.rank: fragment for fragment in fragments}
         fill_manifest(manifest, parts, key=self._ref.manifest)  # What a reader would refuse, raises
         data = pack(manifest)
-        look = partial(check_files, folder, manifest, lambda: None)
-        commit_copy(folder, data, look=look)
+        check = partial(check_files, folder, manifest, lambda: None)
+        commit_copy(folder, data, look=check)
         self._report.written_bytes += len(data)
 
 
-class _Sums:
+class _Checksums:
     """The checksums of the parts that are used where they are.
 
     Args:
         files: The foreign files.
-        tables: The chunk table of each file.
+        chunk_tables: The chunk table of each file.
         locator: Knows the parts of tensors.
     """
 
     def __init__(
-        self, files: Sequence[ForeignFile], tables: Sequence[tuple[Chunk, ...]], locator: Locator
+        self,
+        files: Sequence[ForeignFile],
+        chunk_tables: Sequence[tuple[Chunk, ...]],
+        locator: Locator,
     ) -> None:
         self._locator = locator
         self._index: dict[str, tuple[dict[int, int], tuple[Chunk, ...]]] = {}
-        for file, table in zip(files, tables, strict=True):
-            starts: dict[int, int] = {}
+        for file, table in zip(files, chunk_tables, strict=True):
+            index_by_offset: dict[int, int] = {}
             position = 0
             for index, chunk in enumerate(table):
-                starts[position] = index
+                index_by_offset[position] = index
                 position += chunk.nbytes
-            self._index[file.path] = starts, table
+            self._index[file.path] = index_by_offset, table
 
     def digest(self, tensor: torch.Tensor) -> str:
         """Return a checksum of the elements of ``tensor``. Tensors with equal elements in other
         parts have other checksums.
         """
         return "; ".join(
-            f"{part.box} {self._of(part.source)}" for part in self._locator.parts_of(tensor)
+            f"{part.box} {self._checksum_of(part.source)}"
+            for part in self._locator.parts_of(tensor)
         )
 
-    def _of(self, source: Source) -> str:
+    def _checksum_of(self, source: Source) -> str:
         if isinstance(source, torch.Tensor):
             return digest_of(source)
-        starts, table = self._index.get(source.path, ({}, ()))
-        if source.offset not in starts:  # The part is copied
+        index_by_offset, table = self._index.get(source.path, ({}, ()))
+        if source.offset not in index_by_offset:  # The part is copied
             return repr(source)
-        index = starts[source.offset]
-        sums: list[str] = []
+        index = index_by_offset[source.offset]
+        checksums: list[str] = []
         nbytes = 0
         while nbytes < source.nbytes:
-            sums.append(table[index].checksum)
+            checksums.append(table[index].checksum)
             nbytes, index = nbytes + table[index].nbytes, index + 1
-        return " ".join(sums)
+        return " ".join(checksums)

@@ -44,7 +44,7 @@ class ForeignFile:
     lengths: tuple[int, ...]
 
 
-def place(spans: Collection[Span]) -> list[Span]:
+def usable_in_place(spans: Collection[Span]) -> list[Span]:
     """Return those of ``spans`` whose bytes a shard can use where they are: they are in row-major
     order, and share no byte with another of the result.
     """
@@ -61,7 +61,7 @@ def cut_file(path: str, spans: Sequence[Span], chunk_bytes: int) -> ForeignFile:
     """Cut the file ``path`` into chunks of at most ``chunk_bytes``.
 
     Args:
-        spans: What ``place`` has returned for this file.
+        spans: What ``usable_in_place`` has returned for this file.
 
     Raises:
         IntegrityError: The file ends before a span does, or is missing.
@@ -72,20 +72,21 @@ def cut_file(path: str, spans: Sequence[Span], chunk_bytes: int) -> ForeignFile:
     lengths: list[int] = []
     end = 0
     for span in spans:
-        lengths += _parts(span.offset - end, chunk_bytes)
+        lengths += _chunk_lengths(span.offset - end, chunk_bytes)
         itemsize = DTYPES[span.dtype].itemsize
         boxes = split_box(Box.whole(span.shape), itemsize, chunk_bytes)
         lengths += [box.numel * itemsize for box in boxes]
         end = span.offset + span.nbytes
     if end > status.st_size:
         raise IntegrityError(f"{path} is cut: it ends at byte {status.st_size}, before its tensors")
-    lengths += _parts(status.st_size - end, chunk_bytes)
+    lengths += _chunk_lengths(status.st_size - end, chunk_bytes)
     return ForeignFile(path, status.st_size, status.st_mtime_ns, tuple(lengths))
 
 
-def _parts(nbytes: int, limit: int) -> list[int]:
-    whole, rest = divmod(nbytes, limit)
-    return [limit] * whole + [rest] * bool(rest)
+def _chunk_lengths(nbytes: int, limit: int) -> list[int]:
+    """Return the lengths of the chunks of ``nbytes`` that belong to no tensor."""
+    count, rest = divmod(nbytes, limit)
+    return [limit] * count + ([rest] if rest else [])
 
 
 def hash_files(
@@ -141,12 +142,12 @@ def _requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
 def _hash(file: ForeignFile, start: int, lengths: Sequence[int], meter: Meter) -> list[Chunk]:
     memory = memoryview(bytearray(sum(lengths)))
     with open_file(file.path) as handle:
-        count = 0
-        while count < memory.nbytes:
-            step = os.preadv(handle.fileno(), [memory[count:]], start + count)
-            if not step:
+        end = 0
+        while end < memory.nbytes:
+            read_bytes = os.preadv(handle.fileno(), [memory[end:]], start + end)
+            if not read_bytes:
                 raise IntegrityError(_change_text(file))
-            count += step
+            end += read_bytes
     chunks: list[Chunk] = []
     position = 0
     for length in lengths:
@@ -157,7 +158,7 @@ def _hash(file: ForeignFile, start: int, lengths: Sequence[int], meter: Meter) -
     return chunks
 
 
-def check_path(path: str) -> str:
+def real_path(path: str) -> str:
     """Return the path of a file with symbolic links resolved. Raises ``ConfigError`` if a manifest
     cannot have the path.
     """

@@ -63,11 +63,12 @@ def merge(source: str, parts: Iterable[tuple[str, State]]) -> State:
     state: State = {}
     files: dict[str, str] = {}
     for name, part in parts:
-        if twice := [key for key in part if key in state]:
-            raise ConfigError(
-                f"{source}: both {files[twice[0]]} and {name} hold {twice[0]!r}: name the one file "
-                "to import instead of the folder"
-            )
+        for key in part:
+            if key in state:
+                raise ConfigError(
+                    f"{source}: both {files[key]} and {name} hold {key!r}: name the one file to "
+                    "import instead of the folder"
+                )
         state |= part
         files |= dict.fromkeys(part, name)
     return state

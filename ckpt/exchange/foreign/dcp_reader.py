@@ -30,7 +30,7 @@ from ckpt.model.validate import MAX_DIMENSIONS
 TABLE: Final = ".metadata"
 _RANK_TABLE: Final = re.compile(r"__([0-9]{1,9})\.metadata")
 _MOST_DEPTH: Final = 100
-_MOST_ITEMS: Final = 1 << 20
+_MOST_MISSING_ITEMS: Final = 1 << 20
 
 _Kind = tuple[str, tuple[int, ...]]
 
@@ -66,8 +66,8 @@ def _tables(names: Collection[str]) -> list[str]:
     """
     if TABLE in names:
         return [TABLE]
-    hits = [hit for name in names if (hit := _RANK_TABLE.fullmatch(name))]
-    return [hit[0] for hit in sorted(hits, key=lambda hit: int(hit[1]))]
+    matches = [match for name in names if (match := _RANK_TABLE.fullmatch(name))]
+    return [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
 
 
 @dataclass(slots=True)
@@ -107,22 +107,22 @@ def read_folder(source: str, joiner: Joiner) -> Contents:
     names = _tables(os.listdir(source)) or [TABLE]
     table = _Table()
     for name in names:
-        _add(table, source, name)
+        _add_table(table, source, name)
     tensors = joiner.make({name: kind for name, kind in table.kinds.items() if kind})
     flat, notes = _fill(source, table, tensors, joiner)
     if missing := table.kinds.keys() - tensors.keys() - flat.keys():
         raise IntegrityError(f"{source}: {sorted(missing)[0]!r} is missing")
-    with _check_table(os.path.join(source, names[0])):
+    with _table_errors(os.path.join(source, names[0])):
         state = _nest(flat | tensors, table.paths, notes)
     return Contents(state, [*names, *sorted(table.files)], notes)
 
 
-def _add(table: _Table, source: str, name: str) -> None:
+def _add_table(table: _Table, source: str, name: str) -> None:
     """Add the table of contents ``name`` of the folder ``source`` to ``table``."""
     path = os.path.join(source, name)
     with open_file(path, is_part=False) as file:
         inert = read_inert(file.read(), path)
-    with _check_table(path):
+    with _table_errors(path):
         kinds = {
             name: _kind(name, item) for name, item in inert.state["state_dict_metadata"].items()
         }
@@ -136,10 +136,12 @@ def _add(table: _Table, source: str, name: str) -> None:
         }
         for key, info in inert.state["storage_data"].items():
             table.nbytes[str(key.state["fqn"])] += int(info.state["length"])
-    places = {(piece.name, piece.offsets) for piece in table.pieces}
+    known_places = {(piece.name, piece.offsets) for piece in table.pieces}
     table.kinds |= kinds
-    table.pieces += [piece for piece in pieces if (piece.name, piece.offsets) not in places]
-    if shared_keys := [key for key, kind in kinds.items() if kind is None and (key, ()) in places]:
+    table.pieces += [piece for piece in pieces if (piece.name, piece.offsets) not in known_places]
+    if shared_keys := [
+        key for key, kind in kinds.items() if kind is None and (key, ()) in known_places
+    ]:
         note = f"each rank has written {few(shared_keys)}: the first rank's is taken"
         table.notes += [note] if note not in table.notes else []
 
@@ -186,7 +188,7 @@ def _has_other_dtype(whole: torch.Tensor, part: torch.Tensor, nbytes: int) -> bo
 
 
 @contextmanager
-def _check_table(table_path: str) -> Generator[None]:
+def _table_errors(table_path: str) -> Generator[None]:
     """Return a context manager that replaces errors such as ``KeyError`` with ``IntegrityError``.
 
     The block can read the table of contents of ``torch.distributed.checkpoint`` without checking
@@ -260,13 +262,13 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[_Kind]) -> None:
         start, length = int(info.state["offset"]), int(info.state["length"])
         places[check_name(source, info.state["relative_path"])].append((start, length))
     entry_bytes = 0
-    for name, runs in places.items():
+    for name, ranges in places.items():
         position = 0
-        for start, length in sorted(runs):
+        for start, length in sorted(ranges):
             if start < position or length < 0:
                 raise ValueError(f"entries of {name} overlap")
             position = start + length
-        entry_bytes += sum(length for _, length in runs)
+        entry_bytes += sum(length for _, length in ranges)
         path = os.path.join(source, name)
         if os.path.isfile(path) and position > os.path.getsize(path):
             raise IntegrityError(
@@ -349,7 +351,7 @@ def _with_lists(value: Any, path: str, notes: list[str]) -> Any:
     items = {key: _with_lists(item, f"{path}.{key}", notes) for key, item in value.items()}
     if not items or not all(isinstance(key, int) for key in items):
         return items
-    if min(items) < 0 or max(items) > len(items) + _MOST_ITEMS:
+    if min(items) < 0 or max(items) > len(items) + _MOST_MISSING_ITEMS:
         raise ValueError(f"the list {path[:80]!r} has an item {max(items)}")
     if gaps := sorted(set(range(max(items))) - items.keys()):
         notes.append(

@@ -25,7 +25,7 @@ from ckpt.exchange.inert.torch_reader import load
 State = dict[str, Any]
 Shapes = Mapping[str, Sequence[int]]
 
-_WEIGHT: Final = "fp32.pt"
+_WEIGHT_FILE: Final = "fp32.pt"
 _STATE_KEYS: Final = (
     "module", "optimizer", "lr_scheduler", "buffer_names", "shared_params", "param_shapes",
     "frozen_param_shapes", "frozen_param_fragments",
@@ -66,7 +66,7 @@ def read_universal(source: str) -> LibraryFolder:
     return folder
 
 
-def notes_about(path: str, state: Mapping[str, Any]) -> list[str]:
+def engine_notes(path: str, state: Mapping[str, Any]) -> list[str]:
     """Return notes for the user about ``state``, the content of the file ``path``, if it is of a
     DeepSpeed engine whose fp32 weights are in other files.
 
@@ -88,7 +88,7 @@ def notes_about(path: str, state: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_COPIED_BYTES: Final = 1 << 20
+_MOST_COPIED_BYTES: Final = 1 << 20
 
 
 class _Parameters:
@@ -107,13 +107,15 @@ class _Parameters:
         return name in self._shapes
 
     def weight(self, name: str) -> torch.Tensor:
-        return self._read(name, _WEIGHT)
+        return self._read(name, _WEIGHT_FILE)
 
     def moments(self, name: str) -> State:
         """Return the optimizer's state of a parameter."""
         files = sorted(os.listdir(os.path.join(self._folder, check_name(self._folder, name))))
         return {
-            file.removesuffix(".pt"): self._read(name, file) for file in files if file != _WEIGHT
+            file.removesuffix(".pt"): self._read(name, file)
+            for file in files
+            if file != _WEIGHT_FILE
         }
 
     def _read(self, name: str, file: str) -> torch.Tensor:
@@ -127,7 +129,7 @@ class _Parameters:
         if not is_flat and tensor.ndim and tensor.shape != shape:
             raise ValueError(f"{path} has the shape {list(tensor.shape)}, not {list(shape)}")
         # A tensor of a file keeps the file mapped, and a process may have only 65,530 maps.
-        tensor = tensor.clone() if tensor.nbytes <= _COPIED_BYTES else tensor
+        tensor = tensor.clone() if tensor.nbytes <= _MOST_COPIED_BYTES else tensor
         return tensor.reshape(shape) if is_flat else tensor
 
 
@@ -200,9 +202,9 @@ def _optimizer(common: Mapping[str, Any], parameters: _Parameters) -> State | No
         "param_groups": [
             {
                 **{key: value for key, value in group.items() if not holds_inert(value)},
-                "params": own,
+                "params": parameter_names,
             }
-            for group, own in zip(groups, names, strict=True)
+            for group, parameter_names in zip(groups, names, strict=True)
         ],
     }
 

@@ -17,14 +17,14 @@ from ckpt.exchange.foreign.dcp_reader import TABLE, has_table
 from ckpt.exchange.foreign.folder_kind import state_folders, unreadable
 from ckpt.exchange.foreign.joined_tensors import Joiner
 from ckpt.exchange.foreign.safetensors_folder import SUFFIX, choose_files
-from ckpt.exchange.inert.file_kind import is_torch, what_is
-from ckpt.exchange.inert.input_limits import regular
+from ckpt.exchange.inert.file_kind import describe_file, is_torch
+from ckpt.exchange.inert.input_limits import check_regular
 from ckpt.exchange.inert.torch_reader import load
 from ckpt.model.keys import MANIFEST, parse_folder
 
 Kind = Literal["torch", "dcp", "safetensors"]
 
-_TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def detect(source: str) -> Kind:
@@ -39,20 +39,20 @@ def detect(source: str) -> Kind:
     if os.path.isfile(source):
         folder = os.path.dirname(os.path.abspath(source))
         if parse_folder(os.path.basename(folder)) and MANIFEST in _names_in(folder):
-            raise ConfigError(_own(source, folder))
+            raise ConfigError(_own_step_text(source, folder))
         return "safetensors" if source.endswith(SUFFIX) else "torch"
     if not os.path.isdir(source):
         raise ConfigError(f"{source} is not there: name a local file or folder")
     names = _names_in(source)
     if MANIFEST in names and parse_folder(os.path.basename(os.path.abspath(source))):
-        raise ConfigError(_own(source, os.path.abspath(source)))
+        raise ConfigError(_own_step_text(source, os.path.abspath(source)))
     if kind := unreadable(paths_in(source)):
         raise ConfigError(kind.text(source))
     if has_table(names):
         return "dcp"
     if any(name.endswith(SUFFIX) for name in names):
         return "safetensors"
-    if any(name.endswith(_TORCH) for name in names):
+    if any(name.endswith(_TORCH_SUFFIXES) for name in names):
         return "torch"
     if any(parse_folder(name) for name in names):
         raise ConfigError(
@@ -72,7 +72,7 @@ def detect(source: str) -> Kind:
     )
 
 
-def _own(source: str, folder: str) -> str:
+def _own_step_text(source: str, folder: str) -> str:
     """Return the text that refuses ``source``, which is ``folder`` of a step of ckpt or a file in
     it.
     """
@@ -95,11 +95,11 @@ def check_kind(source: str, kind: Kind) -> None:
         raise ConfigError(f"{source} is not there: name a local file or folder")
     if os.path.isdir(source):
         names = _names_in(source)
-        suffixes = {"dcp": (TABLE,), "safetensors": (SUFFIX,), "torch": _TORCH}[kind]
+        suffixes = {"dcp": (TABLE,), "safetensors": (SUFFIX,), "torch": _TORCH_SUFFIXES}[kind]
         if not any(name.endswith(suffixes) for name in names):
             raise ConfigError(f"--format {kind}: {source} holds no {', '.join(suffixes)} file")
     elif kind == "dcp":
-        description = what_is(regular(source)) or (
+        description = describe_file(check_regular(source)) or (
             "a file of torch.save: give --format torch" if is_torch(source) else "a file"
         )
         raise ConfigError(
@@ -107,7 +107,7 @@ def check_kind(source: str, kind: Kind) -> None:
             "folder with "
             f"a {TABLE} file in it"
         )
-    elif kind == "safetensors" and is_torch(regular(source)):
+    elif kind == "safetensors" and is_torch(check_regular(source)):
         raise ConfigError(
             f"--format safetensors: {source} is a file of torch.save: give --format torch"
         )
@@ -145,9 +145,11 @@ def _folders_of_files(source: str) -> list[str]:
     """Return the subfolders of ``source`` that have files of safetensors or torch.save, with
     checkpoint-10 after checkpoint-9.
     """
-    pairs = (path.rsplit("/", 1) for path in paths_in(source) if path.endswith((SUFFIX, *_TORCH)))
-    names = {pair[0] for pair in pairs if len(pair) == 2}
-    return [os.path.join(source, name) for name in sorted(names, key=lambda of: (len(of), of))]
+    paths = (path for path in paths_in(source) if path.endswith((SUFFIX, *_TORCH_SUFFIXES)))
+    names = {path.rpartition("/")[0] for path in paths} - {""}
+    return [
+        os.path.join(source, name) for name in sorted(names, key=lambda name: (len(name), name))
+    ]
 
 
 def _names_in(folder: str) -> list[str]:
@@ -181,7 +183,7 @@ def read_source(
     """
     match kind:
         case "torch":
-            return _torch(source, load)
+            return _read_torch(source, load)
         case "dcp":
             return dcp_reader.read_folder(source, joiner)
         case "safetensors":
@@ -191,22 +193,21 @@ def read_source(
 # -- torch.save ------------------------------------------------------------------------------------
 
 
-def _torch(source: str, load: Callable[[str], Any]) -> Contents:
+def _read_torch(source: str, load: Callable[[str], Any]) -> Contents:
     if os.path.isfile(source):
         return Contents(_state(load(source)))
-    if not any(name.endswith(_TORCH) for name in os.listdir(source)):
-        raise ConfigError(f"{source} holds no {', '.join(_TORCH)} file")
+    if not any(name.endswith(_TORCH_SUFFIXES) for name in os.listdir(source)):
+        raise ConfigError(f"{source} holds no {', '.join(_TORCH_SUFFIXES)} file")
     weights = choose_files(source, "bin")
-    files = sorted(name for name in os.listdir(source) if name.endswith(_TORCH))
+    files = sorted(name for name in os.listdir(source) if name.endswith(_TORCH_SUFFIXES))
     names = weights.names if weights.has_index else files
     parts = {name: load(os.path.join(source, name)) for name in names}
     if len(parts) == 1 or weights.has_index:  # All files together hold one state
         state = merge(source, ((name, _state(part)) for name, part in parts.items()))
     else:
         stems = {name: os.path.splitext(name)[0] for name in parts}
-        has_unique_stems = len(set(stems.values())) == len(
-            stems
-        )  # With a.pt and a.bin, full names are used
+        # With a.pt and a.bin, full names are used.
+        has_unique_stems = len(set(stems.values())) == len(stems)
         state = {stems[name] if has_unique_stems else name: value for name, value in parts.items()}
     return Contents(state, [*parts, *weights.tables], [*weights.notes])
 

@@ -16,7 +16,7 @@ from ckpt.state.match.saved_dict import split_flat
 
 State = dict[str, Any]
 
-_PARTS: Final = ("state", "param_groups")
+_OPTIMIZER_KEYS: Final = ("state", "param_groups")
 
 
 def unflatten(state: Mapping[str, Any]) -> tuple[State, list[str]]:
@@ -52,7 +52,7 @@ def _is_flat(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and any(isinstance(key, str) and key.startswith("param_groups.") for key in value)
-        and all(isinstance(key, str) and key.partition(".")[0] in _PARTS for key in value)
+        and all(isinstance(key, str) and key.partition(".")[0] in _OPTIMIZER_KEYS for key in value)
     )
 
 
@@ -66,11 +66,11 @@ def _optimizer(flat: Mapping[str, Any], parameter_names: Collection[str]) -> Sta
     parts = split_flat(flat, parameter_names)
     groups: list[State] = []
     for name, settings in parts["param_groups"].items():
-        twin = next((group for group in groups if _has_settings(group, settings)), None)
-        if twin is None:
+        equal_group = next((group for group in groups if _has_settings(group, settings)), None)
+        if equal_group is None:
             groups.append({**settings, "params": [name]})
         else:
-            twin["params"].append(name)
+            equal_group["params"].append(name)
     return {"state": dict(parts["state"]), "param_groups": groups}
 
 

@@ -16,8 +16,8 @@ from typing import Final
 Paths = Collection[str]
 
 _ZERO_PART: Final = re.compile(r"(?:.*/)?(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
-_ENGINE: Final = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
-_COMMON: Final = "zero/optimizer_state.pt"
+_ENGINE_FILE: Final = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
+_COMMON_FILE: Final = "zero/optimizer_state.pt"
 _MODEL_FILE: Final = re.compile(
     r"[^/]+/(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
 )
@@ -45,7 +45,7 @@ class FolderKind:
         return f"{folder} is {self.description}: {way}"
 
 
-_FP32: Final = "the whole weights, and ckpt import fp32 ROOT --step N takes them{more}"
+_FP32_ADVICE: Final = "the whole weights, and ckpt import fp32 ROOT --step N takes them{more}"
 _KEEP_OPTIMIZER: Final = (
     "; to keep the optimizer too, load the folder with engine.load_checkpoint(), and save "
     "zero_state(engine) of ckpt.integrations.deepspeed"
@@ -60,21 +60,21 @@ def unreadable(paths: Paths) -> FolderKind | None:
     """
     if is_universal(paths):
         return None
-    return next((kind for has, kind in _KINDS if has(paths)), None)
+    return next((kind for is_of_kind, kind in _KINDS if is_of_kind(paths)), None)
 
 
 def is_universal(paths: Paths) -> bool:
     """Return True if these are the relative paths of a universal checkpoint of DeepSpeed whose
     module is whole, and not in the parts of tensor or pipeline parallelism.
     """
-    parts = {hit[1] for path in paths if (hit := _ENGINE.fullmatch(path))}
+    parts = {match[1] for path in paths if (match := _ENGINE_FILE.fullmatch(path))}
     has_stages = any(path.startswith("layer_") for path in paths)
-    return _COMMON in paths and parts == {"00"} and not has_stages
+    return _COMMON_FILE in paths and parts == {"00"} and not has_stages
 
 
 def engine_file(names: Paths) -> str:
     """Return the first of the files of the engine among the names in a universal checkpoint."""
-    return min(filter(_ENGINE.fullmatch, names))
+    return min(filter(_ENGINE_FILE.fullmatch, names))
 
 
 def step_of_zero(path: str) -> str:
@@ -93,7 +93,7 @@ def unreadable_file(path: str) -> str | None:
     return f"{path} has the part of one rank: {step_of_zero(path)}"
 
 
-def note_about(paths: Paths) -> list[str]:
+def folder_notes(paths: Paths) -> list[str]:
     """Return notes for the user about a folder that an import takes, with these paths in it."""
     if {".metadata", "metadata.json", "common.pt"} <= {*paths}:
         return [
@@ -109,7 +109,7 @@ def state_folders(paths: Paths) -> list[str]:
     return sorted(path.removesuffix("/.metadata") for path in paths if path.endswith("/.metadata"))
 
 
-def _has(*names: str) -> Callable[[Paths], bool]:
+def _contains(*names: str) -> Callable[[Paths], bool]:
     """Return a function that tells whether a folder or one of its subfolders has these names."""
     return lambda paths: any(path.rpartition("/")[2] in names for path in paths)
 
@@ -125,7 +125,7 @@ def _is_deepspeed_run(paths: Paths) -> bool:
 _ZERO_STEP: Final = FolderKind(
     "one step of DeepSpeed's ZeRO, whose ranks have the weights in pieces",
     "python {parent}/zero_to_fp32.py {parent} fp32 --tag {name} writes "
-    + _FP32.format(more=_KEEP_OPTIMIZER),
+    + _FP32_ADVICE.format(more=_KEEP_OPTIMIZER),
 )
 
 _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
@@ -137,7 +137,7 @@ _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
         ),
     ),
     (
-        _has("_CHECKPOINT_METADATA", "manifest.ocdbt"),
+        _contains("_CHECKPOINT_METADATA", "manifest.ocdbt"),
         FolderKind(
             "a checkpoint of Orbax",
             "load it with orbax.checkpoint.StandardCheckpointer().restore(), and save the arrays "
@@ -145,7 +145,7 @@ _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
         ),
     ),
     (
-        lambda paths: _COMMON in paths,
+        lambda paths: _COMMON_FILE in paths,
         FolderKind(
             "a universal checkpoint of DeepSpeed whose module is in parts, of tensor or pipeline "
             "parallelism",
@@ -159,7 +159,7 @@ _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
         FolderKind(
             "the folder of a DeepSpeed run",
             "python {folder}/zero_to_fp32.py {folder} fp32 writes "
-            + _FP32.format(more=_KEEP_OPTIMIZER),
+            + _FP32_ADVICE.format(more=_KEEP_OPTIMIZER),
         ),
     ),
 )

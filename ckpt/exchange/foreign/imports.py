@@ -59,7 +59,7 @@ def import_checkpoint(
     tier: Tier,
     step: int,
     *,
-    look: Callable[[], list[StepRef]] | None = None,
+    list_attempts: Callable[[], list[StepRef]] | None = None,
 ) -> ImportReport:
     """Save the state of ``foreign`` as a step of ``tier``.
 
@@ -67,8 +67,8 @@ def import_checkpoint(
         foreign: The checkpoint to import.
         tier: The tier that gets the checkpoint.
         step: The number of the step.
-        look: A function that returns the committed attempts on ``tier``. The default lists the tier
-            without a time limit.
+        list_attempts: A function that returns the committed attempts on ``tier``. The default lists
+            the tier without a time limit.
 
     Raises:
         ConfigError: The source does not exist, is of no known kind, contains the root of ``tier``,
@@ -84,12 +84,12 @@ def import_checkpoint(
         if foreign.kind:
             check_kind(source, foreign.kind)
         kind = foreign.kind or kind_of(source)
-        check_free(backend.url, step, (look or partial(committed, backend))())
+        check_free(backend.url, step, (list_attempts or partial(committed, backend))())
         local = backend.url if is_folder(backend.url) else None
     report = ImportReport(kind=kind)
     # With another ``every``, the tier might not take the step. With the other settings, its
     # retention would remove other steps after the import.
-    keeps_all = replace(
+    import_tier = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
     with _make_folder(local) as scratch:
@@ -100,12 +100,12 @@ def import_checkpoint(
             "imported_as": report.kind,
         }
         shaper = Shaper(report, foreign.plain, foreign.parameter_names)
-        live = shaper.shape(state)
+        objects = shaper.shape(state)
         shaper.note_equal(digest_of)
         metadata |= metadata_of(shaper)
         settings = SaveConfig(slots=1, overlap="off", journal=False)
-        with CheckpointManager(keeps_all, config=settings, metadata=metadata) as manager:
-            manager.save(live, step=step)
+        with CheckpointManager(import_tier, config=settings, metadata=metadata) as manager:
+            manager.save(objects, step=step)
     return report
 
 
@@ -136,6 +136,7 @@ def metadata_of(shaper: Shaper) -> dict[str, Any]:
 
 
 def check_free(root: str, step: int, refs: Sequence[StepRef]) -> None:
+    """Raise ``CommitError`` if ``refs``, the attempts in ``root``, have the step or a later one."""
     if any(ref.step == step for ref in refs):
         raise StepExists(step, root, way=NEW_NUMBER)
     if refs and (newest := max(refs).step) > step:
@@ -161,10 +162,10 @@ def _make_folder(folder: str | None) -> Generator[str | None]:
     if folder is None:
         yield None
         return
-    new: list[str] = []
+    new_folders: list[str] = []
     place = os.path.abspath(folder)
     while not os.path.lexists(place):
-        new.append(place)
+        new_folders.append(place)
         place = os.path.dirname(place)
     try:
         try:
@@ -174,12 +175,13 @@ def _make_folder(folder: str | None) -> Generator[str | None]:
         yield folder
     except BaseException:
         with suppress(OSError):  # The folder may not exist, or contain files
-            for new_folder in new:
+            for new_folder in new_folders:
                 os.rmdir(new_folder)
         raise
 
 
 def check_apart(source: str, root: str) -> None:
+    """Raise ``ConfigError`` if ``source`` is a URL, or if ``root`` is the same folder or in it."""
     if not is_folder(source):
         raise ConfigError(f"{source} is a URL: copy it to a local folder first")
     if relation(root, source) in ("same", "inside"):

@@ -29,9 +29,9 @@ from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.staging.image import copyable
 
-_BLOCK: Final = 1 << 30
+_BLOCK_BYTES: Final = 1 << 30
 _ALIGNMENT: Final = 64
-_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)  # The value that Linux has
 
 Kind = tuple[str, tuple[int, ...]]
 """The dtype and the shape of a tensor."""
@@ -81,9 +81,9 @@ class Joiner(Protocol):
 def load_entry(path: str, start: int, length: int, name: str) -> Any:
     """Return the value of an entry of a file, which is a file of ``torch.save`` itself."""
     with open_file(path, name) as file:
-        whole = os.fstat(file.fileno()).st_size
-        file.seek(max(0, min(start, whole)))
-        data = file.read(min(length, whole)) if start >= 0 and length >= 0 else b""
+        file_size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, min(start, file_size)))
+        data = file.read(min(length, file_size)) if start >= 0 and length >= 0 else b""
     if len(data) != length or start < 0:
         raise IntegrityError(f"{path} is cut: it ends before {name!r} does")
     return load(io.BytesIO(data), f"{name} in {path}")
@@ -195,14 +195,14 @@ class Locator:
         return tensor if span is None else span
 
     def _empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        kind: torch.dtype = getattr(torch, dtype)
+        torch_dtype: torch.dtype = getattr(torch, dtype)
         nbytes = prod(shape) * DTYPES[dtype].itemsize
         if not nbytes:
-            return torch.empty(shape, dtype=kind)
+            return torch.empty(shape, dtype=torch_dtype)
         if self._block.nbytes < nbytes:
-            size = max(nbytes, _BLOCK)
+            size = max(nbytes, _BLOCK_BYTES)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             self._block = memoryview(mmap.mmap(-1, size, flags=flags))
         raw = torch.frombuffer(self._block[:nbytes], dtype=torch.uint8)
-        self._block = self._block[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
-        return raw.view(kind).view(shape)
+        self._block = self._block[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]  # Rounded up
+        return raw.view(torch_dtype).view(shape)

@@ -22,11 +22,11 @@ from ckpt.exchange.inert.input_limits import open_file
 State = dict[str, Any]
 
 LIGHTNING_KEY: Final = "pytorch-lightning_version"
-_TRAINER: Final = "trainer_state.json"
-_RANDOM: Final = re.compile(r"random_states_([0-9]{1,9})\.pkl")
-_RNG: Final = re.compile(r"rng_state(?:_([0-9]{1,9}))?\.pth")
-_CHECKPOINT: Final = re.compile(r"checkpoint_([0-9]{1,9})")
-_OF_ACCELERATE: Final = (
+_TRAINER_FILE: Final = "trainer_state.json"
+_ACCELERATE_RNG: Final = re.compile(r"random_states_([0-9]{1,9})\.pkl")
+_TRAINER_RNG: Final = re.compile(r"rng_state(?:_([0-9]{1,9}))?\.pth")
+_CHECKPOINT_NAME: Final = re.compile(r"checkpoint_([0-9]{1,9})")
+_ACCELERATE_FILES: Final = (
     ("model", re.compile(r"(?:model|pytorch_model)(?:_([0-9]{1,4}))?\.(?:safetensors|bin)")),
     ("model", re.compile(r"pytorch_model_fsdp(?:_([0-9]{1,4}))?(?:\.bin)?")),
     ("optimizer", re.compile(r"optimizer(?:_([0-9]{1,4}))?(?:\.bin)?")),
@@ -36,8 +36,8 @@ _OF_ACCELERATE: Final = (
     ("scaler", re.compile(r"scaler()\.pt")),
 )
 """The entry of each kind of file. The group is the number of the object."""
-_LISTS: Final = (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler"))
-_STATES: Final = {
+_LIGHTNING_LISTS: Final = (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler"))
+_RNG_KEYS: Final = {
     "python": ("python", "random_state"),
     "numpy": ("numpy", "numpy_random_seed"),
     "torch": ("cpu", "torch_manual_seed"),
@@ -88,9 +88,9 @@ def read_folder(source: str, read: Read) -> LibraryFolder | None:
     names = sorted(os.listdir(source)) if os.path.isdir(source) else []
     match library_of(names):
         case "transformers":
-            return _of_trainer(source, names, read)
+            return _read_trainer(source, names, read)
         case "accelerate":
-            return _of_accelerate(source, names, read)
+            return _read_accelerate(source, names, read)
         case _:
             return None
 
@@ -99,9 +99,9 @@ def library_of(names: Collection[str]) -> str:
     """Return the name of the library that writes folders with these names in them; empty if none is
     known.
     """
-    if _TRAINER in names and any(map(_is_weights, names)):
+    if _TRAINER_FILE in names and any(map(_is_weights, names)):
         return "transformers"
-    return "accelerate" if any(map(_RANDOM.fullmatch, names)) else ""
+    return "accelerate" if any(map(_ACCELERATE_RNG.fullmatch, names)) else ""
 
 
 # -- transformers ----------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def _is_weights(name: str) -> bool:
     )
 
 
-def _of_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
+def _read_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
     folder = LibraryFolder("transformers")
     weights = [name for name in names if _is_weights(name)]
     if any(name.endswith(".index.json") for name in weights):
@@ -128,28 +128,28 @@ def _of_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
     for name in ("optimizer", "scheduler", "scaler"):
         if (part := f"{name}.pt") in names:
             _put(folder, name, read(os.path.join(source, part)), [part])
-    ranks = {int(hit[1] or 0): name for name in names if (hit := _RNG.fullmatch(name))}
-    _put_generators(folder, {rank: _inert(source, name) for rank, name in ranks.items()})
+    ranks = {int(match[1] or 0): name for name in names if (match := _TRAINER_RNG.fullmatch(name))}
+    _put_generators(folder, {rank: _read_rank_states(source, name) for rank, name in ranks.items()})
     folder.files += ranks.values()
-    with open_file(os.path.join(source, _TRAINER), is_part=False) as file:
+    with open_file(os.path.join(source, _TRAINER_FILE), is_part=False) as file:
         try:
-            _put(folder, "trainer", file.read().decode(), [_TRAINER])
+            _put(folder, "trainer", file.read().decode(), [_TRAINER_FILE])
         except UnicodeDecodeError as error:
-            raise IntegrityError(f"{_TRAINER} is not JSON: {error}") from None
+            raise IntegrityError(f"{_TRAINER_FILE} is not JSON: {error}") from None
     return folder
 
 
 # -- accelerate ------------------------------------------------------------------------------------
 
 
-def _of_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
+def _read_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
     folder = LibraryFolder("accelerate")
     parts: dict[tuple[str, int], list[str]] = {}
     for name in names:
-        for kind, pattern in _OF_ACCELERATE:
+        for kind, pattern in _ACCELERATE_FILES:
             is_part = _is_readable(os.path.join(source, name))
-            if is_part and (hit := pattern.fullmatch(name)):
-                parts.setdefault((kind, int(hit[1] or 0)), []).append(name)
+            if is_part and (match := pattern.fullmatch(name)):
+                parts.setdefault((kind, int(match[1] or 0)), []).append(name)
     if not any(kind == "model" for kind, _ in parts):
         raise ConfigError(
             f"{source} is a folder of accelerator.save_state() without a model that can be read: "
@@ -167,13 +167,13 @@ def _of_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFold
         if kind in value and len(value) == 1:  # In DCP, the state is below its kind
             value = value[kind]
         _put(folder, entry, {"position": value} if kind == "loader" else value, files)
-    ranks = {int(hit[1]): name for name in names if (hit := _RANDOM.fullmatch(name))}
-    states = {rank: _inert(source, name) for rank, name in ranks.items()}
+    ranks = {int(match[1]): name for name in names if (match := _ACCELERATE_RNG.fullmatch(name))}
+    states = {rank: _read_rank_states(source, name) for rank, name in ranks.items()}
     _put_generators(folder, states)
     folder.files += ranks.values()
-    hit = _CHECKPOINT.fullmatch(os.path.basename(os.path.abspath(source)))
+    match = _CHECKPOINT_NAME.fullmatch(os.path.basename(os.path.abspath(source)))
     steps = [state.get("step") for state in states.values()]
-    counters = {"step": steps[0] if steps else 0, "iteration": int(hit[1]) + 1 if hit else 0}
+    counters = {"step": steps[0] if steps else 0, "iteration": int(match[1]) + 1 if match else 0}
     folder.state["accelerate"] = counters
     return folder
 
@@ -197,7 +197,7 @@ def named_lightning(state: Mapping[str, Any]) -> tuple[State, list[str]]:
     objects: State = {}
     notes: list[str] = []
     for key, value in state.items():
-        kind = dict(_LISTS).get(key)
+        kind = dict(_LIGHTNING_LISTS).get(key)
         if kind is None or not isinstance(value, list):
             objects["model" if key == "state_dict" else key] = value
             continue
@@ -234,7 +234,8 @@ def _put(folder: LibraryFolder, name: str, value: Any, files: Iterable[str]) -> 
     folder.files += files
 
 
-def _inert(source: str, name: str) -> Mapping[str, Any]:
+def _read_rank_states(source: str, name: str) -> Mapping[str, Any]:
+    """Return the states of the random generators of one rank, from the file ``name``."""
     value = inert_torch.read_file(os.path.join(source, name))
     if not isinstance(value, dict):
         raise IntegrityError(f"{name} holds no states of random generators")
@@ -261,7 +262,7 @@ def _generators(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the generators of one rank; empty if one is missing or unknown."""
     generators = {
         name: value
-        for name, keys in _STATES.items()
+        for name, keys in _RNG_KEYS.items()
         if (value := next((state[key] for key in keys if key in state), None)) is not None
     }
     is_whole = generators.keys() >= {"python", "numpy", "torch"} and not holds_inert(generators)

@@ -87,12 +87,12 @@ def _bytes_of(source: Source) -> memoryview:
         flat = copyable(source.detach(), dtype).contiguous().reshape(-1).view(torch.uint8)
         return memoryview(flat.numpy())  # type: ignore[arg-type]
     itemsize = DTYPES[source.dtype].itemsize
-    reach = sum((n - 1) * step for n, step in zip(source.shape, source.strides, strict=True)) + 1
+    last_element = sum((n - 1) * step for n, step in zip(source.shape, source.strides, strict=True))
     with open_file(source.path) as file:
         file.seek(source.offset)
-        data = file.read(reach * itemsize)
+        data = file.read((last_element + 1) * itemsize)
     view = np.lib.stride_tricks.as_strided(
-        np.frombuffer(data, dtype=f"V{itemsize}"),
+        np.frombuffer(data, dtype=f"V{itemsize}"),  # Bytes, since NumPy lacks some dtypes
         source.shape,
         [step * itemsize for step in source.strides],
     )

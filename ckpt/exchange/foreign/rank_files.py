@@ -34,10 +34,10 @@ from ckpt.staging.image import copyable
 from ckpt.state.tensors.layout import boxes_of, local
 from ckpt.torch_private import ranks_of_mesh, writer_of_mesh
 
-_NAME: Final = re.compile(
+_FILE_NAME: Final = re.compile(
     r"(.+?)([_-]world_size[_-][0-9]+)?([_-]?rank)?[_-]?([0-9]{1,7})\.(?:pt|pth|bin|ckpt)"
 )
-_COUNTS: Final = ("step", "global_step", "epoch", "iteration")
+_COUNT_KEYS: Final = ("step", "global_step", "epoch", "iteration")
 
 Load = Callable[[str], Any]
 
@@ -47,8 +47,9 @@ def check_whole(state: Any, path: str) -> None:
     part of a tensor.
     """
     if shard := next(_sharded(state), None):
+        name, _ = shard
         raise ConfigError(
-            f"{path} holds one rank's part of {shard[0]!r}: name the folder that has the file of "
+            f"{path} holds one rank's part of {name!r}: name the folder that has the file of "
             "each of the ranks"
         )
 
@@ -141,9 +142,10 @@ def _kinds(names: Iterable[str]) -> tuple[list[_Kind], list[str]]:
     kinds: dict[str, _Kind] = {}
     other_names: list[str] = []
     for name in names:
-        if hit := _NAME.fullmatch(name):
-            kind = kinds.setdefault(hit[1], _Kind(hit[1], bool(hit[2] or hit[3])))
-            kind.names[int(hit[4])] = name
+        if match := _FILE_NAME.fullmatch(name):
+            stem, world_size, rank_word, number = match.groups()
+            kind = kinds.setdefault(stem, _Kind(stem, bool(world_size or rank_word)))
+            kind.names[int(number)] = name
         elif name.endswith((".pt", ".pth", ".bin", ".ckpt")):
             other_names.append(name)
     return [kinds[stem] for stem in sorted(kinds)], other_names
@@ -202,7 +204,7 @@ def _differing_count(values: Sequence[Any], path: str = "") -> str:
     for key in reference:
         items = [value[key] for value in values]
         name = join(path, key)
-        if key in _COUNTS and all(map(_is_number, items)) and not _are_equal(items):
+        if key in _COUNT_KEYS and all(map(_is_number, items)) and not _are_equal(items):
             return name
         if inner := _differing_count(items, name):
             return inner
@@ -263,7 +265,7 @@ class _Union:
     def _whole(self, path: str, values: Sequence[Any]) -> torch.Tensor:
         whole = self._tensors[path]
         dtype = str(whole.dtype).removeprefix("torch.")
-        box_set: dict[Box, None] = {}
+        filled_boxes: dict[Box, None] = {}
         for rank, part in zip(self._ranks, values, strict=True):
             if not isinstance(part, DTensor) or part.shape != whole.shape:
                 raise IntegrityError(f"{path!r} of rank {rank} is no part of the same tensor")
@@ -274,12 +276,12 @@ class _Union:
             ):
                 raise IntegrityError(f"{path!r} of rank {rank} is not the part that it should be")
             for box, region in zip(boxes, local_regions(boxes), strict=True):
-                if box not in box_set:  # Other ranks may have replicas of it
-                    box_set[box] = None
+                if box not in filled_boxes:  # Other ranks may have replicas of it
+                    filled_boxes[box] = None
                     source: Any = (*region.slices(), ...)
                     part_of_box = copyable(local_part, dtype)[source].view(whole.dtype)
                     self._joiner.put(whole, box, part_of_box)
-        if fault := tiling_fault(tuple(whole.shape), list(box_set)):
+        if fault := tiling_fault(tuple(whole.shape), list(filled_boxes)):
             raise IntegrityError(f"the parts of {path!r} are wrong: {fault}")
         return whole
 

@@ -26,7 +26,7 @@ from ckpt.model.box import Box, tiling_fault
 
 SUFFIX: Final = ".safetensors"
 _SHARDING_KEY: Final = "DCP_SHARDING_INFO"
-_PART: Final = re.compile(r"shard-([0-9]{1,9})-.*\.safetensors")
+_RANK_FILE: Final = re.compile(r"shard-([0-9]{1,9})-.*\.safetensors")
 _ADAPTER: Final = "adapter_"
 """The beginning of the names of the files of an adapter of PEFT, which is a state of its own."""
 
@@ -53,7 +53,11 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
         name: safetensors_reader.read_file(os.path.join(source, name), joiner.map_tensor)
         for name in files.names
     }
-    parts = {name: file for name, file in read.items() if _SHARDING_KEY in file[1]}
+    parts = {
+        name: (tensors, metadata)
+        for name, (tensors, metadata) in read.items()
+        if _SHARDING_KEY in metadata
+    }
     if parts:
         if len(parts) < len(read):
             raise ConfigError(
@@ -61,7 +65,7 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
                 f"{', '.join(sorted(read.keys() - parts.keys())[:3])} to another folder, or "
                 "import it by its name"
             )
-        ranks = {hit[1] if (hit := _PART.fullmatch(name)) else name for name in parts}
+        ranks = {match[1] if (match := _RANK_FILE.fullmatch(name)) else name for name in parts}
         note = (
             f"the parts of {len(ranks)} rank(s) are joined: the files do not say how many ranks "
             "have written them, so compare that number, and the shapes, with the job"
@@ -113,22 +117,22 @@ def choose_files(folder: str, suffix: str) -> WeightFiles:
         IntegrityError: The index is invalid, or names a file that is missing.
     """
     present = sorted(name for name in os.listdir(folder) if name.endswith(f".{suffix}"))
-    bases = [name for name in present if not name.startswith(_ADAPTER)]
+    model_files = [name for name in present if not name.startswith(_ADAPTER)]
     table, index_names = _read_index(folder, suffix)
     if not table:
-        return WeightFiles(bases or present)
-    whole = table.removesuffix(".index.json")
+        return WeightFiles(model_files or present)
+    single_file = table.removesuffix(".index.json")
     missing = [name for name in index_names if not os.path.exists(os.path.join(folder, name))]
-    if whole in present and whole not in index_names:
+    if single_file in present and single_file not in index_names:
         if missing:
             note = (
-                f"{table} names {missing[0]}, which is missing: {whole} is taken, as transformers "
-                "does"
+                f"{table} names {missing[0]}, which is missing: {single_file} is taken, as "
+                "transformers does"
             )
-            return WeightFiles([whole], has_index=True, notes=(note,))
+            return WeightFiles([single_file], has_index=True, notes=(note,))
         note = (
-            f"the files of {table} are taken; transformers loads {whole}, which is not: to import "
-            f"it, name {os.path.join(folder, whole)}"
+            f"the files of {table} are taken; transformers loads {single_file}, which is not: to "
+            f"import it, name {os.path.join(folder, single_file)}"
         )
         return WeightFiles(index_names, has_index=True, tables=(table,), notes=(note,))
     if missing:
@@ -192,7 +196,7 @@ def _join(
 
 
 def _check_ranks(folder: str, names: Sequence[str]) -> None:
-    numbers = sorted({int(hit[1]) for name in names if (hit := _PART.fullmatch(name))})
+    numbers = sorted({int(match[1]) for name in names if (match := _RANK_FILE.fullmatch(name))})
     missing = sorted(set(range(1, max(numbers, default=0) + 1)) - set(numbers))
     if missing:
         raise IntegrityError(f"{folder}: the part of rank {missing[0]} is missing, of its files")
@@ -216,8 +220,9 @@ def _whole(
     joiner: Joiner,
 ) -> torch.Tensor:
     """Return the tensor ``key``, which ends where the last of its pieces ends."""
-    if len(pieces) == 1 and not any(pieces[0][0]):
-        return pieces[0][1]
+    offsets, first_piece = pieces[0]
+    if len(pieces) == 1 and not any(offsets):
+        return first_piece
     if len({(piece.dtype, piece.ndim) for _, piece in pieces}) > 1:
         raise IntegrityError(f"{folder}: the parts of {key!r} are of different types")
     # Ranks that hold the same part may each have written it.
@@ -228,7 +233,7 @@ def _whole(
         raise IntegrityError(f"{folder}: the parts of {key!r} do not fill {list(shape)}")
     if fault := tiling_fault(shape, boxes):
         raise IntegrityError(f"{folder}: the parts of {key!r} are wrong: {fault}")
-    dtype = str(pieces[0][1].dtype).removeprefix("torch.")
+    dtype = str(first_piece.dtype).removeprefix("torch.")
     whole = joiner.make({key: (dtype, shape)})[key]
     for box, piece in parts.items():
         joiner.put(whole, box, piece)

@@ -25,7 +25,7 @@ from ckpt.exchange.inert.torch_reader import has_bytes
 from ckpt.model.checksum import checksum
 from ckpt.staging.image import copyable
 
-_BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
+_BUFFER_NAME: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 _ALIASES: Final = {"state_dict": "model", "module": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
@@ -106,15 +106,15 @@ class Shaper:
             for name, value in state.items()
             if _is_optimizer(value)
         }
-        live: dict[str, Any] = {}
+        objects: dict[str, Any] = {}
         for name, value in state.items():
             if name in self._modules:
-                live[name] = _Module(self._modules[name])
+                objects[name] = _Module(self._modules[name])
                 self._report.names[name] = f"module of {len(self._modules[name])} entries"
             else:
-                live[name] = optimizers.get(name, value)
+                objects[name] = optimizers.get(name, value)
                 self._report.names.setdefault(name, type(value).__name__)
-        return live
+        return objects
 
     def _rename(self, state: State) -> State:
         new_state: State = {}
@@ -163,9 +163,9 @@ class Shaper:
                 and value.ndim > 1
                 and value.numel()
             ):
-                twin = keys.setdefault((value.dtype, value.shape, digest(value)), key)
-                if twin != key:
-                    self.equal[f"{name}/{key}"] = f"{name}/{twin}"
+                equal_key = keys.setdefault((value.dtype, value.shape, digest(value)), key)
+                if equal_key != key:
+                    self.equal[f"{name}/{key}"] = f"{name}/{equal_key}"
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -237,9 +237,9 @@ class Shaper:
 
         A name may begin with that of the module: ``critic/0.weight``.
         """
-        names_and_origin = self._names_of(value, ids)
+        parameter_names, _ = self._names_of(value, ids) or ([], "")
         owners: list[tuple[str, str]] = []
-        for parameter_name in names_and_origin[0] if names_and_origin else ():
+        for parameter_name in parameter_names:
             matches = [
                 (module, name)
                 for module, entries in self._modules.items()
@@ -412,7 +412,7 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
     places: set[tuple[int, tuple[int, ...]]] = set()
     names: list[str] = []
     for name, value in entries.items():
-        if isinstance(value, torch.Tensor) and not _BUFFERS.search(name):
+        if isinstance(value, torch.Tensor) and not _BUFFER_NAME.search(name):
             if not has_bytes(value):
                 return []
             place = (value.data_ptr(), tuple(value.shape))
@@ -421,9 +421,9 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
             places.add(place)
     if len(names) != len(ids):
         return []
-    by_text = {str(key): values for key, values in state.items()}
+    state_by_id = {str(key): values for key, values in state.items()}
     for name, parameter_id in zip(names, ids, strict=True):
-        for item in by_text.get(str(parameter_id), {}).values():
+        for item in state_by_id.get(str(parameter_id), {}).values():
             if isinstance(item, torch.Tensor) and item.ndim and item.shape != entries[name].shape:
                 return []
     return names
@@ -440,15 +440,16 @@ def _exchangeable(
         ids: The numbers of the parameters, in the same order.
         state: ``state`` of the optimizer's state dict.
     """
-    by_text = {str(key): values for key, values in state.items()}
+    state_by_id = {str(key): values for key, values in state.items()}
     groups: dict[torch.Size | None, list[tuple[str, bool]]] = defaultdict(list)
     for name, parameter_id in zip(names, ids, strict=True):
-        values = by_text.get(str(parameter_id), {})
+        values = state_by_id.get(str(parameter_id), {})
         has_shape = any(isinstance(item, torch.Tensor) and item.ndim for item in values.values())
         groups[entries[name].shape].append((name, bool(values)))
         if not has_shape and entries[name].ndim:  # Such a state fits a parameter of any shape
             groups[None].append((name, bool(values)))
     for pairs in groups.values():
         if len(pairs) > 1 and any(has_state for _, has_state in pairs):
-            return pairs[0][0], pairs[1][0]
+            (name_a, _), (name_b, _), *_ = pairs
+            return name_a, name_b
     return None

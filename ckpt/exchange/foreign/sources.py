@@ -7,9 +7,14 @@ from functools import cache
 
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.exchange.foreign.contents import Contents, State, left_aside
-from ckpt.exchange.foreign.deepspeed_files import notes_about, read_universal
+from ckpt.exchange.foreign.deepspeed_files import engine_notes, read_universal
 from ckpt.exchange.foreign.files import Kind, check_nothing_lost, detect, paths_in, read_source
-from ckpt.exchange.foreign.folder_kind import is_universal, note_about, unreadable, unreadable_file
+from ckpt.exchange.foreign.folder_kind import (
+    folder_notes,
+    is_universal,
+    unreadable,
+    unreadable_file,
+)
 from ckpt.exchange.foreign.joined_tensors import Joiner
 from ckpt.exchange.foreign.library_folders import (
     is_lightning,
@@ -57,17 +62,17 @@ def read_contents(source: str, kind: Kind | None, joiner: Joiner) -> Contents:
         CkptError: As ``read_source`` raises it.
     """
     load_once = cache(load)  # Files are looked at to recognize a folder, and then taken
-    contents = (_of_library(source, joiner, load_once) if kind is None else None) or _of_format(
+    contents = (_read_library(source, joiner, load_once) if kind is None else None) or _read_format(
         source, kind or detect(source), joiner, load_once
     )
     if os.path.isdir(source):
         contents.leftovers = left_aside(os.listdir(source), contents.files)
         check_nothing_lost(source, contents.leftovers)
-        contents.notes += note_about(paths_in(source))
+        contents.notes += folder_notes(paths_in(source))
     return contents
 
 
-def _of_library(source: str, joiner: Joiner, load_once: Load) -> Contents | None:
+def _read_library(source: str, joiner: Joiner, load_once: Load) -> Contents | None:
     """Return the state of a folder that a library has written, or None if none is recognized."""
     notes: list[str] = []
 
@@ -90,18 +95,19 @@ def _of_library(source: str, joiner: Joiner, load_once: Load) -> Contents | None
     return Contents(folder.state, folder.files, [*folder.notes, *notes], library=folder.library)
 
 
-def _of_format(source: str, kind: Kind, joiner: Joiner, load_once: Load) -> Contents:
+def _read_format(source: str, kind: Kind, joiner: Joiner, load_once: Load) -> Contents:
     is_file = os.path.isfile(source)
     if is_file and (text := unreadable_file(source)):
         raise ConfigError(text)
     try:
         contents = read_source(source, kind, joiner, load_once)
     except UnsupportedValue:
-        if not is_file or (lightning_content := read_lightning(source)) is None:
+        if not is_file or (state_and_notes := read_lightning(source)) is None:
             raise
-        contents = Contents(lightning_content[0], notes=lightning_content[1])
+        state, notes = state_and_notes
+        contents = Contents(state, notes=notes)
     check_whole(contents.state, source)
-    contents.notes += notes_about(source, contents.state)
+    contents.notes += engine_notes(source, contents.state)
     if is_lightning(contents.state):
         contents.library = "lightning"
         contents.state, notes = named_lightning(contents.state)

@@ -33,14 +33,14 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.validate import MAX_DIMENSIONS
 
 TABLE: Final = ".snapshot_metadata"
-_RAW: Final = "buffer_protocol"
-_TORCH_FILE: Final = "torch_save"
-_DICTS: Final = ("dict", "OrderedDict")
+_RAW_SERIALIZER: Final = "buffer_protocol"
+_TORCH_SERIALIZER: Final = "torch_save"
+_DICT_TYPES: Final = ("dict", "OrderedDict")
 _MOST_DEPTH: Final = 100
 
 Entry = Mapping[str, Any]
 
-_PLAIN: Final[Mapping[str, Callable[[str], Any]]] = {
+_DECODERS: Final[Mapping[str, Callable[[str], Any]]] = {
     "int": int,
     "str": str,
     "bool": {"True": True, "False": False}.__getitem__,
@@ -68,10 +68,10 @@ def read_torchsnapshot(source: str, joiner: Joiner) -> LibraryFolder:
         StorageError: As ``joiner`` raises it.
     """
     path = os.path.join(source, TABLE)
-    with _check_table(path):
+    with _table_errors(path):
         entries, notes = _merge_ranks(_read_table(path))
     reader = _Reader(source, joiner)
-    with _check_table(path):
+    with _table_errors(path):
         reader.check(entries)
         state = _nest({key: reader.value(key, entry) for key, entry in entries.items()}, entries)
     files = [TABLE, *sorted({location.split("/")[0] for location in reader.locations})]
@@ -79,7 +79,7 @@ def read_torchsnapshot(source: str, joiner: Joiner) -> LibraryFolder:
 
 
 @contextmanager
-def _check_table(path: str) -> Generator[None]:
+def _table_errors(path: str) -> Generator[None]:
     """Return a context manager that replaces the errors that a damaged table causes in its block
     with ``IntegrityError``.
     """
@@ -108,11 +108,14 @@ def _read_table(path: str) -> Mapping[str, Any]:
 def _merge_ranks(table: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]:
     """Return the entry of each path, of all ranks together, and notes for the user."""
     entries: dict[str, Entry] = {}
-    own_values: dict[str, None] = {}
-    ranks = int(table["world_size"])
-    items = [(*key.partition("/")[::2], entry) for key, entry in table["manifest"].items()]
+    differing_paths: dict[str, None] = {}
+    world_size = int(table["world_size"])
+    items: list[tuple[str, str, Entry]] = []
+    for key, entry in table["manifest"].items():
+        rank, _, path = key.partition("/")
+        items.append((rank, path, entry))
     for rank, path, entry in sorted(items, key=lambda item: int(item[0])):
-        if not 0 <= int(rank) < ranks or not path or path.count("/") > _MOST_DEPTH:
+        if not 0 <= int(rank) < world_size or not path or path.count("/") > _MOST_DEPTH:
             raise ValueError(f"the path {path[:80]!r} of rank {rank[:9]}")
         known_entry = entries.setdefault(path, entry)
         if known_entry == entry:
@@ -121,7 +124,7 @@ def _merge_ranks(table: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]
             raise ValueError(f"{path[:80]!r} is of another type on rank {rank}")
         if entry["type"] == "ShardedTensor":
             known_entry["shards"].extend(entry["shards"])
-        elif entry["type"] in _DICTS:
+        elif entry["type"] in _DICT_TYPES:
             keys = dict.fromkeys([*known_entry["keys"], *entry["keys"]])
             entries[path] = {**known_entry, "keys": [*keys]}
         elif known_entry.get("shape") != entry.get("shape"):
@@ -131,9 +134,9 @@ def _merge_ranks(table: Mapping[str, Any]) -> tuple[dict[str, Entry], list[str]]
                 "load it with torchsnapshot on all ranks, and save it with ckpt.declare_part",
             )
         else:
-            own_values[path] = None
-    note = f"each rank has written {few([*own_values])}: the first rank's is taken"
-    return entries, [note] if own_values else []
+            differing_paths[path] = None
+    note = f"each rank has written {few([*differing_paths])}: the first rank's is taken"
+    return entries, [note] if differing_paths else []
 
 
 class _Reader:
@@ -155,11 +158,11 @@ class _Reader:
         ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for path, entry in entries.items():
             for item in _stored_items(entry):
-                location, start, end = self._place(path, item)
+                location, start, end = self._byte_range(path, item)
                 ranges[location].append((start, end))
-        for location, runs in ranges.items():
+        for location, byte_ranges in ranges.items():
             position = 0
-            for start, end in sorted(runs):
+            for start, end in sorted(byte_ranges):
                 if start < position or end < start:
                     raise ValueError(f"values overlap in {location}")
                 position = end
@@ -169,10 +172,10 @@ class _Reader:
     def value(self, path: str, entry: Entry) -> Any:
         """Return the value of an entry; None for a dict or a list, whose items have entries."""
         kind = entry["type"]
-        if kind in _DICTS or kind == "list":
+        if kind in _DICT_TYPES or kind == "list":
             return None
-        if kind in _PLAIN:
-            return _PLAIN[kind](entry["serialized_value"])
+        if kind in _DECODERS:
+            return _DECODERS[kind](entry["serialized_value"])
         if kind == "Tensor":
             return self._part(path, entry)
         if kind == "ChunkedTensor":
@@ -180,8 +183,8 @@ class _Reader:
         if kind == "ShardedTensor":
             return self._whole(path, entry["shards"], _shape_of(entry["shards"]))
         if kind == "object":
-            _check_serializer(path, entry, _TORCH_FILE)
-            location, start, end = self._place(path, entry)
+            _check_serializer(path, entry, _TORCH_SERIALIZER)
+            location, start, end = self._byte_range(path, entry)
             return load_entry(os.path.join(self._source, location), start, end - start, path)
         raise UnsupportedValue(path, f"value of the type {str(kind)[:80]!r} of torchsnapshot")
 
@@ -202,14 +205,14 @@ class _Reader:
 
     def _part(self, path: str, entry: Entry) -> torch.Tensor:
         dtype, shape = _dtype_of(path, entry), _numbers(entry["shape"])
-        location, start, end = self._place(path, entry)
-        if entry["serializer"] == _TORCH_FILE:
+        location, start, end = self._byte_range(path, entry)
+        if entry["serializer"] == _TORCH_SERIALIZER:
             name = os.path.join(self._source, location)
             tensor = self._joiner.load(name, start, end - start, path)
             if (tensor.dtype, tuple(tensor.shape)) != (getattr(torch, dtype), shape):
                 raise ValueError(f"{path!r} is not of the dtype and the shape that it says")
             return tensor
-        _check_serializer(path, entry, _RAW)
+        _check_serializer(path, entry, _RAW_SERIALIZER)
         if start == end:
             return torch.empty(shape, dtype=getattr(torch, dtype))
         span = Span(os.path.join(self._source, location), start, dtype, shape, dense_strides(shape))
@@ -221,7 +224,7 @@ class _Reader:
                 self._maps[location] = map_file(file)
         return self._maps[location]
 
-    def _place(self, path: str, entry: Entry) -> tuple[str, int, int]:
+    def _byte_range(self, path: str, entry: Entry) -> tuple[str, int, int]:
         """Return the location of a value, and where its bytes begin and end.
 
         Raises:
@@ -242,7 +245,9 @@ class _Reader:
             raise ValueError(f"{path!r} is at the bytes {start} to {end}")
         if "shape" in entry:
             nbytes = prod(_numbers(entry["shape"])) * DTYPES[_dtype_of(path, entry)].itemsize
-            if nbytes > end - start or (nbytes != end - start and entry["serializer"] == _RAW):
+            if nbytes > end - start or (
+                nbytes != end - start and entry["serializer"] == _RAW_SERIALIZER
+            ):
                 raise ValueError(f"{path!r} of {nbytes} bytes has {end - start} bytes")
         return location, start, end
 
@@ -299,7 +304,9 @@ def _nest(values: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, 
     children: dict[str, list[str]] = defaultdict(list)
     for path in values:
         parent, slash, name = path.rpartition("/")
-        if slash and (parent not in entries or entries[parent]["type"] not in (*_DICTS, "list")):
+        if slash and (
+            parent not in entries or entries[parent]["type"] not in (*_DICT_TYPES, "list")
+        ):
             raise ValueError(f"{path[:80]!r} is in no dict or list")
         children[parent if slash else "/"].append(name)
 
@@ -310,7 +317,7 @@ def _nest(values: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, 
             if items != [str(index) for index in range(len(items))]:
                 raise ValueError(f"the list {path[:80]!r} lacks an item")
             return [build(f"{path}/{item}") for item in items]
-        if entry["type"] not in _DICTS:
+        if entry["type"] not in _DICT_TYPES:
             return values[path]
         names = {_escape(str(key)): key for key in entry["keys"]}
         if names.keys() != {*children[path]} or len(names) != len(entry["keys"]):

@@ -31,7 +31,7 @@ def is_torch(path: str) -> bool:
     return head.startswith(b"PK\x03\x04") and b"data.pkl" in head
 
 
-def what_is(path: str) -> str:
+def describe_file(path: str) -> str:
     """Return a text that names the kind of a file, such as "a zip archive". The text is empty if
     the kind is unknown, if the file cannot be read, or if it may be a damaged file of
     ``torch.save``.

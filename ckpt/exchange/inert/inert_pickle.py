@@ -15,10 +15,10 @@ from typing import Any, Final
 from ckpt.errors import UnsupportedValue
 
 _MOST_BYTES: Final = 1 << 30
-_CONSTANTS: Final = {
+_CONSTANT_OPCODES: Final = {
     "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
 }  # fmt: skip
-_PLAIN: Final = frozenset(
+_PUSH_OPCODES: Final = frozenset(
     {
         "BININT",
         "BININT1",
@@ -87,16 +87,16 @@ class _Machine:
         self.stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
-        self._do: dict[str, Callable[[Any], None]] = {
+        self._handlers: dict[str, Callable[[Any], None]] = {
             "STACK_GLOBAL": lambda _: self._pop_two(lambda module, name: Inert(f"{module}.{name}")),
             "GLOBAL": lambda arg: self.stack.append(Inert(str(arg).replace(" ", "."))),
             "REDUCE": lambda _: self._pop_two(_call),
             "NEWOBJ": lambda _: self._pop_two(_call),
             "BUILD": lambda _: self._pop_two(_with_state),
             "TUPLE": lambda _: self.stack.append(tuple(self._pop_to_mark())),
-            "TUPLE1": lambda _: self._pack(1),
-            "TUPLE2": lambda _: self._pack(2),
-            "TUPLE3": lambda _: self._pack(3),
+            "TUPLE1": lambda _: self._pack_tuple(1),
+            "TUPLE2": lambda _: self._pack_tuple(2),
+            "TUPLE3": lambda _: self._pack_tuple(3),
             "EMPTY_LIST": lambda _: self.stack.append([]),
             "EMPTY_DICT": lambda _: self.stack.append({}),
             "MARK": lambda _: self._marks.append(len(self.stack)),
@@ -113,28 +113,29 @@ class _Machine:
             "BINPERSID": lambda _: self.stack.append(Inert(PERSISTENT, (self.stack.pop(),))),
         }
         for name in ("PROTO", "FRAME", "STOP"):
-            self._do[name] = lambda _: None
+            self._handlers[name] = lambda _: None
 
     def run(self, data: bytes) -> Any:
         for opcode, arg, _ in pickletools.genops(data):
-            if opcode.name in _PLAIN:
+            if opcode.name in _PUSH_OPCODES:
                 self.stack.append(arg)
-            elif opcode.name in _CONSTANTS:
-                self.stack.append(_CONSTANTS[opcode.name])
+            elif opcode.name in _CONSTANT_OPCODES:
+                self.stack.append(_CONSTANT_OPCODES[opcode.name])
             else:
-                self._do[opcode.name](arg)
+                self._handlers[opcode.name](arg)
         (result,) = self.stack
         return result
 
     def _pop_two(self, join: Callable[[Any, Any], Any]) -> None:
-        b, a = self.stack.pop(), self.stack.pop()
-        self.stack.append(join(a, b))
+        upper, lower = self.stack.pop(), self.stack.pop()
+        self.stack.append(join(lower, upper))
 
-    def _pack(self, count: int) -> None:
+    def _pack_tuple(self, count: int) -> None:
         items = tuple(self.stack[-count:])
         self.stack[-count:] = [items]
 
     def _drop(self) -> None:
+        # The opcode POP drops a mark if that is on top.
         if self._marks and self._marks[-1] == len(self.stack):
             self._marks.pop()
         else:
@@ -152,7 +153,7 @@ class _Machine:
             self.stack[-1].extend(items)
 
     def _set(self, items: list[Any]) -> None:
-        if not all(isinstance(key, _KEYS) for key in items[::2]):
+        if not all(isinstance(key, _KEY_TYPES) for key in items[::2]):
             raise ValueError("a key that is a container")
         if not isinstance(self.stack[-1], Inert):
             self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
@@ -162,7 +163,7 @@ class _Machine:
 
 
 _MOST_PARTS: Final = 16
-_KEYS: Final = (str, int, float, bytes, type(None), Inert)
+_KEY_TYPES: Final = (str, int, float, bytes, type(None), Inert)
 """The accepted types of dict keys, which are fast to hash. An ``Inert`` is hashed by identity."""
 
 

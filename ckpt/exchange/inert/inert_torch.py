@@ -21,7 +21,7 @@ import torch
 
 from ckpt.errors import IntegrityError, UnsupportedValue
 from ckpt.exchange.inert.inert_pickle import Inert, read_inert
-from ckpt.exchange.inert.input_limits import check_state, check_torch_file, map_file, open_file
+from ckpt.exchange.inert.input_limits import check_nesting, check_torch_file, map_file, open_file
 from ckpt.model.dtype import DTYPES
 from ckpt.model.validate import MAX_DIMENSIONS
 
@@ -40,9 +40,9 @@ _STORAGES: Final = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
-_NUMPY: Final = ("numpy.core.multiarray", "numpy._core.multiarray")
-_KINDS: Final = "biufc"  # The letters of NumPy's dtypes of numbers
-_LOCAL_HEADER: Final = 30  # Bytes before the name of an entry of a zip archive
+_NUMPY_MODULES: Final = ("numpy.core.multiarray", "numpy._core.multiarray")
+_NUMBER_KINDS: Final = "biufc"  # The letters of NumPy's dtypes of numbers
+_LOCAL_HEADER_BYTES: Final = 30  # Bytes before the name of an entry of a zip archive
 
 
 def read_file(path: str) -> Any:
@@ -59,13 +59,13 @@ def read_file(path: str) -> Any:
     """
     with open_file(path) as file:
         check_torch_file(file, path)
-        with _check(path):
+        with _damage_errors(path):
             content, entries = _read_archive(file, path)
             return _Values(map_file(file), entries).of(content)
 
 
 @contextmanager
-def _check(name: str) -> Generator[None]:
+def _damage_errors(name: str) -> Generator[None]:
     """Return a context manager that replaces the errors that damaged bytes cause in its block with
     ``IntegrityError``. ``name`` is the name of the bytes in the error.
     """
@@ -87,7 +87,7 @@ def _read_archive(file: IO[bytes], name: str) -> tuple[Any, dict[str, zipfile.Zi
         if order == b"big":
             raise ValueError("it is from a machine with the other byte order")
         content = read_inert(archive.read(entries["data.pkl"]), name)
-    check_state(content, name)
+    check_nesting(content, name)
     return content, entries
 
 
@@ -172,15 +172,15 @@ def read_spans(file: MappedFile, start: int, length: int, name: str) -> Any:
         raise IntegrityError(f"{file.path} is cut: it ends before {name!r} does")
     text = f"{name} in {file.path}"
     memory = file.memory[start : start + length]
-    view = cast("IO[bytes]", _View(memory))
+    view = cast("IO[bytes]", _MemoryFile(memory))
     check_torch_file(view, text)
-    with _check(text):
+    with _damage_errors(text):
         view.seek(0)
         content, entries = _read_archive(view, text)
         return _Spans(memory, entries, file.path, start).of(content)
 
 
-class _View(io.RawIOBase):
+class _MemoryFile(io.RawIOBase):
     """A file over memory, which is not copied."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -220,6 +220,12 @@ class _Values:
         self._whole, self._entries = whole, entries
 
     def of(self, value: Any) -> Any:
+        """Return ``value`` with tensors and arrays in place of what stands for them.
+
+        torch calls ``_rebuild_tensor_v2`` with the storage, the position of the first element, the
+        shape, the strides, ``requires_grad``, the hooks and the marks of the tensor, and v3 with
+        its dtype before the marks.
+        """
         match value:
             case dict():
                 return {key: self.of(item) for key, item in value.items()}
@@ -235,7 +241,7 @@ class _Values:
                 return self.of(value.args[0])
             case Inert(name="torch.Size"):
                 return torch.Size(value.args[0])
-            case Inert() if value.name.rpartition(".")[0] in _NUMPY:
+            case Inert() if value.name.rpartition(".")[0] in _NUMPY_MODULES:
                 return _from_numpy(value)
             case _:
                 return value
@@ -260,24 +266,25 @@ class _Values:
 
     def _storage(self, storage: Any, dtype_name: str | None) -> tuple[int, int, torch.dtype]:
         """Return the position and the length of a storage in bytes, and the dtype of a tensor."""
-        (pid,) = storage.args
-        _, kind, key, _, count = pid
+        (persistent_id,) = storage.args  # ("storage", class, key, device, number of elements)
+        _, kind, key, _, count = persistent_id
         own_dtype = _STORAGES[kind.name.rpartition(".")[2]]
         nbytes = int(count) * own_dtype.itemsize
         entry = self._entries[f"data/{key}"]
         if not 0 <= nbytes <= entry.file_size:
             raise ValueError(f"the storage {key} is cut short")
-        place = entry.header_offset
-        name, extra = struct.unpack_from("<HH", self._whole, place + _LOCAL_HEADER - 4)
-        place += _LOCAL_HEADER + name + extra
-        if place + nbytes > self._whole.nbytes:
+        position = entry.header_offset
+        # The header ends with the lengths of the name and of the extra field, which follow it.
+        lengths = struct.unpack_from("<HH", self._whole, position + _LOCAL_HEADER_BYTES - 4)
+        position += _LOCAL_HEADER_BYTES + sum(lengths)
+        if position + nbytes > self._whole.nbytes:
             raise ValueError(f"the storage {key} is cut short")
         if dtype_name is None:
-            return place, nbytes, own_dtype
+            return position, nbytes, own_dtype
         dtype = getattr(torch, dtype_name.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a tensor of {dtype_name[:40]!r}")  # noqa: TRY004
-        return place, nbytes // dtype.itemsize * dtype.itemsize, dtype
+        return position, nbytes // dtype.itemsize * dtype.itemsize, dtype
 
 
 class _Spans(_Values):
@@ -310,8 +317,8 @@ class _Spans(_Values):
         shape, strides = _sizes(self.of(size)), _sizes(self.of(stride))
         if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS or start < 0:
             raise ValueError("a tensor of other strides than dimensions")
-        last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if math.prod(shape) and (start + last + 1) * dtype.itemsize > nbytes:
+        last_element = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        if math.prod(shape) and (start + last_element + 1) * dtype.itemsize > nbytes:
             raise ValueError("a tensor that ends after its storage")
         strides = tuple(
             step if n > 1 else dense
@@ -342,26 +349,26 @@ def _from_numpy(value: Inert) -> Any:
     """Return an array or a number of NumPy; ``value`` itself if it is neither."""
     match value:
         case Inert(name=name, args=(Inert() as dtype, data)) if name.endswith(".scalar"):
-            return np.frombuffer(_bytes(data), _dtype(dtype), 1)[0]
+            return np.frombuffer(_array_bytes(data), _numpy_dtype(dtype), 1)[0]
         case Inert(name=name, args=(*_, shape, Inert() as dtype, is_fortran, data)) if (
             name.endswith("._reconstruct") and value.has_state
         ):
             order = "F" if is_fortran else "C"
-            flat = np.frombuffer(_bytes(data), _dtype(dtype)).copy()
+            flat = np.frombuffer(_array_bytes(data), _numpy_dtype(dtype)).copy()
             return flat.reshape(shape, order=order)  # type: ignore[call-overload]
         case _:
             return value
 
 
-def _dtype(value: Inert) -> np.dtype[Any]:
+def _numpy_dtype(value: Inert) -> np.dtype[Any]:
     """Return a dtype of numbers. The byte order is the second value of its state."""
     code, order = value.args[0], value.args[4] if len(value.args) > 4 else "="
-    if not (isinstance(code, str) and code[:1] in _KINDS and order in ("<", ">", "=", "|")):
+    if not (isinstance(code, str) and code[:1] in _NUMBER_KINDS and order in ("<", ">", "=", "|")):
         raise ValueError(f"an array of {code!r}")
     return np.dtype(f"{order}{code}")
 
 
-def _bytes(value: Any) -> bytes:
+def _array_bytes(value: Any) -> bytes:
     """Return the bytes of an array, which protocol 2 of pickle writes as a text in Latin-1."""
     if isinstance(value, Inert) and value.name == "_codecs.encode":
         return str(value.args[0]).encode("latin1")

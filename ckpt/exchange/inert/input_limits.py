@@ -31,7 +31,7 @@ visits are allowed, so that small states always pass.
 """
 
 
-def regular(path: str) -> str:
+def check_regular(path: str) -> str:
     """Return ``path``. Raises ``ConfigError`` if it exists and is not an ordinary file, since
     reading a pipe or a device may never end.
     """
@@ -58,7 +58,7 @@ def open_file(path: str, value_name: str = "", *, is_part: bool = True) -> Gener
     """
     clause = f", which holds {value_name!r}" if value_name else ""
     try:
-        with open(regular(path), "rb") as file:
+        with open(check_regular(path), "rb") as file:
             yield file
     except OSError as error:
         if is_part and isinstance(error, FileNotFoundError):
@@ -188,26 +188,26 @@ def check_pickle(data: bytes | IO[bytes], name: str) -> None:
                 stack += [item_count] * len(opcode.stack_after)
 
 
-def check_state(state: Any, name: str) -> None:
+def check_nesting(state: Any, name: str) -> None:
     """Raise ``UnsupportedValue`` if a walk through ``state`` would take forever, because a
     container contains itself, is nested too deeply, or occurs too many times.
     """
     sizes: dict[int, int] = {}  # By id of a container: the values that a walk through it visits
     item_count = 0  # The number of items of all containers, where each container counts once
     stack: list[tuple[Any, bool, int]] = [(state, False, 0)]
-    open_now: set[int] = set()
+    open_ids: set[int] = set()
     while stack:
         value, is_walked, depth = stack.pop()
         if not isinstance(value, Mapping | list | tuple | set | frozenset):
             continue
         items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else list(value)
         if is_walked:
-            open_now.discard(id(value))
+            open_ids.discard(id(value))
             sizes[id(value)] = 1 + sum(sizes.get(id(item), 1) for item in items)
-        elif id(value) in open_now or depth > _MOST_DEPTH:
+        elif id(value) in open_ids or depth > _MOST_DEPTH:
             raise UnsupportedValue(name, "container nested too deeply, or in itself")
         elif id(value) not in sizes:
-            open_now.add(id(value))
+            open_ids.add(id(value))
             item_count += len(items)
             stack.append((value, True, depth))
             stack += [(item, False, depth + 1) for item in items]

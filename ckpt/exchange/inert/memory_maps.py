@@ -16,10 +16,10 @@ from ckpt.exchange.inert.inert_torch import Span, dense_strides
 from ckpt.model.dtype import DTYPES
 
 _MAPS: Final = "/proc/self/maps"
-_LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ [1-9]\d* +(/.*)")
+_MAP_LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ [1-9]\d* +(/.*)")
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
-_SAMPLE: Final = 64
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_SAMPLE_BYTES: Final = 64
+_PLAIN_TENSOR_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Map(NamedTuple):
@@ -44,7 +44,7 @@ class MemoryMaps:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES or not tensor.numel() or not tensor.is_contiguous():
             return None
-        if tensor.is_conj() or tensor.is_neg() or type(tensor) not in _PLAIN:
+        if tensor.is_conj() or tensor.is_neg() or type(tensor) not in _PLAIN_TENSOR_TYPES:
             return None
         address = tensor.data_ptr()
         entry = self._map_of(address)
@@ -56,7 +56,7 @@ class MemoryMaps:
         offset = entry.offset + address - entry.start
         shape = tuple(tensor.shape)
         span = Span(entry.path, offset, dtype, shape, dense_strides(shape))
-        return span if _is_there(span, tensor) else None
+        return span if _has_same_bytes(span, tensor) else None
 
     def _map_of(self, address: int) -> _Map | None:
         index = bisect_right(self._maps, address, key=lambda item: item.start) - 1
@@ -67,9 +67,11 @@ class MemoryMaps:
         maps: list[_Map] = []
         with open(_MAPS, encoding="utf-8", errors="surrogateescape") as file:
             for line in file:
-                if hit := _LINE.match(line):
-                    path = _ESCAPE.sub(lambda code: chr(int(code[1], 8)), hit[4])
-                    new = _Map(int(hit[1], 16), int(hit[2], 16), int(hit[3], 16), path)
+                if match := _MAP_LINE.match(line):
+                    *numbers, escaped_path = match.groups()
+                    start, end, offset = (int(number, 16) for number in numbers)
+                    path = _ESCAPE.sub(lambda code: chr(int(code[1], 8)), escaped_path)
+                    new = _Map(start, end, offset, path)
                     last = maps[-1] if maps else None
                     if (
                         last
@@ -82,7 +84,7 @@ class MemoryMaps:
         self._maps = maps
 
 
-def _is_there(span: Span, tensor: torch.Tensor) -> bool:
+def _has_same_bytes(span: Span, tensor: torch.Tensor) -> bool:
     """Return True if the file has the first and the last bytes of ``tensor`` at the place ``span``.
 
     The path may name another file meanwhile.
@@ -93,8 +95,8 @@ def _is_there(span: Span, tensor: torch.Tensor) -> bool:
             return all(
                 os.pread(file.fileno(), len(part), span.offset + start) == bytes(part)
                 for start, part in (
-                    (0, data[:_SAMPLE]),
-                    (max(0, data.nbytes - _SAMPLE), data[-_SAMPLE:]),
+                    (0, data[:_SAMPLE_BYTES]),
+                    (max(0, data.nbytes - _SAMPLE_BYTES), data[-_SAMPLE_BYTES:]),
                 )
             )
     except OSError:

@@ -18,14 +18,14 @@ from ckpt.exchange.inert.inert_torch import Span, dense_strides
 from ckpt.exchange.inert.input_limits import map_file, open_file
 from ckpt.model.dtype import DTYPES, DType
 
-_LENGTH: Final = 8
-_MOST_HEADER: Final = 100_000_000
+_LENGTH_BYTES: Final = 8
+_MOST_HEADER_BYTES: Final = 100_000_000
 """The most bytes of a header that the safetensors format allows."""
 STORED_AS_INTEGERS: Final = frozenset(
     {"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"}
 )
 """The dtypes that a file stores as unsigned integers, since the format has no names for them."""
-_OF_CODE: Final[dict[str, DType]] = {
+_DTYPE_BY_CODE: Final[dict[str, DType]] = {
     dtype.storage: dtype
     for dtype in DTYPES.values()
     if dtype.lanes == 1 and dtype.name not in STORED_AS_INTEGERS
@@ -38,11 +38,11 @@ MakeTensor = Callable[[Span, memoryview], torch.Tensor]
 
 def mapped_tensor(span: Span, data: memoryview) -> torch.Tensor:
     """Return a tensor whose memory is ``data``, or a copy of it if it is not aligned."""
-    kind: torch.dtype = getattr(torch, span.dtype)
+    torch_dtype: torch.dtype = getattr(torch, span.dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8)
-    if raw.data_ptr() % kind.itemsize:  # The format does not require aligned tensors
+    if raw.data_ptr() % torch_dtype.itemsize:  # The format does not require aligned tensors
         raw = raw.clone()
-    return raw.view(kind).view(span.shape)
+    return raw.view(torch_dtype).view(span.shape)
 
 
 def read_file(
@@ -59,14 +59,16 @@ def read_file(
     with open_file(path) as file:
         whole = map_file(file)
     try:
-        length = int.from_bytes(whole[:_LENGTH], "little")
-        if len(whole) < _LENGTH or length > min(len(whole) - _LENGTH, _MOST_HEADER):
+        length = int.from_bytes(whole[:_LENGTH_BYTES], "little")
+        if len(whole) < _LENGTH_BYTES or length > min(
+            len(whole) - _LENGTH_BYTES, _MOST_HEADER_BYTES
+        ):
             raise ValueError("it ends within its header")
-        header: dict[str, Any] = json.loads(bytes(whole[_LENGTH : _LENGTH + length]))
+        header: dict[str, Any] = json.loads(bytes(whole[_LENGTH_BYTES : _LENGTH_BYTES + length]))
         metadata = {
             str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()
         }
-        data = whole[_LENGTH + length :]
+        data = whole[_LENGTH_BYTES + length :]
         _check_places([tuple(entry["data_offsets"]) for entry in header.values()], len(data))
         tensors: dict[str, torch.Tensor] = {}
         for name, entry in header.items():
@@ -100,7 +102,7 @@ def _check_places(places: list[tuple[int, ...]], size: int) -> None:
 
 def _span(name: str, entry: dict[str, Any], path: str, begin: int) -> Span:
     """Return the place of a tensor. ``begin`` is the position of the first byte of all tensors."""
-    dtype, shape = _OF_CODE.get(entry["dtype"]), tuple(entry["shape"])
+    dtype, shape = _DTYPE_BY_CODE.get(entry["dtype"]), tuple(entry["shape"])
     if dtype is None:
         raise UnsupportedValue(
             name, f"tensor of {entry['dtype']}", "view it as a dtype that torch has"

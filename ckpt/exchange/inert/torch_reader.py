@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 
 from ckpt.errors import CkptError, ConfigError, IntegrityError, UnsupportedValue
-from ckpt.exchange.inert.file_kind import what_is
-from ckpt.exchange.inert.input_limits import check_state, check_torch_file, regular
+from ckpt.exchange.inert.file_kind import describe_file
+from ckpt.exchange.inert.input_limits import check_nesting, check_regular, check_torch_file
 
-_WAY_OUT: Final = (
+_ADVICE: Final = (
     "only tensors and plain values are taken: where you trust the file, load it with "
     "torch.load(..., weights_only=False) and save the state_dict() of what is in it"
 )
@@ -34,7 +34,9 @@ def load(path: str | io.BytesIO, name: str = "") -> Any:
     """
     name = name or str(path)
     try:
-        with open(regular(path), "rb") if isinstance(path, str) else nullcontext(path) as file:
+        with (
+            open(check_regular(path), "rb") if isinstance(path, str) else nullcontext(path) as file
+        ):
             check_torch_file(file, name)
             file.seek(0)
         try:
@@ -46,7 +48,7 @@ def load(path: str | io.BytesIO, name: str = "") -> Any:
                 raise
             # Files of torch before 1.6 cannot be mapped.
             content = torch.load(path, map_location="cpu", weights_only=True)
-        check_state(content, name)
+        check_nesting(content, name)
         return content
     except CkptError:
         raise
@@ -61,7 +63,7 @@ def load(path: str | io.BytesIO, name: str = "") -> Any:
     except Exception as error:  # noqa: BLE001
         # Damaged bytes can cause any error in the unpickler or the zip reader.
         text = str(error)
-        if isinstance(path, str) and (kind := what_is(path)):
+        if isinstance(path, str) and (kind := describe_file(path)):
             raise ConfigError(f"{name} is not a file of torch.save, but {kind}") from None
         if "weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text:
             match = re.search(r"GLOBAL ([\w.]+)", text)
@@ -70,7 +72,7 @@ def load(path: str | io.BytesIO, name: str = "") -> Any:
                 if match
                 else "pickle of more than tensors"
             )
-            raise UnsupportedValue(name, description, _WAY_OUT) from None
+            raise UnsupportedValue(name, description, _ADVICE) from None
         raise IntegrityError(
             f"{name} is not a whole file of torch.save: "
             f"{(text.splitlines() or ['it is empty'])[0][:200]}"
@@ -81,5 +83,5 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     """Return True if ``tensor`` is an ordinary strided tensor in host memory. A save refuses
     sparse, quantized and nested tensors, and tensors on the meta device.
     """
-    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return plain and tensor.device.type == "cpu"
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return is_plain and tensor.device.type == "cpu"

@@ -45,7 +45,7 @@ from ckpt.storage.registry import open_backend
 POLL_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 600.0
 _MOST_THREADS: Final = 8
-_REASON: Final = "ckpt.follow"
+_LEASE_REASON: Final = "ckpt.follow"
 _log = logging.getLogger("ckpt")
 
 Root = str | os.PathLike[str] | Tier
@@ -129,10 +129,10 @@ class Follower(Iterator[Version]):
         self._ref: StepRef | None = None
         self._version: Version | None = None
         self._memory: VersionMemory | None = None
-        self._spare: VersionMemory | None = None
+        self._spare: VersionMemory | None = None  # Of the version before, for the next one
         self._deltas = DeltaReader()
         self._damages: dict[StepRef, _Damage] = {}
-        self._readable_stores: list[StorageBackend] = []  # They take no pins
+        self._read_only_stores: list[StorageBackend] = []  # They take no pins
         self._is_first_look = True
 
     def __next__(self) -> Version:
@@ -184,7 +184,7 @@ class Follower(Iterator[Version]):
             None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
         )
         while not self._stop.is_set():
-            if (version := self._look(step_id)) is not None:
+            if (version := self._find_version(step_id)) is not None:
                 return version
             if self._is_first_look:
                 self._is_first_look = False
@@ -245,7 +245,7 @@ class Follower(Iterator[Version]):
                 return  # A warning has named it
         _log.warning("ckpt: ckpt.follow waits for the first step: %s", "; ".join(texts))
 
-    def _look(self, step_id: StepId | None) -> Version | None:
+    def _find_version(self, step_id: StepId | None) -> Version | None:
         """Return the version ``step_id`` (None: the newest, unless it is the last one), or None if
         it is not there.
         """
@@ -315,9 +315,9 @@ class Follower(Iterator[Version]):
         rollback = last_rollback(list_root(store).rollback for store in stores)
         if rollback is not None and rollback != candidate.rollback and not rollback.keeps(ref):
             return None
-        return self._swap(ref, *version)
+        return self._replace_version(ref, *version)
 
-    def _swap(self, ref: StepRef, memory: VersionMemory, version: Version) -> Version:
+    def _replace_version(self, ref: StepRef, memory: VersionMemory, version: Version) -> Version:
         self._spare = self._memory if version.base_step is not None else None
         self._ref, self._memory, self._version = ref, memory, version
         return version
@@ -371,9 +371,9 @@ class Follower(Iterator[Version]):
             if base.is_new(read):
                 sizes[read.rank] = sizes.get(read.rank, 0) + read.stored_nbytes
         chains = self._deltas.chains(stores, ref, self._ref, sizes, self._workers)
-        takes = self._workers.run_all(partial(memory.take, read, base, chains) for read in reads)
+        results = self._workers.run_all(partial(memory.take, read, base, chains) for read in reads)
         self._deltas.forget(sum(leaf.nbytes for leaf in memory.leaves) // 2)
-        return [read for read, is_there in zip(reads, takes, strict=True) if not is_there]
+        return [read for read, is_there in zip(reads, results, strict=True) if not is_there]
 
     @contextmanager
     def _leases(self, stores: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
@@ -382,10 +382,10 @@ class Follower(Iterator[Version]):
         """
         with ExitStack() as stack:
             for store in stores:
-                if store not in self._readable_stores:
+                if store not in self._read_only_stores:
                     with suppress(NoCheckpoint):
-                        if not stack.enter_context(lease_if_allowed(store, ref, _REASON)):
-                            self._readable_stores.append(store)
+                        if not stack.enter_context(lease_if_allowed(store, ref, _LEASE_REASON)):
+                            self._read_only_stores.append(store)
             yield
 
 

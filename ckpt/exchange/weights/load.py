@@ -23,7 +23,8 @@ from ckpt.state.match.sink import overflows
 from ckpt.state.tensors.saved_order import in_saved_order
 
 _CPU: Final = torch.device("cpu")
-_LOOK_ELEMENTS: Final = 1 << 22  # How many values at a time are compared with the range of a dtype
+_COMPARED_ELEMENTS: Final = 1 << 22
+"""How many values at a time are compared with the range of a dtype."""
 _log = logging.getLogger("ckpt")
 
 
@@ -80,12 +81,12 @@ def load(
     _check_device(device)
     part = Part(name, names)
     with OpenCheckpoint(root, step) as checkpoint:
-        return _Load(checkpoint.reader, torch.device(device), dtype).load(part)
+        return _Loader(checkpoint.reader, torch.device(device), dtype).load(part)
 
 
 def load_part(reader: StepReader, name: str | None) -> Any:
     """Return the part ``name`` of a step (None: the whole state), as ``load`` does."""
-    return _Load(reader).load(Part(name))
+    return _Loader(reader).load(Part(name))
 
 
 def stream_part(
@@ -111,7 +112,7 @@ def stream_part(
 def _read_batch(
     reader: StepReader, batch: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    values = _Load(reader).read({stored_name for _, stored_name in batch})
+    values = _Loader(reader).read({stored_name for _, stored_name in batch})
     for name, stored_name in batch:
         yield name, values[stored_name]
 
@@ -135,7 +136,7 @@ def _check_device(device: torch.device | str) -> None:
         raise ConfigError(f"device={device!r}: torch has no such device here ({reason})") from None
 
 
-class _Load:
+class _Loader:
     def __init__(
         self,
         reader: StepReader,
@@ -173,8 +174,8 @@ class _Load:
         if dtype is None or not is_float(tensor.dtype):
             return False
         flat = values[tensor.name].view(-1)
-        starts = range(0, flat.numel(), _LOOK_ELEMENTS)
-        return any(overflows(flat[start : start + _LOOK_ELEMENTS], dtype) for start in starts)
+        starts = range(0, flat.numel(), _COMPARED_ELEMENTS)
+        return any(overflows(flat[start : start + _COMPARED_ELEMENTS], dtype) for start in starts)
 
     def _finish(self, value: torch.Tensor, tensor: Tensor) -> torch.Tensor:
         value = in_saved_order(value, tensor)

@@ -26,28 +26,32 @@ def movement(reader_a: StepReader, reader_b: StepReader, name: str) -> Movement 
     dtype = reader_a.tensors[name].dtype
     if dtype.startswith(_NOT_NUMBERS):
         return None
-    of = _of_integers if dtype.startswith(_INTEGERS) else _of_floats
-    return sum((of(a, b, dtype) for a, b in pairs(reader_a, reader_b, name)), Movement())
+    compute = _integer_movement if dtype.startswith(_INTEGERS) else _float_movement
+    return sum((compute(a, b, dtype) for a, b in pairs(reader_a, reader_b, name)), Movement())
 
 
-def _of_integers(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
-    x, y = (np.frombuffer(piece.data, dtype=dtype) for piece in (piece_a, piece_b))
+def _integer_movement(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
+    values_a, values_b = (np.frombuffer(piece.data, dtype=dtype) for piece in (piece_a, piece_b))
     # uint64 wraps, so it holds the difference of any two integers of 64 bits.
-    difference = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
+    difference = np.maximum(values_a, values_b).astype(np.uint64) - np.minimum(
+        values_a, values_b
+    ).astype(np.uint64)
     distance, norm = (
-        float(np.linalg.norm(values.astype(np.float64))) for values in (difference, x)
+        float(np.linalg.norm(values.astype(np.float64))) for values in (difference, values_a)
     )
     return Movement(float(difference.max()), distance, norm)
 
 
-def _of_floats(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
-    x, y = (
+def _float_movement(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
+    values_a, values_b = (
         _comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(getattr(torch, dtype)))
         for piece in (piece_a, piece_b)
     )
-    is_same = (x == y) | (x.isnan() & y.isnan())
-    difference = torch.where(is_same, 0.0, (x - y).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
-    finite = torch.where(x.isfinite(), x, 0.0).abs()
+    is_same = (values_a == values_b) | (values_a.isnan() & values_b.isnan())
+    difference = torch.where(is_same, 0.0, (values_a - values_b).abs()).nan_to_num(
+        nan=math.inf, posinf=math.inf
+    )
+    finite = torch.where(values_a.isfinite(), values_a, 0.0).abs()
     return Movement(float(difference.max()), float(difference.norm()), float(finite.norm()))
 
 

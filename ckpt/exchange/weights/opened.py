@@ -160,8 +160,8 @@ class TensorView:
         return self._tensor.nbytes
 
     def __getitem__(self, index: Index) -> torch.Tensor:
-        box, rest = _resolve(index, self._tensor.shape)
-        return self._read(box)[rest]
+        box, box_index = _resolve(index, self._tensor.shape)
+        return self._read(box)[box_index]
 
     def __len__(self) -> int:
         if not self._tensor.shape:
@@ -213,20 +213,20 @@ def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice
     elements from this box.
     """
     box: list[tuple[int, int]] = []
-    rest: list[int | slice] = []
+    box_index: list[int | slice] = []
     for size, item in zip(shape, _items(index, shape), strict=True):
         if isinstance(item, slice):
             start, stop, step = item.indices(size)
             if step < 1:
                 raise ConfigError("a slice with a negative step: read it forwards, then flip(0)")
             box.append((start, max(0, stop - start)))
-            rest.append(slice(None, None, step))
+            box_index.append(slice(None, None, step))
         else:
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of range for a dimension of {size}")
-            box.append((item % size, 1))
-            rest.append(0)
-    return Box(tuple(start for start, _ in box), tuple(n for _, n in box)), tuple(rest)
+            box.append((item % size, 1))  # A negative index counts from the end
+            box_index.append(0)
+    return Box(tuple(start for start, _ in box), tuple(n for _, n in box)), tuple(box_index)
 
 
 def _items(index: Index, shape: Sequence[int]) -> list[int | slice]:

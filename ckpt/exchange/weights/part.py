@@ -129,20 +129,22 @@ def new_names(names: Collection[str], mapping: Names, step: int) -> dict[str, st
         ConfigError: ``mapping`` lacks one of ``names``.
         EntryMissing: ``mapping`` has a name that is not one of ``names``.
     """
-    foreign = sorted(mapping.keys() - set(names))
-    if gaps := [name for name in names if name not in mapping]:
-        if longer := next((key for key in foreign if key.endswith(f"/{gaps[0]}")), None):
-            prefix = longer.removesuffix(gaps[0])
+    unknown_names = sorted(mapping.keys() - set(names))
+    if missing_names := [name for name in names if name not in mapping]:
+        if longer_name := next(
+            (key for key in unknown_names if key.endswith(f"/{missing_names[0]}")), None
+        ):
+            prefix = longer_name.removesuffix(missing_names[0])
             raise ConfigError(
-                f"the mapping of names has {longer!r}, and the part has {gaps[0]!r}: take "
-                f"{prefix!r} off the names that are mapped"
+                f"the mapping of names has {longer_name!r}, and the part has {missing_names[0]!r}: "
+                f"take {prefix!r} off the names that are mapped"
             )
         raise ConfigError(
-            f"the mapping of names lacks {few(gaps)}: give each its new name, or None (null in "
-            "JSON) to leave it out"
+            f"the mapping of names lacks {few(missing_names)}: give each its new name, or None "
+            "(null in JSON) to leave it out"
         )
-    if foreign:
-        raise EntryMissing(foreign, step, present=[*names], way=LIST_NAMES)
+    if unknown_names:
+        raise EntryMissing(unknown_names, step, present=[*names], way=LIST_NAMES)
     return {name: target for name in names if (target := mapping[name])}
 
 

@@ -256,12 +256,12 @@ def test_two_exports_at_once_are_not_mixed(
         return os.path.join(place, name)
 
     def export_other() -> None:
-        with hf_store.appears(url) as (place, put):
+        with hf_store.stored_output(url) as (place, put):
             put(write(place, first, "b"))
             put(write(place, second, "b"))
             write(place, last, "b")
 
-    with hf_store.appears(url) as (place, put):
+    with hf_store.stored_output(url) as (place, put):
         put(write(place, first, "a"))
         monkeypatch.setattr(hf_store, "_sizes", list_before)
         with pytest.raises(StorageError, match="another program writes to"):
@@ -300,7 +300,7 @@ def test_the_folder_for_temporary_files_is_free_after_the_export_that_follows_a_
         assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == -signal.SIGKILL
     assert len(list(room.iterdir())) == 2
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto_server.url)
-    with hf_store.appears(f"{url}/living"):
+    with hf_store.stored_output(f"{url}/living"):
         children.append(fork(partial(export_to, f"{url}/next", root)))
         assert os.waitpid(children[1], 0)[1] == 0
         assert len(list(room.iterdir())) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.exchange.foreign.folder_kind import note_about, state_folders, unreadable
+from ckpt.exchange.foreign.folder_kind import folder_notes, state_folders, unreadable
 
 DCP = [".metadata", "__0_0.distcp"]
 ZERO_2 = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
@@ -63,8 +63,8 @@ def test_a_folder_name_with_a_space_is_quoted_in_the_command() -> None:
 
 
 def test_a_folder_of_megatron_has_a_note() -> None:
-    assert note_about(DCP) == []
-    (note,) = note_about([*DCP, "common.pt", "metadata.json"])
+    assert folder_notes(DCP) == []
+    (note,) = folder_notes([*DCP, "common.pt", "metadata.json"])
     assert "Megatron" in note
 
 
