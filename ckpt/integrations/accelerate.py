@@ -48,7 +48,7 @@ from ckpt.storage.tiers import Tiers, as_tiers
 TESTED_RANGE: Final = ("1.0", "1.15")
 """The first and the last release of accelerate that the tests ran with."""
 # The name is not "checkpoints", since accelerate deletes the contents of its folder of that name.
-_ROOT: Final = "ckpt"
+_FOLDER_NAME: Final = "ckpt"
 _REFUSALS: Final = {
     "DEEPSPEED": "put ckpt.integrations.deepspeed.zero_state(engine) into a state of your own",
     "MEGATRON_LM": "Megatron keeps its own checkpoints",
@@ -92,7 +92,7 @@ class AcceleratorCheckpoints:
         tiers: Tiers | None = None,
         **settings: Any,
     ) -> None:
-        _check(accelerator)
+        _check_accelerator(accelerator)
         _optimizers(accelerator)  # One that no save takes is refused before the training
         project = accelerator.project_configuration
         if tiers is None:
@@ -101,13 +101,13 @@ class AcceleratorCheckpoints:
                     "AcceleratorCheckpoints(accelerator) names no place: give a folder or URL, or "
                     "set project_dir and automatic_checkpoint_naming in the ProjectConfiguration"
                 )
-            tiers = os.path.join(accelerator.project_dir, _ROOT)
+            tiers = os.path.join(accelerator.project_dir, _FOLDER_NAME)
         items = list(tiers) if isinstance(tiers, list | tuple) else [tiers]
         places = [_tier_of(item, project.total_limit) for item in items]
         self._places = [place.url for place in places]
         self._folders = [Path(local_path(place.url)) for place in places if is_folder(place.url)]
         for folder in self._folders:
-            if _is_theirs(folder):
+            if _is_accelerate_folder(folder):
                 raise ConfigError(_foreign_folder_text(folder))
         self._accelerator = accelerator
         self._has_loaded = self._has_begun = False
@@ -136,7 +136,7 @@ class AcceleratorCheckpoints:
         _check_step(step, "save_state")
         project = self._accelerator.project_configuration
         number = project.iteration if step is None else step
-        self._refuse_hidden(number)
+        self._refuse_earlier_run(number)
         # ``save_async`` may begin this save and then raise the error of an earlier save. So the
         # save is counted first.
         project.iteration += 1
@@ -168,13 +168,13 @@ class AcceleratorCheckpoints:
         try:
             report = self.manager.restore(state, step, **options)
         except (EntryMissing, EntryUnexpected) as error:
-            if objects := [name for name in error.names if _is_whole(name)]:
+            if objects := [name for name in error.names if _is_object_name(name)]:
                 verb = "has no" if isinstance(error, EntryMissing) else "also holds"
                 reason = f"step {error.step} {verb} {few(objects)}"
-                raise RestoreError(f"{reason}, and {self._counts()}") from error
+                raise RestoreError(f"{reason}, and {self._counts_text()}") from error
             raise
         if report is None:
-            self._refuse_theirs()
+            self._refuse_accelerate_folders()
             return None
         counters = state["accelerate"]
         self._accelerator.step = counters["step"]
@@ -215,7 +215,7 @@ class AcceleratorCheckpoints:
         for number, loader in enumerate(self._accelerator._dataloaders):
             give_generator(loader, number, step)
 
-    def _counts(self) -> str:
+    def _counts_text(self) -> str:
         counts = {name: len(objects) for name, objects in _objects_of(self._accelerator).items()}
         counts_text = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return (
@@ -224,7 +224,7 @@ class AcceleratorCheckpoints:
             "order and with the same configuration, as the run that saved it"
         )
 
-    def _refuse_hidden(self, number: int) -> None:
+    def _refuse_earlier_run(self, number: int) -> None:
         """Raise ``ConfigError`` on all ranks if an earlier run has saved step ``number`` or a later
         step.
 
@@ -238,11 +238,12 @@ class AcceleratorCheckpoints:
         if self._accelerator.process_index == 0 and not self._has_loaded:
             with suppress(CkptError):  # The save meets the same error, and reports it or retries
                 newest = [self.manager.latest_step()]
-        import_module("accelerate.utils").broadcast_object_list(newest)
-        if newest[0] is not None and newest[0] >= number:
+        import_module("accelerate.utils").broadcast_object_list(newest)  # Sets the items elsewhere
+        (newest_step,) = newest
+        if newest_step is not None and newest_step >= number:
             places = ", ".join(self._places)
             raise ConfigError(
-                f"{places} holds step {newest[0]} of an earlier run, which a restart would take "
+                f"{places} holds step {newest_step} of an earlier run, which a restart would take "
                 f"before step {number}: call load_state() before the first save_state(), or give "
                 "this run another place"
             )
@@ -251,7 +252,7 @@ class AcceleratorCheckpoints:
     def _note_restored(self, event: Event) -> None:
         self._has_loaded = self._has_loaded or isinstance(event, Restored)
 
-    def _refuse_theirs(self) -> None:
+    def _refuse_accelerate_folders(self) -> None:
         """Raise ``ConfigError`` if a folder has a checkpoint of ``accelerator.save_state``.
 
         The folders are the tiers, and ``checkpoints`` in the ``project_dir``.
@@ -260,11 +261,11 @@ class AcceleratorCheckpoints:
         folders = [*self._folders, *([Path(project_dir, "checkpoints")] if project_dir else [])]
         for folder in folders:
             for inner in sorted(folder.glob("checkpoint_*")):
-                if _is_theirs(inner):
+                if _is_accelerate_folder(inner):
                     raise ConfigError(_foreign_folder_text(inner))
 
 
-class _Order:
+class _LoaderOrder:
     """The state that decides the order of the samples in the next epochs of a prepared loader.
 
     This state is the loader's count of epochs (``iteration``), and the seed or the random generator
@@ -293,7 +294,7 @@ class _Order:
             sampler.generator.set_state(state["generator"])
 
 
-class _Position:
+class _LoaderPosition:
     """The position of a ``StatefulDataLoader``."""
 
     def __init__(self, loader: Any) -> None:
@@ -316,7 +317,7 @@ def _objects_of(accelerator: Any) -> dict[str, list[Any]]:
         "model": accelerator._models,
         "optimizer": _optimizers(accelerator),
         "scheduler": accelerator._schedulers,
-        "loader": [dict(_of_loader(loader)) for loader in accelerator._dataloaders],
+        "loader": [dict(_loader_entries(loader)) for loader in accelerator._dataloaders],
         "registered": [_entry_of(value) for value in accelerator._custom_objects],
     }
 
@@ -326,10 +327,10 @@ def _optimizers(accelerator: Any) -> list[Any]:
     return saved_as(accelerator._optimizers, "optimizer", is_sharded=is_sharded)
 
 
-def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:
-    yield "order", PerRank(_Order(loader), on_resize=same_or_first)
+def _loader_entries(loader: Any) -> Iterator[tuple[str, PerRank]]:
+    yield "order", PerRank(_LoaderOrder(loader), on_resize=same_or_first)
     if loader.use_stateful_dataloader:
-        yield "position", PerRank(_Position(loader), on_resize=_REFUSE_RESIZE)
+        yield "position", PerRank(_LoaderPosition(loader), on_resize=_REFUSE_RESIZE)
 
 
 def _entry_of(value: Any) -> Any:
@@ -344,7 +345,7 @@ def _entry_of(value: Any) -> Any:
     return PerRank(value, on_resize=same_or_first)
 
 
-def _is_whole(name: str) -> bool:
+def _is_object_name(name: str) -> bool:
     """Return True for the name of a whole object, such as ``model_1`` or ``loader/order``.
 
     Return False for the name of a part of an object, such as ``model/weight``.
@@ -354,11 +355,12 @@ def _is_whole(name: str) -> bool:
 
 def _tier_of(place: Any, total_limit: int | None) -> Tier:
     (tier,) = as_tiers(place)
-    is_given = isinstance(place, Tier) or tier.url == MEMORY  # "memory" keeps what its slots hold
-    return tier if is_given else Tier(tier.url, keep_last=total_limit)
+    # "memory" keeps what its slots hold.
+    has_own_limit = isinstance(place, Tier) or tier.url == MEMORY
+    return tier if has_own_limit else Tier(tier.url, keep_last=total_limit)
 
 
-def _check(accelerator: Any) -> None:
+def _check_accelerator(accelerator: Any) -> None:
     """Raise ``ConfigError`` if ``accelerator`` is no ``Accelerator``, or of an unsupported type.
     Log a warning if the installed release of accelerate is not tested.
     """
@@ -399,7 +401,7 @@ def _check_step(step: object, verb: str) -> None:
         )
 
 
-def _is_theirs(folder: Path) -> bool:
+def _is_accelerate_folder(folder: Path) -> bool:
     """Return True for a folder that ``accelerator.save_state`` has written."""
     return any(folder.glob("random_states_*.pkl"))
 

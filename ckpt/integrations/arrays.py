@@ -33,9 +33,9 @@ from ckpt.model.dtype import DTYPES
 from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.state.walk.stand_in import Refillable
 
-_ROOT: Final = "value"
+_SINGLE_VALUE: Final = "value"
 """The name of the value in the state if it is a single array or plain value, and no container."""
-_PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
+_PLAIN_TYPES: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
 
 
 class Arrays(Refillable, Stateful):
@@ -56,7 +56,7 @@ class Arrays(Refillable, Stateful):
         A tensor shares the memory of its array. It is a copy if torch cannot address this memory,
         or if the array is a NumPy array that is read-only or not contiguous.
         """
-        return self._leaf_values(_read)
+        return self._leaf_values(_to_tensor)
 
     def targets(self) -> dict[str, Any]:
         """Return the tensors and values that a restore fills, in the form of ``state_dict()``.
@@ -64,16 +64,18 @@ class Arrays(Refillable, Stateful):
         The tensors share the memory of NumPy arrays and torch tensors if a restore can fill these
         in place. For all other arrays, the tensors are copies.
         """
-        return self._leaf_values(_target)
+        return self._leaf_values(_target_tensor)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put the values that a restore has filled into ``value``."""
-        content = state_dict if _is_container(self.value) else state_dict[_ROOT]
+        content = state_dict if _is_container(self.value) else state_dict[_SINGLE_VALUE]
         self.value = _rebuilt(self.value, content)
 
-    def _leaf_values(self, show: Callable[[str, Any], Any]) -> dict[str, Any]:
-        content = _map_leaves("", self.value, lambda path, leaf: self._as_shards(show(path, leaf)))
-        return content if _is_container(self.value) else {_ROOT: content}
+    def _leaf_values(self, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
+        content = _map_leaves(
+            "", self.value, lambda path, leaf: self._as_shards(convert(path, leaf))
+        )
+        return content if _is_container(self.value) else {_SINGLE_VALUE: content}
 
     def _as_shards(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or len(self._replicas) < 2:
@@ -105,7 +107,7 @@ def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _Container:
     """A container in a tree.
 
     ``items`` are the items of the container by name. ``make`` takes a list of new items in the same
@@ -116,27 +118,28 @@ class _Node:
     make: Callable[[list[Any]], Any]
 
 
-def _node(value: Any) -> _Node | None:
+def _container_of(value: Any) -> _Container | None:
     """Return ``value`` as a container, or None if it is a leaf."""
     if _is_leaf(value):
         return None
     if (variables := getattr(value, "variables", None)) is not None and not callable(variables):
-        return _Node(_unique(variables), lambda _: value)  # Its variables are filled in place
+        # Its variables are filled in place.
+        return _Container(_by_unique_name(variables), lambda _: value)
     if type(value) in (dict, OrderedDict):
         make = type(value)
-        return _Node(
+        return _Container(
             _by_name(value.keys(), value.values()),
             lambda items: make(zip(value.keys(), items, strict=True)),
         )
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         kind = cast(Any, type(value))
-        return _Node(_by_name(kind._fields, value), lambda items: kind(*items))
+        return _Container(_by_name(kind._fields, value), lambda items: kind(*items))
     if type(value) in (list, tuple):
-        return _Node(_by_name(range(len(value)), value), type(value))
-    return _jax_node(value)
+        return _Container(_by_name(range(len(value)), value), type(value))
+    return _jax_container(value)
 
 
-def _jax_node(value: Any) -> _Node | None:
+def _jax_container(value: Any) -> _Container | None:
     """Return ``value`` as a container if its class is registered with JAX as a tree, else None."""
     if "jax" not in sys.modules:
         return None
@@ -145,17 +148,17 @@ def _jax_node(value: Any) -> _Node | None:
     if len(leaves) == 1 and leaves[0][1] is value:
         return None
     keys = [tree.keystr(path, simple=True) for path, _ in leaves]
-    return _Node(
+    return _Container(
         _by_name(keys, [item for _, item in leaves]), lambda items: tree.tree_unflatten(kind, items)
     )
 
 
 def _is_container(value: Any) -> bool:
-    return _node(value) is not None
+    return _container_of(value) is not None
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or _is_variable(value) or _is_array(value)
+    return isinstance(value, _PLAIN_TYPES) or _is_variable(value) or _is_array(value)
 
 
 def _by_name(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
@@ -169,28 +172,33 @@ def _by_name(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
     return by_name
 
 
-def _unique(variables: Iterable[Any]) -> dict[str, Any]:
+def _by_unique_name(variables: Iterable[Any]) -> dict[str, Any]:
     """Return the variables by their ``path`` or ``name``. Repeated names get a number."""
     by_name: dict[str, Any] = {}
     for variable in variables:
         name = str(getattr(variable, "path", None) or getattr(variable, "name", "") or "variable")
-        name, number, base = name.removesuffix(":0"), 1, name.removesuffix(":0")
-        while name in by_name:
-            name, number = f"{base}_{number}", number + 1
-        by_name[name] = variable
+        base = name.removesuffix(":0")  # TensorFlow names the first output of an operation so
+        unique_name, number = base, 1
+        while unique_name in by_name:
+            unique_name, number = f"{base}_{number}", number + 1
+        by_name[unique_name] = variable
     return by_name
 
 
-def _map_leaves(path: str, value: Any, show: Callable[[str, Any], Any]) -> Any:
-    """Return ``value`` with a dict for each container, and ``show(path, leaf)`` for each leaf."""
-    if (node := _node(value)) is None:
-        return show(path, value)
-    return {name: _map_leaves(f"{path}/{name}", item, show) for name, item in node.items.items()}
+def _map_leaves(path: str, value: Any, convert: Callable[[str, Any], Any]) -> Any:
+    """Return ``value`` with a dict for each container, and ``convert(path, leaf)`` for a leaf."""
+    if (container := _container_of(value)) is None:
+        return convert(path, value)
+    return {
+        name: _map_leaves(f"{path}/{name}", item, convert) for name, item in container.items.items()
+    }
 
 
 def _rebuilt(value: Any, state: Any) -> Any:
-    if (node := _node(value)) is not None:
-        return node.make([_rebuilt(item, state[name]) for name, item in node.items.items()])
+    if (container := _container_of(value)) is not None:
+        return container.make(
+            [_rebuilt(item, state[name]) for name, item in container.items.items()]
+        )
     if isinstance(state, LocalShards):
         (state,) = state.tensors
     return _assign(value, state) if isinstance(state, torch.Tensor) else state
@@ -207,14 +215,14 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _content(leaf: Any) -> Any:
+def _array_of(leaf: Any) -> Any:
     """Return the array that the variable ``leaf`` holds, or ``leaf`` if it is no variable."""
     while _is_variable(leaf):
         leaf = leaf.value() if callable(leaf.value) else leaf.value
     return leaf
 
 
-def _is_key(array: Any) -> bool:
+def _is_random_key(array: Any) -> bool:
     """Return True for a typed key of random numbers, as ``jax.random.key`` makes it."""
     if _library(array) != "jax":
         return False
@@ -222,7 +230,7 @@ def _is_key(array: Any) -> bool:
     return bool(dtypes.issubdtype(array.dtype, dtypes.prng_key))
 
 
-def _read(path: str, leaf: Any) -> Any:
+def _to_tensor(path: str, leaf: Any) -> Any:
     """Return a tensor with the content of ``leaf``.
 
     The tensor shares the memory of ``leaf``. It is a copy if torch cannot address this memory, or
@@ -230,41 +238,41 @@ def _read(path: str, leaf: Any) -> Any:
 
     Plain values and torch tensors are returned as they are. Errors name ``path``.
     """
-    array = _content(leaf)
+    array = _array_of(leaf)
     if not _is_array(array) or isinstance(array, torch.Tensor | np.generic):
         return array
     if isinstance(array, np.ndarray):
-        return _of_numpy(path, array)
+        return _from_numpy(path, array)
     if _library(array) not in ("jax", "tensorflow"):
         raise _unsupported_error(
             path, array, "put it into the state as a NumPy array or a torch tensor"
         )
-    if _is_key(array):
+    if _is_random_key(array):
         array = _jax().random.key_data(array)
     if not getattr(array, "is_fully_addressable", True):
         way = "put ckpt.LocalShards of its addressable_shards into the state"
         raise _unsupported_error(path, array, way)
-    _dtype(path, array)  # TensorFlow aborts the process when a tensor of strings is exported
+    _torch_dtype(path, array)  # TensorFlow aborts the process when a tensor of strings is exported
     if hasattr(array, "block_until_ready"):
         array.block_until_ready()
     try:
         return from_dlpack(array)
     except (RuntimeError, BufferError, TypeError, ValueError):  # torch cannot address the memory
-        return _of_numpy(path, np.asarray(array))
+        return _from_numpy(path, np.asarray(array))
 
 
-def _of_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+def _from_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     if isinstance(array, np.ma.MaskedArray):
         raise _unsupported_error(path, array, "save its data and its mask as arrays of their own")
-    dtype = _dtype(path, array)
-    plain = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-    plain = plain if plain.flags.writeable else plain.copy()
+    dtype = _torch_dtype(path, array)
+    contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    contiguous = contiguous if contiguous.flags.writeable else contiguous.copy()
     # torch.from_numpy accepts no dtype that another package has added, such as bfloat16.
-    raw = torch.from_numpy(plain.reshape(-1).view(np.uint8))
+    raw = torch.from_numpy(contiguous.reshape(-1).view(np.uint8))
     return raw.view(dtype).reshape(array.shape)
 
 
-def _dtype(path: str, array: Any) -> torch.dtype:
+def _torch_dtype(path: str, array: Any) -> torch.dtype:
     """Return torch's dtype for the elements of an array.
 
     Raises:
@@ -299,14 +307,14 @@ def _unsupported_error(path: str, array: Any, way: str) -> UnsupportedValue:
     return UnsupportedValue(path.lstrip("/"), kind, way)
 
 
-def _target(path: str, leaf: Any) -> Any:
+def _target_tensor(path: str, leaf: Any) -> Any:
     """Return a tensor with the present values of ``leaf``, which a restore fills, or a plain value.
 
     If ``leaf`` is a torch tensor or a NumPy array that can be filled in place, the tensor has the
     memory of ``leaf``. Otherwise the tensor is a copy.
     """
-    value = _read(path, leaf)
-    in_place = isinstance(_content(leaf), torch.Tensor) or (
+    value = _to_tensor(path, leaf)
+    in_place = isinstance(_array_of(leaf), torch.Tensor) or (
         isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
     )
     return value.clone() if isinstance(value, torch.Tensor) and not in_place else value
@@ -314,7 +322,7 @@ def _target(path: str, leaf: Any) -> Any:
 
 def _assign(leaf: Any, tensor: torch.Tensor) -> Any:
     """Return ``leaf`` with the values of ``tensor``, or a new array if ``leaf`` cannot change."""
-    array = _content(leaf)
+    array = _array_of(leaf)
     if isinstance(array, torch.Tensor):
         return leaf
     if _library(array) == "jax" and not _is_variable(leaf):
@@ -337,12 +345,12 @@ def _new_jax(array: Any, tensor: torch.Tensor) -> Any:
     """Return a JAX array with the values of ``tensor`` and the sharding of ``array``."""
     jax = _jax()
     # An array that is committed to no device may be used with arrays on any devices.
-    place = array.sharding if array.committed else None
-    if _is_key(array):
+    target_sharding = array.sharding if array.committed else None
+    if _is_random_key(array):
         data = jax.numpy.asarray(tensor.numpy())
         key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-        return jax.device_put(key, place)
-    values = jax.device_put(_to_numpy(tensor, _numpy_dtype(array)), place)
+        return jax.device_put(key, target_sharding)
+    values = jax.device_put(_to_numpy(tensor, _numpy_dtype(array)), target_sharding)
     return array.at[...].set(values) if array.weak_type else values
 
 

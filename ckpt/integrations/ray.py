@@ -43,8 +43,8 @@ from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 REFERENCE: Final = "ckpt.json"
 TESTED_RANGE: Final = ("2.60", "2.60")
-_SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
-_MOST_BYTES: Final = 64 << 10  # The largest size of a reference
+_SCHEME_BY_FILESYSTEM: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
+_MOST_REFERENCE_BYTES: Final = 64 << 10  # The largest size of a reference
 _DRAIN_SECONDS: Final = 120.0  # The assumed time until a preemption without a deadline
 _LATE_SECONDS: Final = 300.0  # How long Ray may take after the deadline to end the workers
 
@@ -59,12 +59,12 @@ def run_root() -> str:
     """
     storage = ray.train.get_context().get_storage()
     kind = storage.storage_filesystem.type_name
-    if kind not in _SCHEMES:
+    if kind not in _SCHEME_BY_FILESYSTEM:
         raise ConfigError(
             f"the storage_path is on a filesystem of the kind {kind!r}: give the place of the "
             "checkpoints, RayCheckpoints(tiers)"
         )
-    return _SCHEMES[kind] + posixpath.join(storage.experiment_fs_path, "ckpt")
+    return _SCHEME_BY_FILESYSTEM[kind] + posixpath.join(storage.experiment_fs_path, "ckpt")
 
 
 class RayCheckpoints:
@@ -99,7 +99,7 @@ class RayCheckpoints:
         self.root: Final = urls_of(places)[-1]
         self.manager = CheckpointManager(places, **settings)
         self._stop = self.manager.on_stop_request()
-        self._preempted_at: float | None = None
+        self._preemption_time: float | None = None
         self._stops = False
 
     def restore(
@@ -128,7 +128,7 @@ class RayCheckpoints:
         report = self.manager.restore(state, **options)
         if latest is None:
             return report
-        root, step = _read(latest)
+        root, step = _read_reference(latest)
         if report is None:  # A step was reported, and these tiers have none
             if root != self.root:
                 raise ConfigError(
@@ -149,7 +149,7 @@ class RayCheckpoints:
     def _restore_reported(
         self, state: MutableMapping[str, Any], checkpoint: Any, options: dict[str, Any]
     ) -> RestoreReport:
-        root, step = _read(checkpoint)
+        root, step = _read_reference(checkpoint)
         if root == self.root:
             report = self.manager.restore(state, step, **options)
         else:
@@ -193,7 +193,8 @@ class RayCheckpoints:
         is_skipped = pending.done() and isinstance(pending.exception(), SaveSkipped)
         if context.get_world_rank() == 0 and not is_skipped:
             storage = context.get_storage()
-            # Ray needs a checkpoint at once. Later, Ray uses the reference from `_refer` instead.
+            # Ray needs a checkpoint at once. Later, Ray uses the reference from
+            # `_refer_when_durable` instead.
             checkpoint = ray.train.Checkpoint(
                 storage.experiment_fs_path, storage.storage_filesystem
             )
@@ -202,7 +203,7 @@ class RayCheckpoints:
             checkpoint=checkpoint,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=False,
-            checkpoint_upload_fn=partial(_refer, pending, self.root),
+            checkpoint_upload_fn=partial(_refer_when_durable, pending, self.root),
         )
         return pending
 
@@ -213,13 +214,13 @@ class RayCheckpoints:
         again on other nodes. All workers must call this after the same steps, since
         ``ray.train.get_preemption_info()`` waits for all workers.
         """
-        if self._preempted_at is None and (info := ray.train.get_preemption_info()) is not None:
+        if self._preemption_time is None and (info := ray.train.get_preemption_info()) is not None:
             has_deadline = info.deadline_ms and info.deadline_ms / 1e3 > time.time()
-            self._preempted_at = (
+            self._preemption_time = (
                 info.deadline_ms / 1e3 if has_deadline else time.time() + _DRAIN_SECONDS
             )
             self.manager.request_stop(
-                datetime.fromtimestamp(self._preempted_at, UTC) if has_deadline else None
+                datetime.fromtimestamp(self._preemption_time, UTC) if has_deadline else None
             )
         self._stops = self._stop.requested(step)
         return self._stops
@@ -235,9 +236,9 @@ class RayCheckpoints:
                 `CheckpointManager.close`.
         """
         self.manager.close(timeout)
-        if self._stops and self._preempted_at is not None:
+        if self._stops and self._preemption_time is not None:
             _log.info("ckpt: all is saved; waiting for Ray to move the workers")
-            seconds = self._preempted_at - time.time() + _LATE_SECONDS
+            seconds = self._preemption_time - time.time() + _LATE_SECONDS
             threading.Event().wait(max(0.0, seconds))
             raise CkptError(
                 "Ray has announced a preemption and has not ended the workers: all is saved, and "
@@ -268,7 +269,7 @@ class _NoCheckpoint(ray.train.Checkpoint):  # type: ignore[misc, unused-ignore]
         return type(None), ()
 
 
-def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:
+def _refer_when_durable(pending: PendingSave, root: str, run: Any, name: str) -> Any:
     """Wait until the step of ``pending`` is durable, and return a reference to it.
 
     A farther tier that is behind may have given up the step. Then a nearer tier has it. If another
@@ -288,7 +289,7 @@ def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:
     return ray.train.Checkpoint(folder, run.filesystem)
 
 
-def _read(checkpoint: Any) -> tuple[str, int]:
+def _read_reference(checkpoint: Any) -> tuple[str, int]:
     """Return the root and the number of the step that a reported checkpoint refers to.
 
     Raises:
@@ -298,7 +299,7 @@ def _read(checkpoint: Any) -> tuple[str, int]:
     path = posixpath.join(checkpoint.path, REFERENCE)
     try:
         with checkpoint.filesystem.open_input_stream(path) as file:
-            reference = json.loads(file.read(_MOST_BYTES))
+            reference = json.loads(file.read(_MOST_REFERENCE_BYTES))
         return str(reference["root"]), int(reference["step"])
     except FileNotFoundError:
         raise ConfigError(

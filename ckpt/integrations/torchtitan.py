@@ -58,7 +58,9 @@ _RNG: Final = "rng"
 _NOT_FOUND: Final = "has not found the step to load"
 _DCP: Final = "dcp"
 """The text that stands for the attempt in the `StepRef` of a step that DCP has saved."""
-_STEP: Final = re.compile(r"step-([0-9]+)")
+_NEWEST: Final = -1
+"""The number that stands for the newest step in torchtitan."""
+_STEP_FOLDER: Final = re.compile(r"step-([0-9]+)")
 _log = logging.getLogger("ckpt")
 _REFUSE_RESIZE: Final = refusing_resize(
     "the position in the data",
@@ -99,7 +101,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         self._waits = config.async_mode == "disabled"
-        self._model = _Parts(parts["model_parts"])
+        self._model = _ModelParts(parts["model_parts"])
         give_generator(self.states[DATALOADER], 0)
         self.keep_latest_k = config.keep_latest_k
         base = parts.get("base_folder", "")
@@ -126,17 +128,17 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             self._wait_for_saving()
         return True
 
-    def _load(self, step: int = -1) -> bool:
-        is_asked = step != -1
-        is_here, step, has_model_only = first_result(_NOT_FOUND, lambda: self._find(step))
-        if not is_here:
+    def _load(self, step: int = _NEWEST) -> bool:
+        is_asked = step != _NEWEST
+        is_in_ckpt, step, has_model_only = first_result(_NOT_FOUND, lambda: self._find(step))
+        if not is_in_ckpt:
             is_loaded: bool = super()._load(step)
             if is_asked:  # The steps of ckpt after this one may be saved again
                 self.manager.continue_from(StepRef(step, _DCP))
             return is_loaded
         all_names = self._state().keys() - set(self.exclude_from_loading)
         names = {MODEL} if has_model_only else all_names
-        self._restore(self.manager, None if step == -1 else step, names)
+        self._restore(self.manager, None if step == _NEWEST else step, names)
         return True
 
     def _find(self, step: int) -> tuple[bool, int, bool]:
@@ -154,10 +156,11 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             FileNotFoundError: Neither ckpt nor DCP has the step that is asked for.
         """
         steps, newest = self.manager.steps(), self._find_load_step()
-        if step == -1:
+        if step == _NEWEST:
             if not steps or newest > max(steps):
                 return False, newest, False
-            return True, 0 if steps == [0] else -1, steps == [0]
+            has_seed_only = steps == [0]
+            return True, 0 if has_seed_only else _NEWEST, has_seed_only
         dcp_steps = self._steps_of_dcp()
         if step not in {*steps, *dcp_steps}:
             steps_text = few(
@@ -180,7 +183,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     def _steps_of_dcp(self) -> set[int]:
         """Return the numbers of the steps in ``folder`` that torchtitan's own manager has saved."""
         names = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
-        return {int(match[1]) for name in names if (match := _STEP.fullmatch(name)) is not None}
+        return {
+            int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name)) is not None
+        }
 
     def _wait_for_saving(self) -> None:
         pending, self.save_future = self.save_future, None
@@ -257,7 +262,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             self.manager.continue_from(StepRef(report.step, report.attempt))
 
 
-class _Parts(ModuleStandIn):
+class _ModelParts(ModuleStandIn):
     """The model parts of this rank as one module, which is saved without ``state_dict()`` hooks."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_no_reference_is_refused(
     if written is not None:
         (tmp_path / "ckpt.json").write_text(written)
     with pytest.raises(error, match=said):
-        door._read(ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem()))
+        door._read_reference(ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem()))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_reported_root_is_followed_only_if_it_is_given(
 def test_a_reference_is_read_to_a_bound(tmp_path: Path) -> None:
     (tmp_path / "ckpt.json").write_text('{"root": "runs", ' + " " * (64 << 10) + '"step": 7}')
     with pytest.raises(RestoreError, match="is damaged"):
-        door._read(ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem()))
+        door._read_reference(ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem()))
 
 
 def test_a_step_that_a_farther_tier_has_given_up_is_reported(tmp_path: Path) -> None:
@@ -214,18 +214,18 @@ def test_a_step_that_a_farther_tier_has_given_up_is_reported(tmp_path: Path) -> 
     run = SimpleNamespace(path=str(tmp_path), filesystem=fs.LocalFileSystem())
     pending = SaveRecord(7, 0, None, began=0.0)
     pending.finish(TierBehind(7), is_reported=True)
-    found = door._refer(pending, "s3://bucket/run", run, "checkpoint_1")
-    assert door._read(found) == ("s3://bucket/run", 7)
+    found = door._refer_when_durable(pending, "s3://bucket/run", run, "checkpoint_1")
+    assert door._read_reference(found) == ("s3://bucket/run", 7)
     pending.finish(OutOfSpace("rank-00000.safetensors"))
     with pytest.raises(OutOfSpace):
-        door._refer(pending, "s3://bucket/run", run, "checkpoint_2")
+        door._refer_when_durable(pending, "s3://bucket/run", run, "checkpoint_2")
 
 
 def test_ray_gets_no_checkpoint_of_a_step_that_another_worker_has_skipped(tmp_path: Path) -> None:
     run = SimpleNamespace(path=str(tmp_path), filesystem=fs.LocalFileSystem())
     pending = SaveRecord(7, 0, None, began=0.0)
     pending.finish(SaveSkipped(7, "rank 1: no slot was free"))
-    found = door._refer(pending, "s3://bucket/run", run, "checkpoint_1")
+    found = door._refer_when_durable(pending, "s3://bucket/run", run, "checkpoint_1")
     assert isinstance(found, ray.train.Checkpoint)
     assert not found
     assert ray.cloudpickle.loads(ray.cloudpickle.dumps(found)) is None

@@ -40,7 +40,7 @@ from ckpt.state.tensors.local_shards import LocalShards
 
 Path = tuple[str | int, ...]
 
-_BUFFER: Final = "io.BytesIO"
+_BUFFER_TAG: Final = "io.BytesIO"
 """An ``io.BytesIO`` is stored as a tuple of this text and the bytes of the buffer.
 
 Transformer Engine keeps its extra state in an ``io.BytesIO``.
@@ -71,7 +71,7 @@ def path_of(item: WriteItem, plan: SavePlan) -> Path:
     return paths.get(item.index.fqn, (item.index.fqn,))
 
 
-def _list_of(path: Path) -> Path | None:
+def _outermost_list(path: Path) -> Path | None:
     """Return the path of the outermost list that contains the entry at ``path``, or None if no list
     contains the entry.
     """
@@ -93,11 +93,11 @@ def gather_lists(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[P
     sharded: set[Path] = set()
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            if (list_path := _list_of(path_of(item, plan))) is not None:
+            if (list_path := _outermost_list(path_of(item, plan))) is not None:
                 ranks[list_path].add(rank)
                 if item.type == WriteItemType.SHARD:
                     sharded.add(list_path)
-    homes = {
+    rank_by_list = {
         list_path: min(holders)
         for list_path, holders in ranks.items()
         if len(holders) > 1 and list_path not in sharded
@@ -105,14 +105,14 @@ def gather_lists(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[P
     items: list[list[WriteItem]] = [[] for _ in plans]
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            home = homes.get(_list_of(path_of(item, plan)) or (), rank)
-            is_known = item.index.fqn in (plans[home].planner_data or {})
-            items[home if is_known else rank].append(item)
+            target_rank = rank_by_list.get(_outermost_list(path_of(item, plan)) or (), rank)
+            is_known = item.index.fqn in (plans[target_rank].planner_data or {})
+            items[target_rank if is_known else rank].append(item)
     new_plans = [
         dataclasses.replace(plan, items=plan_items)
         for plan, plan_items in zip(plans, items, strict=True)
     ]
-    return (new_plans if homes else list(plans)), frozenset(sharded)
+    return (new_plans if rank_by_list else list(plans)), frozenset(sharded)
 
 
 def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> d
     for item in plan.items:
         path = path_of(item, plan)
         if item.type == WriteItemType.BYTE_IO:
-            _put(state, path, _value(item, planner), spread)
+            _put(state, path, _plain_value(item, planner), spread)
             continue
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor), item.index
@@ -141,11 +141,11 @@ def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> d
         else:
             shards[path].append((item, tensor.detach()))
     for path, parts in shards.items():
-        _put(state, path, _sharded(parts), spread)
+        _put(state, path, _local_shards(parts), spread)
     return state
 
 
-def _value(item: WriteItem, planner: SavePlanner) -> Any:
+def _plain_value(item: WriteItem, planner: SavePlanner) -> Any:
     name = item.index.fqn
     if not isinstance(planner, DefaultSavePlanner):
         raise ConfigError(
@@ -161,10 +161,10 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
         raise UnsupportedValue(
             name, f"{type(value).__name__} in one entry", "use a planner that flattens the state"
         )
-    return (_BUFFER, value.getvalue()) if type(value) is io.BytesIO else value
+    return (_BUFFER_TAG, value.getvalue()) if type(value) is io.BytesIO else value
 
 
-def _sharded(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShards:
+def _local_shards(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShards:
     (head, tensor), *_ = parts
     assert head.tensor_data is not None
     pieces = [(item.index.offset or (), part) for item, part in parts if part.numel()]
@@ -173,7 +173,7 @@ def _sharded(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShards:
 
 def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path]) -> None:
     """Set the value at ``path`` of the nested state, and make missing containers on that path."""
-    if _list_of(path) in spread:
+    if _outermost_list(path) in spread:
         path = tuple(map(str, path))
     container: Any = state
     for part, next_part in zip(path, (*path[1:], None), strict=True):
@@ -242,7 +242,9 @@ class Entries:
         """Return a leaf with one box: the region of a tensor that ``item`` reads."""
         tensor = self._tensors[self.names[item.storage_index.fqn]]
         base = item.storage_index.offset or (0,) * len(tensor.shape)
-        offsets = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
+        offsets = tuple(
+            start + offset for start, offset in zip(base, item.storage_offsets, strict=True)
+        )
         box = Box(offsets, tuple(item.lengths))
         return Leaf(tensor.name, tensor.dtype, tensor.shape, (box,))
 
@@ -259,7 +261,7 @@ class Entries:
                 "restore it with CheckpointManager"
             )
         match value:
-            case (str() as kind, bytes() as data) if kind == _BUFFER:
+            case (str() as kind, bytes() as data) if kind == _BUFFER_TAG:
                 return io.BytesIO(data)
             case _:
                 return value

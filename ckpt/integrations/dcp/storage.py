@@ -56,7 +56,7 @@ from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 State = dict[str, Any]
 
-_NUMBER: Final = re.compile(r"(?:.*?[^0-9])?([0-9]{1,18})")
+_STEP_NUMBER: Final = re.compile(r"(?:.*?[^0-9])?([0-9]{1,18})")
 _BLOCKING_OPTIONS: Final = StagingOptions(
     use_pinned_memory=False,
     use_shared_memory=False,
@@ -75,7 +75,7 @@ If the plan of another save has this token, DCP's planner has taken that plan fr
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _SaveOrder:
     """The data of a save that DCP's coordinator rank adds to the plan of each rank.
 
     Attributes:
@@ -99,7 +99,7 @@ class LoadedStep:
 
     Attributes:
         ref: The step.
-        places: The canonical URLs or paths of the reader's tiers (see `_places`).
+        places: The canonical URLs or paths of the reader's tiers (see `_canonical_urls`).
         token: A text that no other load has.
     """
 
@@ -114,7 +114,7 @@ are the writers whose argument ``after`` was the reader with this load.
 """
 
 
-class _Root:
+class _TierStorage:
     """The base of the writer and the reader, with their tiers and the rules for a checkpoint id."""
 
     _tiers: tuple[Tier, ...]
@@ -127,10 +127,10 @@ class _Root:
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return True if the last part of ``checkpoint_id`` ends with the number of a step."""
-        return _NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
+        return _STEP_NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
 
 
-class CkptWriter(_Root, AsyncStager, StorageWriter):
+class CkptWriter(_TierStorage, AsyncStager, StorageWriter):
     """A ``StorageWriter`` that saves a step of ckpt, with its checksums, tiers and atomic commit.
 
     If ``dcp.save`` or ``dcp.async_save`` gets a ``checkpoint_id``, the number of the step is the
@@ -171,7 +171,9 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
     ) -> None:
         self._tiers = as_tiers(tiers)
         self._origin = None if after is None else after.loaded
-        if self._origin is not None and self._origin.places.isdisjoint(_places(self._tiers)):
+        if self._origin is not None and self._origin.places.isdisjoint(
+            _canonical_urls(self._tiers)
+        ):
             raise ConfigError(
                 f"after= has loaded step {self._origin.ref.step} of another place than "
                 f"{self.checkpoint_id}: leave it out, since a step of another run hides none here"
@@ -197,14 +199,14 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         The next save opens the tiers again.
         """
         self._stager = None
-        self._end()
+        self._close_manager()
 
     # -- staging, on the training thread -----------------------------------------------------------
 
     def stage(self, state_dict: State) -> State:
         """Return a copy of the state in host memory, for ``dcp.async_save``."""
         if self._is_single_use:
-            return _stage(DefaultStager(_BLOCKING_OPTIONS), state_dict)
+            return _stage_blocking(DefaultStager(_BLOCKING_OPTIONS), state_dict)
         if self._stager is None or self._stager.in_use:
             # The save under way still needs the memory of the other stager.
             self._stager = _Stager()
@@ -241,11 +243,13 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
         Only DCP's coordinator rank calls this.
         """
-        step = self._chosen_step()
+        step = self._choose_step()
         new_plans, spread = gather_lists(plans)
         token = new_attempt()
         return [
-            dataclasses.replace(plan, storage_data=_Order(step, rank, len(plans), token, spread))
+            dataclasses.replace(
+                plan, storage_data=_SaveOrder(step, rank, len(plans), token, spread)
+            )
             for rank, plan in enumerate(new_plans)
         ]
 
@@ -261,7 +265,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
             Exception: The planner has raised an error while it gave the items.
         """
         order: object = plan.storage_data
-        if not isinstance(order, _Order):
+        if not isinstance(order, _SaveOrder):
             raise ConfigError(
                 "the planner uses a plan that it has cached for another storage writer "
                 "(enable_plan_caching=True), and it caches by the name of its class: give this "
@@ -289,10 +293,10 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _chosen_step(self) -> int:
+    def _choose_step(self) -> int:
         if (step := self._own_step) is not None:
             return step
-        newest = _newest(self._tiers)
+        newest = _newest_step(self._tiers)
         return 0 if newest is None else newest + 1
 
     @property
@@ -300,15 +304,15 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         """The step from the ``checkpoint_id`` or ``step`` of this rank; None if it has neither."""
         return self._requested_step if self._requested_step is not None else self._step
 
-    def _save(self, order: _Order, plan: SavePlan, planner: SavePlanner) -> None:
+    def _save(self, order: _SaveOrder, plan: SavePlan, planner: SavePlanner) -> None:
         step = order.step
-        stale = order.token in _last_token
-        if self._own_step is not None and self._own_step != step and not stale:
+        has_cached_plan = order.token in _last_token
+        if self._own_step is not None and self._own_step != step and not has_cached_plan:
             raise ConfigError(
                 f"rank {order.rank} was given step {self._own_step}, and the coordinator step "
                 f"{step}: give the same one on all ranks"
             )
-        if stale and (self._own_step is None or self._manager is None):
+        if has_cached_plan and (self._own_step is None or self._manager is None):
             raise ConfigError(
                 "the planner uses the plan of an earlier save (enable_plan_caching=True): make "
                 "one CkptWriter(root), and pass it to every save with a checkpoint_id such as "
@@ -337,10 +341,10 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
             if fault is not None:
                 raise fault
 
-    def _manager_for(self, order: _Order) -> FrameworkManager:
+    def _manager_for(self, order: _SaveOrder) -> FrameworkManager:
         world = (order.rank, order.world_size)
         if self._manager is None or self._world != world:
-            self._end()
+            self._close_manager()
             coordinator = (
                 SingleCoordinator()
                 if order.world_size == 1
@@ -360,7 +364,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         if self._origin is not None:
             _steps_by_load[self._origin.token] = StepRef(step, self._attempt)
 
-    def _end(self) -> None:
+    def _close_manager(self) -> None:
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
@@ -381,7 +385,7 @@ class _Stager:
 
     def stage(self, state: State) -> State:
         self.in_use = True
-        host_state = _stage(self._stager, state)
+        host_state = _stage_blocking(self._stager, state)
         self._memory = set(_addresses(host_state))
         return host_state
 
@@ -391,7 +395,7 @@ class _Stager:
             self.in_use = False
 
 
-def _stage(stager: DefaultStager, state: State) -> State:
+def _stage_blocking(stager: DefaultStager, state: State) -> State:
     host_state = stager.stage(state)
     assert isinstance(host_state, dict)  # DCP returns a future only with use_async_staging
     return host_state
@@ -406,7 +410,7 @@ def _addresses(state: State) -> Generator[int]:
                 yield address
 
 
-class CkptReader(_Root, StorageReader):
+class CkptReader(_TierStorage, StorageReader):
     """A ``StorageReader`` for a step of ckpt, written by `CkptWriter` or a ``CheckpointManager``.
 
     Every chunk is read from the nearest tier that has it intact. For a module that a
@@ -452,7 +456,7 @@ class CkptReader(_Root, StorageReader):
 
     def latest_step(self) -> int | None:
         """Return the number of the newest committed step on any tier, or None if there is none."""
-        return _newest(self._tiers)
+        return _newest_step(self._tiers)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take the number of the step from ``checkpoint_id``. If it is None, use ``step``.
@@ -522,7 +526,7 @@ class CkptReader(_Root, StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _torch_bytes(self._entries.value(item.storage_index.fqn)))
         assert self._ref is not None
-        self.loaded = LoadedStep(self._ref, _places(self._tiers), new_attempt())
+        self.loaded = LoadedStep(self._ref, _canonical_urls(self._tiers), new_attempt())
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -548,7 +552,7 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
     """
     text = os.fspath(checkpoint_id).rstrip("/")
     root, _, name = text.rpartition("/")
-    if (number := _NUMBER.fullmatch(name)) is None:
+    if (number := _STEP_NUMBER.fullmatch(name)) is None:
         raise ConfigError(
             f"checkpoint_id={redact(text)!r} names no step: end it with a number, as 'step-1200'"
         )
@@ -560,12 +564,12 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
     return int(number[1])
 
 
-def _places(tiers: Sequence[Tier]) -> frozenset[str]:
+def _canonical_urls(tiers: Sequence[Tier]) -> frozenset[str]:
     """Return the canonical URLs of the tiers, which do not depend on their spelling."""
     return frozenset(map(canonical, urls_of(tiers)))
 
 
-def _newest(tiers: Sequence[Tier]) -> int | None:
+def _newest_step(tiers: Sequence[Tier]) -> int | None:
     """Return the number of the newest committed step, or None if there is none."""
     with open_readers(tiers) as readers:
         return next((reader.ref.step for reader in readers), None)

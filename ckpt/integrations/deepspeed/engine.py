@@ -107,7 +107,7 @@ class CkptEngine:
     ) -> None:
         advice = "load a checkpoint once and compare the losses"
         warn_of_untested("deepspeed", TESTED_RANGE, advice=advice)
-        _check(engine)
+        _check_engine(engine)
         self.pending: PendingSave | None = None
         self.has_shared_error = False
         self._engine = engine
@@ -116,11 +116,11 @@ class CkptEngine:
         # One rank of each node writes ``latest``, since each node may have a folder of its own.
         self._latest = _Latest(self._folder) if int(engine.local_rank) <= 0 else None
         self._call: _Call | None = None
-        self._looked_at: tuple[str, Any] | None = None
+        self._loaded_file: tuple[str, Any] | None = None
         observers = (*settings.pop("observers", ()), *([self._latest] if self._latest else ()))
         self.manager = CheckpointManager(self._tiers, observers=observers, **settings)
-        self._last = self._newest()
-        all_results("cannot write the small files", self._mirror)
+        self._last_step = self._newest_step()
+        all_results("cannot write the small files", self._write_small_files)
         check_loads(engine, self._folder, self, self._tags)
 
     # -- what DeepSpeed calls to save --------------------------------------------------------------
@@ -136,7 +136,7 @@ class CkptEngine:
                 f"a tag cannot be {LATEST!r}, which is the file that names the newest tag: choose "
                 "another one"
             )
-        self._looked_at = None  # The tag may name another step from now on
+        self._loaded_file = None  # The tag may name another step from now on
         self._call = _Call(os.path.abspath(info.save_dir), str(info.tag), bool(info.save_latest))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -169,7 +169,8 @@ class CkptEngine:
                 _write(path, _note(part), sync=False)
         except BaseException as error:
             with suppress(Exception):
-                self._begin(call, FailedEntry(error))  # The other ranks must not wait for this one
+                # The other ranks must not wait for this one.
+                self._begin_save(call, FailedEntry(error))
             raise
         self._call = call
 
@@ -179,9 +180,9 @@ class CkptEngine:
         DeepSpeed calls this at the end of ``save_checkpoint``. True means that the save continues
         after ``save_checkpoint`` has returned.
         """
-        if self._call is not None and len(self._call.parts) == _files_of(self._engine):
+        if self._call is not None and len(self._call.parts) == _file_count(self._engine):
             call, self._call = self._call, None
-            self._begin(call, {"tag": call.tag, "latest": call.is_latest})
+            self._begin_save(call, {"tag": call.tag, "latest": call.is_latest})
         return True
 
     def get_commit_info(self) -> None:
@@ -223,12 +224,11 @@ class CkptEngine:
                 steps, another rank has failed, or the state does not fit this number of ranks.
             IntegrityError, StorageError: Bytes are intact on no tier.
         """
-        if self._looked_at is not None and self._looked_at[0] == path:
+        (loaded_path, loaded_content), self._loaded_file = self._loaded_file or (None, None), None
+        if loaded_path == path:
             # DeepSpeed loads its first file twice, and uses only one entry from the first load. So
             # the second load can return the same contents.
-            content, self._looked_at = self._looked_at[1], None
-            return content
-        self._looked_at = None
+            return loaded_content
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         contents: list[Any] = []
 
@@ -243,12 +243,12 @@ class CkptEngine:
             self.has_shared_error = True  # Until the ranks have agreed
             steps = all_results(f"cannot load {os.path.basename(path)}", load)
             check_same_files(steps)
-            _check_same(steps)
+            _check_same_step(steps)
             self.has_shared_error = False
         (content,) = contents
         if isinstance(content, dict) and "dp_world_size" in content:
             self._check_world(int(content["dp_world_size"]))
-            self._looked_at = (path, content)
+            self._loaded_file = (path, content)
         return content
 
     def _load(self, path: str, device: torch.device) -> tuple[str, StepRef, Any]:
@@ -265,7 +265,7 @@ class CkptEngine:
         if self.pending is not None:
             self.pending.wait()
         with self._step_with_tag(tag) as step:
-            return tag, step.reader.ref, _read(step, part, device)
+            return tag, step.reader.ref, _read_part(step, part, device)
 
     def _is_loaded_serially(self, path: str) -> bool:
         """Return True if the ranks of a node load the file ``path`` one after the other.
@@ -292,21 +292,23 @@ class CkptEngine:
             os.makedirs(os.path.join(folder, tag), exist_ok=True)
             for part in step.parts:
                 paths.append(os.path.join(folder, tag, f"{part}.pt"))
-                torch.save(_read(step, part, torch.device("cpu")), paths[-1])
+                torch.save(_read_part(step, part, torch.device("cpu")), paths[-1])
         _write(os.path.join(folder, LATEST), tag)
         return paths
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _begin(self, call: _Call, header: Any) -> None:
+    def _begin_save(self, call: _Call, header: Any) -> None:
         """Begin to save the files of ``call``.
 
         ``header`` is the entry with the tag. If it is a `FailedEntry`, the save fails on all ranks.
         """
-        self._last = max(self._last + 1, int(self._engine.global_steps))
+        self._last_step = max(self._last_step + 1, int(self._engine.global_steps))
         if call.is_latest and self._latest is not None:
-            self._latest.expect(self._last, call.tag)
-        self.pending = self.manager.save_async({_HEADER: header, _PARTS: call.parts}, self._last)
+            self._latest.expect(self._last_step, call.tag)
+        self.pending = self.manager.save_async(
+            {_HEADER: header, _PARTS: call.parts}, self._last_step
+        )
 
     def _tag_and_part(self, path: str) -> tuple[str, str]:
         """Return the tag of the file ``path``, and the name of the file without ``.pt``, which is
@@ -340,7 +342,7 @@ class CkptEngine:
         with open_readers(self._tiers) as readers:
             return list(dict.fromkeys(step.tag for step in _steps(readers)))
 
-    def _newest(self) -> int:
+    def _newest_step(self) -> int:
         """Return the number of the newest intact step, the same on all ranks; -1 if there is none.
 
         This restores the entry with the tag, so the manager continues from this step. After a
@@ -364,7 +366,7 @@ class CkptEngine:
             raise
         return -1 if report is None else report.step
 
-    def _mirror(self) -> None:
+    def _write_small_files(self) -> None:
         """Write the small files that the folder lacks, and write the newest tag into ``latest``.
         Only one rank of each node does so.
 
@@ -474,7 +476,7 @@ class _Latest:
         with self._lock:
             if step > self._step:
                 self._step = step
-                if not os.path.isfile(self._path) or _text(self._path).strip() != tag:
+                if not os.path.isfile(self._path) or _read_text(self._path).strip() != tag:
                     os.makedirs(os.path.dirname(self._path), exist_ok=True)
                     _write(self._path, tag)
 
@@ -501,7 +503,7 @@ def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
                 continue
 
 
-def _check_same(steps: Sequence[tuple[str, StepRef]]) -> None:
+def _check_same_step(steps: Sequence[tuple[str, StepRef]]) -> None:
     """Raise ``RestoreError`` if ranks have loaded different steps.
 
     This may happen, since each rank reads the file ``latest`` by itself, and the commit of a save
@@ -510,14 +512,15 @@ def _check_same(steps: Sequence[tuple[str, StepRef]]) -> None:
     Args:
         steps: The tag and the step that each rank has loaded, in rank order.
     """
-    odd_rank = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
-    if odd_rank is not None:
-        raise RestoreError(
-            f"the ranks load different steps: rank 0 has read step {steps[0][1].step} with the tag "
-            f"{steps[0][0]!r}, and rank {odd_rank} step {steps[odd_rank][1].step} with "
-            f"{steps[odd_rank][0]!r}. A save was committed during the load: let all ranks call "
-            "engine.checkpoint_engine.pending.result() and dist.barrier() first, and load again"
-        )
+    tag, ref = steps[0]
+    for rank, (odd_tag, odd_ref) in enumerate(steps):
+        if (odd_tag, odd_ref) != (tag, ref):
+            raise RestoreError(
+                f"the ranks load different steps: rank 0 has read step {ref.step} with the tag "
+                f"{tag!r}, and rank {rank} step {odd_ref.step} with {odd_tag!r}. A save was "
+                "committed during the load: let all ranks call "
+                "engine.checkpoint_engine.pending.result() and dist.barrier() first, and load again"
+            )
 
 
 def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
@@ -526,7 +529,7 @@ def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
     return folder not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
 
 
-def _read(step: _Step, part: str, device: torch.device) -> Any:
+def _read_part(step: _Step, part: str, device: torch.device) -> Any:
     """Return the contents of the file ``part`` of a step, with its tensors on ``device``."""
     if part not in step.parts:
         raise RestoreError(
@@ -546,12 +549,12 @@ def _read(step: _Step, part: str, device: torch.device) -> Any:
     return step.reader.whole(build)
 
 
-def _files_of(engine: Any) -> int:
+def _file_count(engine: Any) -> int:
     """Return how many files ``save_checkpoint`` adds to the checkpoint on this rank."""
     return int(engine.save_non_zero_checkpoint) + int(engine.save_zero_checkpoint)
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     """Return the first 4096 bytes of a file as text, with replacements for invalid bytes."""
     with open(path, "rb") as file:
         return file.read(_MOST_NOTE_BYTES).decode(errors="replace")
@@ -559,7 +562,7 @@ def _text(path: str) -> str:
 
 def _is_note(path: str) -> bool:
     """Return True if ``path`` is a small file, whose contents a step holds."""
-    return os.path.isfile(path) and _text(path).startswith(_note("")[: len(_NOTE)])
+    return os.path.isfile(path) and _read_text(path).startswith(_note("")[: len(_NOTE)])
 
 
 def _note(part: str) -> str:
@@ -572,27 +575,27 @@ def _write(path: str, text: str, *, sync: bool = True) -> None:
 
     ``sync`` says whether to fsync the new file first.
     """
-    fresh = f"{path}.{uuid.uuid4().hex}"
+    new_path = f"{path}.{uuid.uuid4().hex}"
     if sync:
-        write_durably(fresh, text.encode())
+        write_durably(new_path, text.encode())
     else:
-        Path(fresh).write_bytes(text.encode())
-    os.replace(fresh, path)
+        Path(new_path).write_bytes(text.encode())
+    os.replace(new_path, path)
 
 
-def _check(engine: Any) -> None:
+def _check_engine(engine: Any) -> None:
     """Raise ``ConfigError`` if the engine uses a feature that `CkptEngine` does not support.
 
     DeepSpeed saves the state of these features in files that its checkpoint engine does not get.
     """
-    wrong = {
+    unsupported_features = {
         "a pipeline": type(engine).__name__ == "PipelineEngine",
         "experts": engine.has_moe_layers,
         "an optimizer or parameters on NVMe": engine.zero_nvme_offload_optimizer(),
         "checkpoint.load_universal": engine.load_universal_checkpoint(),
         "checkpoint.use_node_local_storage": engine.use_node_local_storage(),
     }
-    if reasons := [reason for reason, present in wrong.items() if present]:
+    if reasons := [reason for reason, present in unsupported_features.items() if present]:
         raise ConfigError(
             f"CkptEngine cannot save an engine with {' and '.join(reasons)}: leave it out, put "
             "ckpt.integrations.deepspeed.zero_state(engine) into a state of your own, or keep "

@@ -52,12 +52,12 @@ def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
                 raise
             failure = error
 
-        def end() -> bool:
+        def finish() -> bool:
             if failure is not None:
                 raise failure
             return result[0] is not None
 
-        check_same_files(all_results("cannot load the checkpoint", end))
+        check_same_files(all_results("cannot load the checkpoint", finish))
         return result
 
     engine.load_checkpoint = load_checkpoint
@@ -70,8 +70,10 @@ def check_same_files(results: Sequence[object]) -> None:
         results: For each rank whether its load has found a checkpoint, or what it has read of a
             file.
     """
-    forms = [result if isinstance(result, bool) else None for result in results]
-    odd_rank = next((rank for rank, result in enumerate(forms) if result is not forms[0]), None)
+    load_results = [result if isinstance(result, bool) else None for result in results]
+    odd_rank = next(
+        (rank for rank, result in enumerate(load_results) if result is not load_results[0]), None
+    )
     if odd_rank is not None:
         raise RestoreError(
             f"rank {odd_rank} loads other files than rank 0, or finds no checkpoint: give all "
@@ -83,7 +85,7 @@ def check_same_files(results: Sequence[object]) -> None:
 def _check_tag(load_dir: str, tag: str, folder: str, tags: Tags) -> None:
     """Raise ``NoCheckpoint`` on all ranks if the folder of the tag is missing on any rank."""
 
-    def wrong() -> str:
+    def tag_fault() -> str:
         if os.path.isdir(os.path.join(load_dir, tag)):
             return ""
         if os.path.abspath(load_dir) != folder:
@@ -93,7 +95,7 @@ def _check_tag(load_dir: str, tag: str, folder: str, tags: Tags) -> None:
 
     missing = {
         rank: fault
-        for rank, fault in enumerate(all_results("cannot look for the tag", wrong))
+        for rank, fault in enumerate(all_results("cannot look for the tag", tag_fault))
         if fault
     }
     if missing:

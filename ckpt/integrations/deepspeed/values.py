@@ -25,11 +25,11 @@ from ckpt.state.tensors.local_shards import LocalShards
 
 _KIND, _VALUE, _METADATA = "ckpt.kind", "value", "metadata"
 _STATE_DICT, _ARRAY = "state_dict", "numpy"
-_PLAIN: Final = (
+_PLAIN_TYPES: Final = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset),
     *(torch.Size, torch.dtype, torch.device),
 )
-_WAY_OUT: Final = (
+_ADVICE: Final = (
     "client_state takes tensors, arrays and plain values: give an object's state_dict() there"
 )
 
@@ -97,7 +97,7 @@ class _Packer:
 
     def pack(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, np.generic):
+        if kind in _PLAIN_TYPES or isinstance(value, np.generic):
             return value
         if kind in (torch.Tensor, torch.nn.Parameter):
             return self._tensor(value.detach())
@@ -108,9 +108,11 @@ class _Packer:
         if kind in (list, tuple):
             return kind(self.pack(item, join(path, str(i))) for i, item in enumerate(value))
         if (
-            name := next((name for name, candidate in _kinds().items() if candidate is kind), None)
+            name := next(
+                (name for name, candidate in _types_by_name().items() if candidate is kind), None
+            )
         ) is None:
-            raise UnsupportedValue(path, f"{kind.__module__}.{kind.__qualname__}", _WAY_OUT)
+            raise UnsupportedValue(path, f"{kind.__module__}.{kind.__qualname__}", _ADVICE)
         fields = value.value if isinstance(value, Enum) else self.pack(dict(vars(value)), path)
         return {_KIND: name, _VALUE: fields}
 
@@ -154,7 +156,7 @@ def unpack(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     def inner(item: Any) -> Any:
         return unpack(item, tensor)
 
-    match value:
+    match value:  # "ckpt.kind" is ``_KIND``, which a pattern would take for a new variable
         case StoredTensor():
             return tensor(value.name)
         case {"ckpt.kind": "state_dict"}:
@@ -162,7 +164,7 @@ def unpack(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         case {"ckpt.kind": "numpy"}:
             return inner(value[_VALUE]).numpy()
         case {"ckpt.kind": str(kind)}:
-            return _make(kind, inner(value[_VALUE]))
+            return _make_instance(kind, inner(value[_VALUE]))
         case dict():
             return type(value)({key: inner(item) for key, item in value.items()})
         case list() | tuple():
@@ -178,8 +180,8 @@ def _state_dict(items: Mapping[str, Any], metadata: Any) -> Any:
     return state
 
 
-def _make(kind: str, value: Any) -> Any:
-    if (cls := _kinds().get(kind)) is None:
+def _make_instance(kind: str, value: Any) -> Any:
+    if (cls := _types_by_name().get(kind)) is None:
         raise RestoreError(f"the checkpoint has a value of the type {kind!r}: install a later ckpt")
     if issubclass(cls, Enum):
         return cls(value)
@@ -189,7 +191,7 @@ def _make(kind: str, value: Any) -> Any:
 
 
 @functools.cache
-def _kinds() -> Mapping[str, Any]:
+def _types_by_name() -> Mapping[str, Any]:
     """Return the types of the objects that a step may hold: name in the step -> type.
 
     An enum is stored by its value, and any other object by its attributes.

@@ -41,9 +41,9 @@ from ckpt.state.walk.items import Entry, ModuleItems, Part
 from ckpt.state.walk.modules import entries
 from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
 
-_ZERO: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
-_COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps")
-_SCALER: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_ZERO_CLASSES: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+_COUNTER_NAMES: Final = ("global_steps", "global_samples", "skipped_steps")
+_SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _STEP: Final = "step"
 
 _log = logging.getLogger("ckpt")
@@ -72,7 +72,7 @@ class _Zero:
     """The partitions of an engine, and views of them in the shapes of its parameters."""
 
     def __init__(self, engine: Any) -> None:
-        _check(engine)
+        _check_engine(engine)
         self.engine, self.optimizer = engine, engine.optimizer
         self.ranks = ranks_of(engine.seq_data_parallel_group)
         self.partitions = partitions_of(self.optimizer)
@@ -98,12 +98,12 @@ class _Zero:
             The views. If ``flat`` has the same memory as in the last call for ``partition`` and
             ``key``, they are the same objects.
         """
-        place = (flat.data_ptr(), flat.dtype, flat.device)
-        entry = self._views.get((partition, key))
-        if entry is None or entry[0] != place:
+        memory = (flat.data_ptr(), flat.dtype, flat.device)
+        last_memory, views = self._views.get((partition, key), (None, ()))
+        if last_memory != memory:
             views = tuple(_view(piece, flat) for piece in partition.pieces)
-            entry = self._views[(partition, key)] = (place, views)
-        return entry[1]
+            self._views[(partition, key)] = (memory, views)
+        return views
 
     def masters(self, partition: Partition) -> tuple[LocalShards, ...]:
         return self.views(partition, None, partition.flat)
@@ -171,8 +171,8 @@ class ZeroModel(ModuleStandIn):
         if not hasattr(value, "ds_tensor"):
             return value
         part = value.ds_tensor
-        memo = self._frozen_parts.get(id(value))
-        if memo is None or memo[0] != part.data_ptr():
+        last_address, view = self._frozen_parts.get(id(value), (None, part))
+        if last_address != part.data_ptr():
             shape, span = tuple(value.ds_shape), span_of_shard(value)
             memory = part.detach().view(-1)[: span.length]
             view = (
@@ -180,8 +180,8 @@ class ZeroModel(ModuleStandIn):
                 if value.ds_numel
                 else memory.new_empty(shape)
             )
-            memo = self._frozen_parts[id(value)] = (part.data_ptr(), view)
-        return memo[1]
+            self._frozen_parts[id(value)] = (part.data_ptr(), view)
+        return view
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the named parameters of the engine's module."""
@@ -220,11 +220,11 @@ class ZeroOptimizer(OptimizerStandIn):
         self.defaults = {}
         self.state = {}  # type: ignore[assignment]
         self.param_groups = []
-        self._fresh: dict[tuple[Partition, object], torch.Tensor] = {}
+        self._new_flats: dict[tuple[Partition, object], torch.Tensor] = {}
         self._steps: dict[Partition, float] = {}
 
     def look(self) -> None:
-        self._fresh.clear()
+        self._new_flats.clear()
         self.param_groups[:] = [
             {
                 **{key: value for key, value in group.items() if key not in ("params", _STEP)},
@@ -284,11 +284,11 @@ class ZeroOptimizer(OptimizerStandIn):
             masters = self._zero.masters(partition)
             index = next((i for i, master in enumerate(masters) if master is parameter), None)
             if index is not None and shape == parameter.shape:
-                if (partition, key) not in self._fresh:
-                    self._fresh[(partition, key)] = torch.zeros_like(
+                if (partition, key) not in self._new_flats:
+                    self._new_flats[(partition, key)] = torch.zeros_like(
                         partition.flat, dtype=dtype, requires_grad=False
                     )
-                return _view(partition.pieces[index], self._fresh[(partition, key)])
+                return _view(partition.pieces[index], self._new_flats[(partition, key)])
         raise RestoreError(
             f"DeepSpeed: {key!r} of shape {shape} in the checkpoint has another shape than its "
             "parameter: of such optimizers the model alone can be restored"
@@ -298,9 +298,9 @@ class ZeroOptimizer(OptimizerStandIn):
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
         extra: dict[str, Any] = {
-            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "counters": {name: getattr(engine, name) for name in _COUNTER_NAMES},
             "loss_scaler": {
-                name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)
+                name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)
             },
         }
         if hasattr(scheduler, "state_dict"):
@@ -313,7 +313,7 @@ class ZeroOptimizer(OptimizerStandIn):
         for name, value in extra["counters"].items():
             setattr(engine, name, value)
         if getattr(scaler, "dynamic", False):
-            for name in _SCALER:
+            for name in _SCALER_FIELDS:
                 if name in extra["loss_scaler"] and hasattr(scaler, name):
                     setattr(scaler, name, extra["loss_scaler"][name])
         if (schedule := extra.get("scheduler")) is None or scheduler is None:
@@ -334,7 +334,7 @@ class ZeroOptimizer(OptimizerStandIn):
             base.update({key: value for key, value in group.items() if key != "params"})
         for partition in self._zero.partitions:
             self._settle(partition)
-        self._fresh.clear()
+        self._new_flats.clear()
         if hasattr(self._zero.optimizer, "_hp_optimizer_states_linked"):
             # With False, DeepSpeed links the new state to the parameters at the next step.
             self._zero.optimizer._hp_optimizer_states_linked = False
@@ -348,9 +348,11 @@ class ZeroOptimizer(OptimizerStandIn):
             base.state.pop(partition.flat, None)
             return
         base_state = base.state.get(partition.flat, {})
-        fresh = {key: flat for (of, key), flat in self._fresh.items() if of is partition}
+        new_flats = {
+            key: flat for (owner, key), flat in self._new_flats.items() if owner is partition
+        }
         flats: dict[str, Any] = {
-            key: fresh[key] if key in fresh else base_state[key] for key in keys
+            key: new_flats[key] if key in new_flats else base_state[key] for key in keys
         }
         for values, piece in zip(states, partition.pieces, strict=True):
             for key in keys:
@@ -392,10 +394,12 @@ def _step_like(counter: Any, base: Optimizer, partition: Partition, step: float)
     return torch.tensor(step, device=partition.flat.device if on_device else "cpu")
 
 
-def _check(engine: Any) -> None:
+def _check_engine(engine: Any) -> None:
     optimizer = getattr(engine, "optimizer", None)
     kind = type(optimizer).__name__
-    if kind not in _ZERO or not isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    if kind not in _ZERO_CLASSES or not isinstance(
+        getattr(optimizer, "optimizer", None), Optimizer
+    ):
         raise ConfigError(
             "zero_state takes the engine of deepspeed.initialize under ZeRO 1, 2 or 3; this "
             f"one's optimizer is {kind}. "
@@ -403,7 +407,7 @@ def _check(engine: Any) -> None:
             "state"
         )
     ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
-    wrong = {
+    unsupported_features = {
         "parallelism of another kind than that of data and sequences": len(ranks)
         < dist.get_world_size(),
         "a pipeline": type(engine).__name__ == "PipelineEngine",
@@ -417,7 +421,7 @@ def _check(engine: Any) -> None:
         "an optimizer offloaded in part (ratio)": getattr(optimizer, "offload_optimizer", False)
         and getattr(optimizer, "partial_offload", 1.0) != 1.0,
     }
-    if reasons := [reason for reason, present in wrong.items() if present]:
+    if reasons := [reason for reason, present in unsupported_features.items() if present]:
         raise ConfigError(
             f"zero_state cannot save an engine with {' and '.join(reasons)}: use "
             "engine.save_checkpoint, or put LocalShards of its tensors into the state"

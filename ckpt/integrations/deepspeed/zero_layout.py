@@ -92,7 +92,7 @@ def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer":
             return tuple(
-                _cut_groups(
+                _group_partitions(
                     optimizer.bit16_groups,
                     optimizer.bit16_groups_flat,
                     optimizer.single_partition_of_fp32_groups,
@@ -101,7 +101,7 @@ def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
             )
         case "BF16_Optimizer":
             return tuple(
-                _cut_groups(
+                _group_partitions(
                     optimizer.bf16_groups,
                     optimizer.bf16_groups_flat,
                     optimizer.fp32_groups_flat_partition,
@@ -109,12 +109,12 @@ def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
                 )
             )
         case _:
-            return tuple(_cut_parameters(optimizer))
+            return tuple(_subgroup_partitions(optimizer))
 
 
-def _cut_groups(
+def _group_partitions(
     groups: Sequence[Sequence[torch.nn.Parameter]],
-    whole: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
     masters: Sequence[torch.Tensor],
     process_groups: Sequence[Any],
 ) -> Iterator[Partition]:
@@ -122,16 +122,18 @@ def _cut_groups(
 
     Args:
         groups: The parameters of each group.
-        whole: The flat buffer of each group, with all its parameters.
+        buffers: The flat buffer of each group, with all its parameters.
         masters: This rank's partition of each buffer, as master weights.
         process_groups: For each group of parameters the process group that shares its buffer.
     """
-    for index, (group, flat, master) in enumerate(zip(groups, whole, masters, strict=True)):
+    for index, (group, buffer, master) in enumerate(zip(groups, buffers, masters, strict=True)):
         part_begin = dist.get_rank(process_groups[index]) * master.numel()
         pieces: list[Piece] = []
         for parameter in group:
-            begin, remainder = divmod(parameter.data_ptr() - flat.data_ptr(), flat.element_size())
-            if remainder or not 0 <= begin <= flat.numel() - parameter.numel():
+            begin, remainder = divmod(
+                parameter.data_ptr() - buffer.data_ptr(), buffer.element_size()
+            )
+            if remainder or not 0 <= begin <= buffer.numel() - parameter.numel():
                 raise ConfigError(
                     "DeepSpeed has moved parameters out of its flat buffers: call "
                     "engine.reload_states() first"
@@ -141,7 +143,7 @@ def _cut_groups(
         yield Partition(master, index, tuple(pieces))
 
 
-def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
+def _subgroup_partitions(optimizer: Any) -> Iterator[Partition]:
     """Yield the partitions under ZeRO 3, one for each sub-group."""
     for index, (group, master) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)

@@ -38,7 +38,7 @@ from ckpt.integrations.lightning.loops import (
     ends_epoch,
     misses_plateau,
     more_follows,
-    reloads_train_loader,
+    rebuild_train_loader,
     start_loader_again,
 )
 from ckpt.integrations.lightning.paths import BEST, NEWEST, Candidate, path_of, step_of
@@ -210,12 +210,14 @@ class CkptCheckpoint(ModelCheckpoint):
         # With only one callback, the tiers are not listed here, since the restore finds the step.
         if len(trainer.checkpoint_callbacks) == 1:
             return {Candidate(self._path(NEWEST), 0.0)}
-        newest = {
-            callback: entry for callback in _callbacks(trainer) if (entry := callback.newest())
-        }
-        if self is not max(newest, key=lambda callback: newest[callback][0], default=None):
+        steps: dict[CkptCheckpoint, int] = {}
+        times: dict[CkptCheckpoint, float] = {}
+        for callback in _callbacks(trainer):
+            if newest := callback.newest():
+                steps[callback], times[callback] = newest
+        if self is not max(steps, key=steps.__getitem__, default=None):
             return set()
-        return {Candidate(self._path(NEWEST), newest[self][1])}
+        return {Candidate(self._path(NEWEST), times[self])}
 
     def newest(self) -> tuple[int, float] | None:
         """Return the newest step on the farthest tier, which all ranks share.
@@ -243,7 +245,7 @@ class CkptCheckpoint(ModelCheckpoint):
     def _save_topk_checkpoint(
         self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
-        self._forget_lost(trainer)
+        self._forget_lost_steps(trainer)
         super()._save_topk_checkpoint(trainer, monitor_candidates)
         self._save_last_checkpoint(trainer, monitor_candidates)
 
@@ -254,7 +256,7 @@ class CkptCheckpoint(ModelCheckpoint):
         super()._update_best_and_save(current, trainer, monitor_candidates)
         self._scores |= self.best_k_models
 
-    def _forget_lost(self, trainer: Trainer) -> None:
+    def _forget_lost_steps(self, trainer: Trainer) -> None:
         """Remove from the best steps those that a rank knows to be on no tier. The steps that they
         have replaced take their places.
 
@@ -269,11 +271,11 @@ class CkptCheckpoint(ModelCheckpoint):
             elif decide(is_over):
                 del self._open_saves[path]
         if is_lost:
-            self._rank_again()
+            self._order_best_steps()
         if not self._open_saves:
             self._scores = dict(self.best_k_models)
 
-    def _rank_again(self) -> None:
+    def _order_best_steps(self) -> None:
         """Set the attributes of ``ModelCheckpoint`` about the best steps from ``_scores``."""
         newest_first = reversed(self._scores)
         order = sorted(newest_first, key=self._scores.__getitem__, reverse=self.mode == "max")
@@ -441,7 +443,7 @@ class CkptCheckpoint(ModelCheckpoint):
             self._set_rng()
         elif self._rng is not None:
             start_loader_again(trainer)
-            if reloads_train_loader(trainer):
+            if rebuild_train_loader(trainer):
                 self._set_rng()
                 self._rng = None  # The new loader draws from the generators first
 
@@ -527,7 +529,7 @@ class CkptCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the copies of snapshots, since the strategy moves the module to the CPU next."""
         super().on_train_end(trainer, pl_module)
-        self._forget_lost(trainer)
+        self._forget_lost_steps(trainer)
         if self._manager is not None:
             self._manager.fence()
 

@@ -57,7 +57,7 @@ def continues_epoch(trainer: Trainer) -> bool:
     return loop.restarted_mid_epoch or loop.restarted_on_epoch_end
 
 
-def reloads_train_loader(trainer: Trainer) -> bool:
+def rebuild_train_loader(trainer: Trainer) -> bool:
     """Make Lightning build the train loader of a restored training once more, and return True, if
     ``reload_dataloaders_every_n_epochs`` builds one for the epoch that begins.
     """

@@ -24,7 +24,7 @@ from ckpt.state.match.tree import MakeTensor, StateTree
 from ckpt.storage.tiers import as_tiers
 
 NEWEST, BEST = "newest", "best"
-_READ: Final = ("model", "model/*", "lightning", "lightning/*")
+_READ_PATTERNS: Final = ("model", "model/*", "lightning", "lightning/*")
 
 
 def path_of(root: str, step: int | str) -> str:
@@ -66,7 +66,7 @@ class Candidate(str):
     saved_at: float
 
 
-class _Places(AbstractFileSystem):  # type: ignore[misc]
+class _CkptFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """The file system of ``ckpt://`` paths.
 
     It says that every path exists. Only a restore finds out whether the step of the path exists.
@@ -118,11 +118,11 @@ def _read_step(root: str, step: int | None) -> dict[str, Any]:
 
         def build(outline: SourceManifest) -> dict[str, Any]:
             def tree(make: MakeTensor) -> dict[str, Any]:
-                return StateTree(outline.manifest, make, _READ, by_name=False).build()
+                return StateTree(outline.manifest, make, _READ_PATTERNS, by_name=False).build()
 
             return build_and_fill(reader, outline, tree)
 
         return reader.whole(build)
 
 
-fsspec.register_implementation(SCHEME, _Places, clobber=True)
+fsspec.register_implementation(SCHEME, _CkptFileSystem, clobber=True)

@@ -108,7 +108,7 @@ class CkptStrategy(Strategy):
         The step waits for the copy of a snapshot. Lightning would run the closure within the step,
         so the closure would also wait.
         """
-        results = [closure()]
+        results = [closure()]  # The optimizer's first call of the closure gets this result
         return super().optimizer_step(
             optimizer, lambda: results.pop() if results else closure(), model, **kwargs
         )
@@ -168,7 +168,7 @@ class CkptStrategy(Strategy):
                 "an on_save_checkpoint hook has changed checkpoint['state_dict'], but ckpt saves "
                 "the module itself: put what the hook makes under another key of the checkpoint"
             )
-        return _without_exotic(checkpoint)
+        return _with_plain_hparams(checkpoint)
 
 
 def mix_in(strategy: Strategy, readers: Sequence[Reader]) -> None:
@@ -205,7 +205,7 @@ def _holds_steps(path: str) -> bool:
     return any(map(parse_folder, names))
 
 
-def _without_exotic(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Remove from ``checkpoint`` the hyper-parameters that only pickle could save, and return it.
 
     A resumed training does not need these hyper-parameters.

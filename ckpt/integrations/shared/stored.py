@@ -95,7 +95,7 @@ def opened_step(
         if reader is None:
             reason = f"{ref.folder!r} was removed while it was loaded" if ref else ""
             urls = ", ".join(source.url for source in stores)
-            raise NoCheckpoint(urls, reason or _instead(stores[0], step))
+            raise NoCheckpoint(urls, reason or _contents_text(stores[0], step))
         yield reader
 
 
@@ -106,9 +106,9 @@ def _open_stores(
     tiers_in_use = open_tiers(tiers)
     stores = [tier.backend for tier in tiers_in_use]
 
-    def reader(steps: Candidate) -> TieredReader:
-        sources = [stores[position] for position in steps.reachable]
-        return TieredReader(sources, steps.ref, retry=RetryPolicy(), on_repair=_warn)
+    def reader(candidate: Candidate) -> TieredReader:
+        sources = [stores[position] for position in candidate.reachable]
+        return TieredReader(sources, candidate.ref, retry=RetryPolicy(), on_repair=_warn)
 
     try:
         with Workers("list", len(stores)) as listers, Workers("finish", _THREADS) as workers:
@@ -121,7 +121,7 @@ def _open_stores(
             store.close()
 
 
-def _instead(store: StorageBackend, step: int | None) -> str:
+def _contents_text(store: StorageBackend, step: int | None) -> str:
     """Return a text for an error that describes the contents of ``store``, which lacks ``step``.
 
     If ``step`` is None, the store has no committed step at all.
@@ -144,11 +144,11 @@ def fill_targets(
     """
     manifest = reader.fill(outline, leaves).manifest
     memory = list(targets)
-    put = read_apart([leaf.name for leaf in leaves], memory)
+    copy_back = read_apart([leaf.name for leaf in leaves], memory)
     with Workers("read", _THREADS) as workers:
         reader.read(plan_restore(manifest, leaves), TensorSink(leaves, memory), workers=workers)
-    if put is not None:
-        put()
+    if copy_back is not None:
+        copy_back()
 
 
 def build_and_fill(

@@ -30,8 +30,8 @@ def warn_of_untested(
         release: The release; None if the distribution has the name of the package.
     """
     release = release or version(package)
-    oldest, last = map(_release, releases)
-    if not oldest <= _release(release) <= last:
+    oldest, last = map(_release_numbers, releases)
+    if not oldest <= _release_numbers(release) <= last:
         warn_once(
             "ckpt: %s %s is installed, and this version of ckpt was tested with %s %s only: %s "
             "before you rely on it",
@@ -43,5 +43,5 @@ def warn_of_untested(
         )
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _release_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

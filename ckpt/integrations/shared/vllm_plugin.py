@@ -20,9 +20,9 @@ from typing import Final
 
 NAME: Final = "ckpt"
 """The value of ``load_format``, and of ``backend`` of a ``WeightTransferConfig``."""
-_LOADERS: Final = "vllm.model_executor.model_loader"
-_ENGINES: Final = "vllm.distributed.weight_transfer"
-_OWN: Final = "ckpt.integrations.vllm"
+_LOADERS_MODULE: Final = "vllm.model_executor.model_loader"
+_ENGINES_MODULE: Final = "vllm.distributed.weight_transfer"
+_OWN_PACKAGE: Final = "ckpt.integrations.vllm"
 _log = logging.getLogger("ckpt")
 
 
@@ -32,14 +32,14 @@ def register() -> None:
 
     vLLM does not start if a plugin raises an error, so this one raises none.
     """
-    _attempt("backend='ckpt'", _register_engine)
-    if _LOADERS in sys.modules:
-        _attempt("load_format='ckpt'", _register_loader)
+    _try_to_register("backend='ckpt'", _register_engine)
+    if _LOADERS_MODULE in sys.modules:
+        _try_to_register("load_format='ckpt'", _register_loader)
     else:
         sys.meta_path.insert(0, _LoadersFinder())
 
 
-def _attempt(option: str, work: Callable[[], None]) -> None:
+def _try_to_register(option: str, work: Callable[[], None]) -> None:
     try:
         work()
     except ImportError as error:
@@ -54,13 +54,13 @@ def _attempt(option: str, work: Callable[[], None]) -> None:
 
 
 def _register_engine() -> None:
-    factory = import_module(_ENGINES).WeightTransferEngineFactory
-    factory.register_engine(NAME, f"{_OWN}.updates", "CkptWeightTransferEngine")
+    factory = import_module(_ENGINES_MODULE).WeightTransferEngineFactory
+    factory.register_engine(NAME, f"{_OWN_PACKAGE}.updates", "CkptWeightTransferEngine")
 
 
 def _register_loader() -> None:
-    loader = import_module(f"{_OWN}.loader").CkptModelLoader
-    import_module(_LOADERS).register_model_loader(NAME)(loader)
+    loader = import_module(f"{_OWN_PACKAGE}.loader").CkptModelLoader
+    import_module(_LOADERS_MODULE).register_model_loader(NAME)(loader)
 
 
 class _LoadersFinder(MetaPathFinder):
@@ -76,7 +76,7 @@ class _LoadersFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
-        if fullname != _LOADERS or getattr(self._thread, "is_searching", False):
+        if fullname != _LOADERS_MODULE or getattr(self._thread, "is_searching", False):
             return None
         self._thread.is_searching = True
         try:
@@ -90,7 +90,7 @@ class _LoadersFinder(MetaPathFinder):
                 execute(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
-                    _attempt("load_format='ckpt'", _register_loader)
+                    _try_to_register("load_format='ckpt'", _register_loader)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

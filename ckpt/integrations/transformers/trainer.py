@@ -63,7 +63,7 @@ So the step with the largest value is the best step of the Trainer.
 _FOLDER: Final = "ckpt"
 
 _log = logging.getLogger("ckpt")
-_Trainer: Any = object
+_Trainer: Any = object  # The class of the trainer, which comes after the mixin in the bases
 
 
 class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -97,10 +97,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         _check_trainer(self)
         tiers = os.path.join(self.args.output_dir, _FOLDER) if ckpt_tiers is None else ckpt_tiers
         has_best = self.args.metric_for_best_model is not None
-        self._ckpt_kept = SaveLimit.of(self.args.save_total_limit, has_best=has_best)
+        self._ckpt_limit = SaveLimit.of(self.args.save_total_limit, has_best=has_best)
         given_tiers = as_tiers(tiers)
         _check_best(self.args, given_tiers)
-        self._ckpt_tiers = [_with_limit(tier, self._ckpt_kept) for tier in given_tiers]
+        self._ckpt_tiers = [_with_limit(tier, self._ckpt_limit) for tier in given_tiers]
         self._ckpt_config, self._ckpt_observers = ckpt_config, tuple(ckpt_observers)
         self._ckpt_rng = _HeldRng()
         self._ckpt_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -134,7 +134,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 "hyperparameter_search would save all trials into one root: run it with the "
                 "trainer itself, without CkptTrainerMixin"
             )
-        run = _Run(self.args.output_dir, self._ckpt_kept, writes=self.is_local_process_zero())
+        run = _Run(self.args.output_dir, self._ckpt_limit, writes=self.is_local_process_zero())
         run.falls_back = resume_from_checkpoint in (True, "auto")
         with self._ckpt_manager(run) as run.manager:
             self._ckpt_run = run
@@ -144,8 +144,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             finally:
                 self._ckpt_run = None
 
-    def _ckpt_manager(self, *own: Observer) -> CheckpointManager:
-        observers = (*own, *self._ckpt_observers)
+    def _ckpt_manager(self, *run_observers: Observer) -> CheckpointManager:
+        observers = (*run_observers, *self._ckpt_observers)
         return CheckpointManager(self._ckpt_tiers, config=self._ckpt_config, observers=observers)
 
     def _ckpt_resume(self, manager: CheckpointManager, target: Any) -> Any:
@@ -314,7 +314,9 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     # -- saving ------------------------------------------------------------------------------------
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+        numbers = {
+            name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
+        }
         self._ckpt_metrics = (self.state.global_step, numbers)
         is_best: bool = super()._determine_best_metric(metrics, trial)
         return is_best
@@ -331,7 +333,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 run.manager.add_metrics(step, {BEST_STEP: float(step)})
             return
         self.store_flos()
-        metrics = self._ckpt_metrics[1] if self._ckpt_metrics[0] == step else {}
+        metrics_step, last_metrics = self._ckpt_metrics
+        metrics = last_metrics if metrics_step == step else {}
         if self.state.best_global_step == step:
             run.bests.append(previous_best)
             self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
@@ -347,8 +350,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_text(self) -> str:
         """Return the text of ``trainer_state.json`` for the present state of the trainer."""
         objects: list[Any] = [*self.callback_handler.callbacks, self.control]
-        able: list[Any] = [item for item in objects if isinstance(item, ExportableState)]
-        snapshot = TrainerState(stateful_callbacks=able)
+        exportable: list[Any] = [item for item in objects if isinstance(item, ExportableState)]
+        snapshot = TrainerState(stateful_callbacks=exportable)
         self.state.stateful_callbacks = snapshot.stateful_callbacks
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
 

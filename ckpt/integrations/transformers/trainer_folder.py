@@ -52,6 +52,7 @@ class SaveLimit:
         if self.limit is not None:
             steps, best_step = sorted(_folders(output_dir)), best and step_named(best)
             is_older = best_step is not None and best_step in steps[: -self.limit]
+            # A best step that is older takes the place of one of the newest.
             newest = steps[-max(1, self.limit - is_older) :]
             remove_folders(output_dir, keep={*newest, step, best_step})
 
@@ -139,24 +140,24 @@ def steps_lost(output_dir: str, places: str) -> NoCheckpoint:
 def write_folder(output_dir: str, step: int, text: str) -> None:
     """Write the folder of ``step``, which is committed, with ``text`` as ``trainer_state.json``."""
     folder = folder_of(output_dir, step)
-    fresh = os.path.join(output_dir, f".checkpoint-{step}.{uuid.uuid4().hex}")
-    os.makedirs(fresh)
+    new_folder = os.path.join(output_dir, f".checkpoint-{step}.{uuid.uuid4().hex}")
+    os.makedirs(new_folder)
     for name, content in ((STATE, text), (POINTER, json.dumps({"step": step}) + "\n")):
-        write_durably(os.path.join(fresh, name), content.encode())
+        write_durably(os.path.join(new_folder, name), content.encode())
     try:
-        os.rename(fresh, folder)
+        os.rename(new_folder, folder)
     except OSError:
         # The folder exists already. Its files belong to a step with the same number, so they may be
         # replaced one after the other.
         try:
             for name in (STATE, POINTER):
-                os.replace(os.path.join(fresh, name), os.path.join(folder, name))
+                os.replace(os.path.join(new_folder, name), os.path.join(folder, name))
         except OSError:
             # This is no error if another node has just written the same folder.
             if not all(os.path.isfile(os.path.join(folder, name)) for name in (STATE, POINTER)):
                 raise
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(new_folder, ignore_errors=True)
 
 
 def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:

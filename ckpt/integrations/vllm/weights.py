@@ -15,7 +15,7 @@ from ckpt.errors.base import few
 from ckpt.integrations.shared.tested import warn_of_untested
 
 TESTED_RANGE: Final = ("0.32", "0.32")
-_LOADER: Final = "weight_loader"
+_LOADER_ATTRIBUTE: Final = "weight_loader"
 
 
 def warn_if_untested() -> None:
@@ -39,7 +39,7 @@ def names_of_load(
         RestoreError: The model refuses a name.
     """
     try:
-        with _taking_nothing([*model.parameters(), *model.buffers()]):
+        with _idle_weight_loaders([*model.parameters(), *model.buffers()]):
             names: Collection[str] | None = model.load_weights(  # type: ignore[operator]
                 (name, value.to("meta")) for name, value in weights.items()
             )
@@ -54,23 +54,23 @@ def names_of_load(
 
 
 @contextmanager
-def _taking_nothing(tensors: Sequence[torch.Tensor]) -> Generator[None]:
+def _idle_weight_loaders(tensors: Sequence[torch.Tensor]) -> Generator[None]:
     """Let the weight loaders of vLLM's parameters do nothing in the block."""
 
-    def take_nothing(*_: object, **__: object) -> bool:
+    def load_nothing(*_: object, **__: object) -> bool:
         return True  # The loaders of experts say so if the weight is of this worker
 
-    loaders = [(tensor, getattr(tensor, _LOADER, None)) for tensor in tensors]
+    loaders = [(tensor, getattr(tensor, _LOADER_ATTRIBUTE, None)) for tensor in tensors]
     try:
         for tensor in tensors:
-            setattr(tensor, _LOADER, take_nothing)
+            setattr(tensor, _LOADER_ATTRIBUTE, load_nothing)
         yield
     finally:
         for tensor, loader in loaders:
             if loader is None:
-                delattr(tensor, _LOADER)
+                delattr(tensor, _LOADER_ATTRIBUTE)
             else:
-                setattr(tensor, _LOADER, loader)
+                setattr(tensor, _LOADER_ATTRIBUTE, loader)
 
 
 def check_complete(model: nn.Module, loaded_names: Collection[str] | None, step: int) -> None:
