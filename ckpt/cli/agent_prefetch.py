@@ -93,6 +93,9 @@ def _tiers(
 def _fill(
     far_tier: Tier, near_tiers: Sequence[OpenTier], step: Selector | None, config: str | None
 ) -> list[PrefetchResult]:
+    """Copy the newest intact one of the attempts that ``step`` names to the near tiers, and return
+    the result for each tier.
+    """
     source = open_watched(far_tier.url, far_tier.options, TIMEOUT_SECONDS)
     refs = find_steps(source, step, config)
     with workers_for(source) as workers:

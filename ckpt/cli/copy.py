@@ -202,6 +202,9 @@ def _copy(
     *,
     check: bool,
 ) -> _Outcome:
+    """Copy an attempt to the destination, unless it is there already. With ``check``, read what is
+    there too.
+    """
     folder = StepFolder(destination, ref, workers)
     if destination.ask(partial(is_being_removed, destination, ref)):
         raise ObjectExists(

@@ -118,6 +118,7 @@ class _Outcome:
 def _try_to_finish(
     backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool
 ) -> _Outcome:
+    """Finish one save, and return the result, which may be an error about this save alone."""
     try:
         with output.progress(f"step {ref.step}") as bar:
             facts = RunFacts(job_is_dead=job_is_dead)

@@ -548,6 +548,7 @@ def _state_and_detail(step: StoredStep) -> tuple[str, str]:
 
 
 def _size_and_state(step: StoredStep) -> tuple[str, str]:
+    """Return the cells "size" and "state" of a step on a tier."""
     state, detail = _state_and_detail(step)
     text = f"{state}: {detail}" if detail else state
     if step.is_abandoned:
@@ -585,6 +586,7 @@ def _pinned_until(step: StoredStep) -> int:
 
 
 def _bytes_and_pins(step: StoredStep) -> dict[str, object]:
+    """Return the sizes of a step on a tier, and the end of its pins, for the JSON output."""
     is_committed = step.state == "committed"
     return {
         "bytes": step.staged_bytes if is_committed else step.nbytes,

@@ -271,6 +271,7 @@ class _WarningHandler(logging.Handler):
 
 
 def _run(*, as_json: bool) -> int:
+    """Run the command, print its error if it fails, and return the exit code."""
     try:
         code = app(prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()

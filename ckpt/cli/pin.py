@@ -71,7 +71,7 @@ def pin(
         output.show_json(
             {
                 "root": backend.url,
-                "pin": records.entries(_FIELDS, [(new_pin, note_of(backend, new_pin))])[0],
+                "pin": records.entry(_FIELDS, (new_pin, note_of(backend, new_pin))),
             }
         )
     else:

@@ -99,6 +99,9 @@ def run_until(
 def _process_of(
     command: str, step: CommittedStep, signals: StepSignals
 ) -> Generator[subprocess.Popen[bytes]]:
+    """Return a context manager that starts the command for a step, and yields its process. If the
+    block fails, the command is stopped.
+    """
     values = {"path": step.path, "step": str(step.step), "root": step.root}
     command = _PLACEHOLDER.sub(lambda placeholder: shlex.quote(values[placeholder[1]]), command)
     inherited = os.environ  # noqa: TID251 - no setting is read here

@@ -139,7 +139,7 @@ class WatchedStore:
     def __init__(self, backend: StorageBackend, timeout: float) -> None:
         self.backend, self._timeout = backend, timeout
         self._lock = threading.Lock()
-        self._pending = 0
+        self._request_count = 0
         self._due_since: float | None = None  # The time since which an answer is due, or None
         self._warned_at: float | None = None
         self._failure: StorageError | None = None
@@ -201,6 +201,7 @@ class WatchedStore:
         output.warn(f"{self.url} {text or f'has not answered for {silent:.0f} s'}")
 
     def _give_up(self) -> StorageError:
+        """Return the error that all later requests to the store raise, too."""
         with self._lock:
             if self._timeout_error is None:
                 detail = (
@@ -220,7 +221,7 @@ class WatchedStore:
         with self._lock:
             if self._timeout_error is not None:
                 raise self._timeout_error
-            self._pending += 1
+            self._request_count += 1
             if self._due_since is None:
                 self._due_since = time.monotonic()
         failure: StorageError | None = None
@@ -232,10 +233,10 @@ class WatchedStore:
             raise
         finally:
             with self._lock:
-                self._pending -= 1
+                self._request_count -= 1
                 self._failure = failure
                 if failure is None:
-                    self._due_since = time.monotonic() if self._pending else None
+                    self._due_since = time.monotonic() if self._request_count else None
 
     def iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Call ``items``, and yield the items of the iterator that it returns. Fetch each item

@@ -108,6 +108,7 @@ def remove_leftovers(folder: str, prefix: str) -> None:
 
 
 def _remove_unless_locked(path: str) -> None:
+    """Remove a scratch folder. Raises ``OSError`` if its process lives, which has the lock."""
     with open(os.path.join(path, _LOCK_FILE), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with os.scandir(path) as entries:

@@ -162,6 +162,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _by_name(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
+    """Return the items of a container by their names as text."""
     pairs = list(zip(map(str, names), items, strict=True))
     by_name = dict(pairs)
     if len(by_name) < len(pairs):
@@ -262,6 +263,7 @@ def _to_tensor(path: str, leaf: Any) -> Any:
 
 
 def _from_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return a tensor with the content of a NumPy array, and with its memory if possible."""
     if isinstance(array, np.ma.MaskedArray):
         raise _unsupported_error(path, array, "save its data and its mask as arrays of their own")
     dtype = _torch_dtype(path, array)

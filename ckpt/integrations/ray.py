@@ -149,6 +149,7 @@ class RayCheckpoints:
     def _restore_reported(
         self, state: MutableMapping[str, Any], checkpoint: Any, options: dict[str, Any]
     ) -> RestoreReport:
+        """Restore the step that a reported checkpoint refers to, which may be at another root."""
         root, step = _read_reference(checkpoint)
         if root == self.root:
             report = self.manager.restore(state, step, **options)

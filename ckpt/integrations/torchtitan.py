@@ -116,6 +116,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     # -- what torchtitan calls ---------------------------------------------------------------------
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save the step if it is due by torchtitan's rules, and return True if it is."""
         if not self._should_save(curr_step, last_step):
             return False
         if last_step and self.last_save_in_hf:
@@ -129,6 +130,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _load(self, step: int = _NEWEST) -> bool:
+        """Load a step of ckpt, or let torchtitan load one of DCP. Return True if there was one."""
         is_asked = step != _NEWEST
         is_in_ckpt, step, has_model_only = first_result(_NOT_FOUND, lambda: self._find(step))
         if not is_in_ckpt:
@@ -234,6 +236,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     def _restore(
         self, source: manager.CheckpointManager, step: int | None, names: Set[str]
     ) -> None:
+        """Restore the entries ``names`` from a step of ``source``; from the newest one if ``step``
+        is None.
+        """
         state = self._state()
         if unknown := set(self.exclude_from_loading) - state.keys():
             raise ConfigError(

@@ -174,6 +174,7 @@ def history_of(records: Sequence[Record]) -> History:
 
 
 def _staged_save(record: Record) -> SavedStep:
+    """Return the save that a record of the event ``SaveStaged`` begins."""
     return SavedStep(
         record.step,
         record.at,

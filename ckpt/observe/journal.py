@@ -226,6 +226,7 @@ class Journal:
                 _log.warning("ckpt: the journal %s cannot be written: no answer", self._folder)
 
     def _start(self) -> None:
+        """Start the thread of the journal, unless it runs."""
         with self._lock:
             if self._task is not None:
                 return
@@ -253,6 +254,7 @@ class Journal:
             self._file = None
 
     def _write(self, record: Record) -> None:
+        """Write a record, after those that came before the folder of the journal was there."""
         is_save = record.event in _SAVE_EVENTS
         try:
             if self._file is None or os.fstat(self._file).st_size >= LIMIT_BYTES:
@@ -260,15 +262,15 @@ class Journal:
             if self._file is None:  # A job that only restores makes no folder
                 self._early_records.append(record)
                 return
-            lines = [*self._early_records, record]
+            records = [*self._early_records, record]
             self._early_records.clear()
             if record.event == CLOSE_EVENT and not self._has_open_record:
-                return
+                return  # The journal has nothing of this job, and needs no record of its end
             if not self._has_open_record:
-                lines.insert(0, self._first_record(lines[0].at))
+                records.insert(0, self._first_record(records[0].at))
                 self._has_open_record = True
-            # A single call, so that the lines of several processes do not mix
-            os.write(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            lines = [msgspec.json.encode(record) + b"\n" for record in records]
+            os.write(self._file, b"".join(lines))  # One call, so that processes do not mix lines
             self._has_warned = False
         except OSError as error:
             if not self._has_warned and is_save:

@@ -119,6 +119,7 @@ class Sender:
         self._exporter.shutdown()
 
     def _run(self) -> None:
+        """Send the values again and again, and a last time at the end: the body of the thread."""
         log = logging.getLogger(_EXPORTER_MODULE)
         self._log_messages.thread = threading.get_ident()
         log.addFilter(self._log_messages)

@@ -54,6 +54,7 @@ class _Planner(DefaultSavePlanner):
         return self._with_tensors(super().lookup_object(index))
 
     def _with_tensors(self, value: Any) -> Any:
+        """Return ``value`` with the tensors in place of their placeholders."""
         match value:
             case torch.Tensor():
                 return self._read(self._placeholders.name_of(value))

@@ -177,6 +177,9 @@ def _write_safetensors(
     notes: Notes,
     options: ExportOptions,
 ) -> None:
+    """Write tensors to ``place``, a file or a folder as the name of ``out`` says. Tied names have
+    one tensor. What the format cannot hold is noted in ``notes``.
+    """
     strip, max_shard_bytes = options.strip, options.max_shard_bytes
     export_names: dict[str, str] = {}  # The exported name of each tensor, by its stored name
     ties: dict[str, str] = {}
@@ -247,6 +250,7 @@ def _is_empty(value: object) -> bool:
 def _write_torch(
     reader: StepReader, place: str, sources: Sequence[Tensor], notes: Notes, globs: Sequence[str]
 ) -> None:
+    """Write the state to the file ``place`` by ``torch.save``. ``sources`` are its tensors."""
     tensors = torch_writer.read_into_scratch(reader, sources, os.path.dirname(place))
     tree = StateTree(
         reader.manifest, lambda name: tensors[reader.tensors[name].name], globs, by_name=False
@@ -256,6 +260,7 @@ def _write_torch(
 
 
 def _write_dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> None:
+    """Write the state to the folder ``place``, whose tensors are read when DCP writes them."""
     placeholders = dcp_writer.Placeholders()
 
     def make(name: str) -> torch.Tensor:
@@ -266,6 +271,7 @@ def _write_dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str
     state = dcp_writer.fit_state(tree.build(), tree.notes)
     notes.changes += tree.notes.changes
     notes.left_out += tree.notes.left_out
+    # ``view[...]`` reads the whole tensor.
     dcp_writer.write_folder(place, state, placeholders, lambda name: TensorView(reader, name)[...])
 
 

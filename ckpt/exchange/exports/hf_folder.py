@@ -155,6 +155,7 @@ class HfWriter:
         return targets, notes
 
     def _write_by_transformers(self, place: str) -> None:
+        """Let transformers make its model of the weights, and save it to ``place``."""
         try:
             hf_model = import_module("ckpt.exchange.exports.hf_model")
         except ImportError as error:

@@ -156,6 +156,7 @@ class HfFolders:
             replaced_step.pin.close()
 
     def _export_next(self) -> None:
+        """Export the step that waits, if there is one, and end its pin."""
         with self._lock:
             step, self._next_step = self._next_step, None
         if step is None:
@@ -171,6 +172,7 @@ class HfFolders:
                 )
 
     def _export(self, step: _PinnedStep) -> None:
+        """Run ``ckpt export`` for a step in a process of its own, and wait for its end."""
         place, number = self._places.prepare(step.ref), step.ref.step
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             command = self._command(step, place, file.name)
@@ -197,6 +199,7 @@ class HfFolders:
             _log.info("ckpt: step %d is a folder of Hugging Face now: %s", number, clean(place))
 
     def _command(self, step: _PinnedStep, place: str, mapping: str) -> list[str]:
+        """Return the command. ``mapping`` is the path of the file with the mapping of names."""
         options = self._options
         command = [sys.executable, "-m", "ckpt.cli.main", "export", step.tier, place]
         command += ["--format", "hf", "--step", str(step.ref.step), "--attempt", step.ref.attempt]

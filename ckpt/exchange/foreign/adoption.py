@@ -387,6 +387,7 @@ class _Adoption:
         return replace(fragment, file=file)
 
     def _commit(self, folder: StepFolder, fragments: Sequence[Fragment]) -> None:
+        """Put the fragments of all ranks, and then the manifest, which makes it a checkpoint."""
         records: list[tuple[Packed, FragmentRef]] = []
         for fragment in fragments:
             columns, name = pack_fragment(fragment), fragment_name(fragment.rank)
@@ -438,6 +439,9 @@ class _Checksums:
         )
 
     def _checksum_of(self, source: Source) -> str:
+        """Return a checksum of the elements of a part; for a part that is copied, a text that no
+        other part has.
+        """
         if isinstance(source, torch.Tensor):
             return digest_of(source)
         index_by_offset, table = self._index.get(source.path, ({}, ()))

@@ -140,6 +140,7 @@ def _requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 def _hash(file: ForeignFile, start: int, lengths: Sequence[int], meter: Meter) -> list[Chunk]:
+    """Read the chunks from the byte ``start`` on, and return them with their checksums."""
     memory = memoryview(bytearray(sum(lengths)))
     with open_file(file.path) as handle:
         end = 0

@@ -346,6 +346,9 @@ def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any], notes: list[str]) -
 
 
 def _with_lists(value: Any, path: str, notes: list[str]) -> Any:
+    """Return ``value`` with a list in place of each dict in it that has only integer keys. A gap is
+    noted in ``notes``.
+    """
     if not isinstance(value, dict):
         return value
     items = {key: _with_lists(item, f"{path}.{key}", notes) for key, item in value.items()}

@@ -119,6 +119,7 @@ class _Parameters:
         }
 
     def _read(self, name: str, file: str) -> torch.Tensor:
+        """Return the tensor in a file of the parameter ``name``, in the parameter's shape."""
         path = os.path.join(self._folder, check_name(self._folder, name), file)
         value = load(path)
         tensor = value["param"] if isinstance(value, Mapping) else value
@@ -134,6 +135,7 @@ class _Parameters:
 
 
 def _weights(source: str, engine: Mapping[str, Any], parameters: _Parameters) -> State:
+    """Return the entries of the module, with the fp32 weights of the trained parameters."""
     ties: Mapping[str, str] = engine.get("shared_params") or {}
     module: Mapping[str, torch.Tensor] = engine["module"]
     weights = {

@@ -194,6 +194,9 @@ def read_source(
 
 
 def _read_torch(source: str, load: Callable[[str], Any]) -> Contents:
+    """Read a file of ``torch.save``, or all such files of a folder. Without an index, each file has
+    a value of its own, under its name.
+    """
     if os.path.isfile(source):
         return Contents(_state(load(source)))
     if not any(name.endswith(_TORCH_SUFFIXES) for name in os.listdir(source)):

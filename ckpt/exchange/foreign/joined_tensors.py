@@ -140,11 +140,10 @@ class Locator:
 
     def __init__(self) -> None:
         self._files: dict[str, MappedFile] = {}
-        self._spans: dict[int, Span] = {}
-        self._parts: dict[int, list[Part]] = {}
+        self._spans: dict[int, Span] = {}  # By the address of a stand-in
+        self._parts: dict[int, list[Part]] = {}  # By the address of a tensor that ``make`` made
         self._maps = MemoryMaps()
-        self._block = memoryview(b"")
-        self._blocks: list[memoryview] = []
+        self._block = memoryview(b"")  # Reserved memory that no tensor has yet
 
     def make(self, kinds: Mapping[str, Kind]) -> dict[str, torch.Tensor]:
         return {name: self._empty(*kind) for name, kind in kinds.items()}
@@ -195,6 +194,9 @@ class Locator:
         return tensor if span is None else span
 
     def _empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a new tensor with an address of its own, in memory that is reserved and never
+        used.
+        """
         torch_dtype: torch.dtype = getattr(torch, dtype)
         nbytes = prod(shape) * DTYPES[dtype].itemsize
         if not nbytes:

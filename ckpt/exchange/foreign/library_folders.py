@@ -114,6 +114,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _read_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
+    """Return the state of a folder that ``Trainer`` has written."""
     folder = LibraryFolder("transformers")
     weights = [name for name in names if _is_weights(name)]
     if any(name.endswith(".index.json") for name in weights):
@@ -143,6 +144,7 @@ def _read_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolde
 
 
 def _read_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
+    """Return the state of a folder that ``accelerator.save_state()`` has written."""
     folder = LibraryFolder("accelerate")
     parts: dict[tuple[str, int], list[str]] = {}
     for name in names:

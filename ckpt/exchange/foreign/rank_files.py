@@ -239,6 +239,7 @@ class _Union:
         self.value = self._join("", values)
 
     def _join(self, path: str, values: Sequence[Any]) -> Any:
+        """Return the whole tensor at ``path``, made of the parts of all ranks."""
         reference = values[0]
         if isinstance(reference, DTensor):
             return self._whole(path, values)
@@ -263,6 +264,7 @@ class _Union:
         return list(values)
 
     def _whole(self, path: str, values: Sequence[Any]) -> torch.Tensor:
+        """Return the whole tensor at ``path``, which is made of the parts of all ranks."""
         whole = self._tensors[path]
         dtype = str(whole.dtype).removeprefix("torch.")
         filled_boxes: dict[Box, None] = {}
@@ -303,6 +305,7 @@ def _are_equal(values: Sequence[Any]) -> bool:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
+    """Return True if two values are of the same type and equal, with the tensors in them."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         return are_tensors and a.dtype == b.dtype and torch.equal(a, b)

@@ -203,6 +203,7 @@ def _check_ranks(folder: str, names: Sequence[str]) -> None:
 
 
 def _offsets(name: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return where the part of each tensor in the file ``name`` begins in the whole tensor."""
     try:
         table = json.loads(metadata[_SHARDING_KEY])
         offsets = {key: tuple(item["saved_offsets"]) for key, item in table.items()}

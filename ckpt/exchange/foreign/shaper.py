@@ -80,6 +80,7 @@ class Shaper:
         self.equal: dict[str, str] = {}
 
     def shape(self, state: State) -> dict[str, Any]:
+        """Return ``state`` with modules and optimizers in place of their state dicts."""
         for key in state:
             if not isinstance(key, str):
                 raise UnsupportedValue(
@@ -117,6 +118,9 @@ class Shaper:
         return objects
 
     def _rename(self, state: State) -> State:
+        """Return ``state`` with the names that ckpt uses for models and optimizers, such as "model"
+        for "state_dict".
+        """
         new_state: State = {}
         for name, value in state.items():
             short = _ALIASES.get(name, name.removesuffix("_state_dict") or name)
@@ -170,6 +174,7 @@ class Shaper:
     # -- optimizers --------------------------------------------------------------------------------
 
     def _optimizer(self, name: str, value: Mapping[str, Any]) -> Optimizer:
+        """Return an optimizer with the groups and the state of the state dict ``value``."""
         ids = [parameter_id for group in value["param_groups"] for parameter_id in group["params"]]
         parameters = dict(zip(map(str, ids), self._parameters(name, value, ids), strict=True))
         groups = [
@@ -357,6 +362,7 @@ def _own_words(name: str) -> list[str]:
 
 
 def _is_module(value: Any) -> bool:
+    """Return True if ``value`` has the structure of a module's ``state_dict()``."""
     return (
         isinstance(value, Mapping)
         and any(isinstance(item, torch.Tensor) and not _is_count(item) for item in value.values())

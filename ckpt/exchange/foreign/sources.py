@@ -96,6 +96,9 @@ def _read_library(source: str, joiner: Joiner, load_once: Load) -> Contents | No
 
 
 def _read_format(source: str, kind: Kind, joiner: Joiner, load_once: Load) -> Contents:
+    """Return the state of a file or folder of one of the formats. A file of Lightning may have
+    objects beside it that are not taken.
+    """
     is_file = os.path.isfile(source)
     if is_file and (text := unreadable_file(source)):
         raise ConfigError(text)

@@ -94,6 +94,7 @@ def _table_errors(path: str) -> Generator[None]:
 
 
 def _read_table(path: str) -> Mapping[str, Any]:
+    """Return the table of contents of a folder."""
     with open_file(path, is_part=False) as file:
         data = file.read()
     if not data.lstrip().startswith(b"{"):
@@ -204,6 +205,7 @@ class _Reader:
         return whole
 
     def _part(self, path: str, entry: Entry) -> torch.Tensor:
+        """Return the tensor of an entry, whose elements are in one range of bytes of a file."""
         dtype, shape = _dtype_of(path, entry), _numbers(entry["shape"])
         location, start, end = self._byte_range(path, entry)
         if entry["serializer"] == _TORCH_SERIALIZER:
@@ -285,6 +287,7 @@ def _check_serializer(path: str, entry: Entry, serializer: str) -> None:
 
 
 def _numbers(items: Collection[Any]) -> tuple[int, ...]:
+    """Return the shape or the offsets of a tensor. Raises ``ValueError`` if they are impossible."""
     numbers = tuple(items)
     if (
         len(numbers) > MAX_DIMENSIONS

@@ -59,6 +59,7 @@ def describe_file(path: str) -> str:
 
 
 def _text(head: bytes) -> str:
+    """Return the kind of text that ``head``, the begin of a file, is; empty if it is no text."""
     try:
         text = head[: _MOST_BYTES - 4].decode().lstrip()
     except UnicodeDecodeError:

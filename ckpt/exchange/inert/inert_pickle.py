@@ -116,6 +116,7 @@ class _Machine:
             self._handlers[name] = lambda _: None
 
     def run(self, data: bytes) -> Any:
+        """Execute the opcodes of a pickle, and return the object that is left on the stack."""
         for opcode, arg, _ in pickletools.genops(data):
             if opcode.name in _PUSH_OPCODES:
                 self.stack.append(arg)

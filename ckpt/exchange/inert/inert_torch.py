@@ -306,6 +306,7 @@ class _Spans(_Values):
     def _tensor(
         self, view: tuple[Any, ...], dtype_name: str | None, bits: Mapping[str, bool] | None = None
     ) -> Any:
+        """Return the place of a tensor's elements. The arguments are as in ``_Values``."""
         if any((bits or {}).values()):
             raise UnsupportedValue(
                 self._path,
@@ -361,7 +362,11 @@ def _from_numpy(value: Inert) -> Any:
 
 
 def _numpy_dtype(value: Inert) -> np.dtype[Any]:
-    """Return a dtype of numbers. The byte order is the second value of its state."""
+    """Return a dtype of numbers.
+
+    A dtype is called with its code and two flags, to which the values of its state are added (see
+    `Inert`): a version, the byte order, and others.
+    """
     code, order = value.args[0], value.args[4] if len(value.args) > 4 else "="
     if not (isinstance(code, str) and code[:1] in _NUMBER_KINDS and order in ("<", ">", "=", "|")):
         raise ValueError(f"an array of {code!r}")

@@ -125,7 +125,7 @@ def check_torch_file(file: IO[bytes], name: str) -> None:
                 if entry.filename.rpartition("/")[2] == "data.pkl":
                     check_pickle(archive.read(entry), name)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, RuntimeError):
-        return
+        return  # ``torch.load`` refuses the file
 
 
 def _check_legacy(file: IO[bytes], name: str) -> None:

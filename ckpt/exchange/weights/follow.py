@@ -261,7 +261,7 @@ class Follower(Iterator[Version]):
                 if candidate.ref == self._ref:
                     return None if step_id is None else self._version
                 if self._may_be_intact(candidate):
-                    version = self._take(candidate)
+                    version = self._read_candidate(candidate)
                     if version is not None:
                         return version
         except AccessDenied:
@@ -295,7 +295,7 @@ class Follower(Iterator[Version]):
             error,
         )
 
-    def _take(self, candidate: Candidate) -> Version | None:
+    def _read_candidate(self, candidate: Candidate) -> Version | None:
         """Return the version of a candidate; None if its step is damaged, was removed, or left the
         branch meanwhile.
         """

@@ -118,6 +118,7 @@ def _read_batch(
 
 
 def _check_dtype(dtype: object) -> None:
+    """Raise ``ConfigError`` unless torch can convert floats to the dtype; None is valid."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -129,6 +130,7 @@ def _check_dtype(dtype: object) -> None:
 
 
 def _check_device(device: torch.device | str) -> None:
+    """Raise ``ConfigError`` unless torch can make a tensor on the device."""
     try:
         torch.zeros(1, device=torch.device(device))
     except Exception as error:  # noqa: BLE001 - each backend of torch has errors of its own

@@ -31,6 +31,7 @@ def movement(reader_a: StepReader, reader_b: StepReader, name: str) -> Movement 
 
 
 def _integer_movement(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
+    """Return how far one piece of a tensor of integers has moved."""
     values_a, values_b = (np.frombuffer(piece.data, dtype=dtype) for piece in (piece_a, piece_b))
     # uint64 wraps, so it holds the difference of any two integers of 64 bits.
     difference = np.maximum(values_a, values_b).astype(np.uint64) - np.minimum(
@@ -43,6 +44,7 @@ def _integer_movement(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
 
 
 def _float_movement(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:
+    """Return how far a piece of a tensor of floats has moved. NaN that stays has not moved."""
     values_a, values_b = (
         _comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(getattr(torch, dtype)))
         for piece in (piece_a, piece_b)

@@ -164,6 +164,7 @@ def check_mapping(names: Mapping[Any, Any], origin: str = "names") -> None:
 
 
 def _build(manifest: Manifest, name: str | None, make: MakeTensor) -> Any:
+    """Return the part ``name`` of the state, with what ``make`` returns in place of its tensors."""
     tree = StateTree(manifest, make, (), by_name=False, safe=False, parameter_names=False).build()
     path, value = "", tree
     while name is not None and path != name:

@@ -146,6 +146,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> d
 
 
 def _plain_value(item: WriteItem, planner: SavePlanner) -> Any:
+    """Return the value of an entry that is no tensor, in the form in which a step holds it."""
     name = item.index.fqn
     if not isinstance(planner, DefaultSavePlanner):
         raise ConfigError(
@@ -202,9 +203,7 @@ class Entries:
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = manifest.tensor_map()
         names_by_id: dict[int, str] = {}
-        tensors: list[
-            torch.Tensor
-        ] = []  # The list keeps the tensors alive, so their ids stay unique
+        tensors: list[torch.Tensor] = []  # It keeps them alive, so that their ids stay unique
 
         def stand_in(name: str) -> torch.Tensor:
             tensor = self._tensors[name]
@@ -213,6 +212,7 @@ class Entries:
             tensors.append(placeholder)
             return placeholder
 
+        # DCP's planner gives the stand-ins names of its own, and their ids say which they are.
         state = StateTree(manifest, stand_in, (), by_name=True, safe=False).build()
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         planner.set_up_planner(state)

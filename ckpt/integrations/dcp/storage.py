@@ -305,6 +305,7 @@ class CkptWriter(_TierStorage, AsyncStager, StorageWriter):
         return self._requested_step if self._requested_step is not None else self._step
 
     def _save(self, order: _SaveOrder, plan: SavePlan, planner: SavePlanner) -> None:
+        """Save the entries of this rank, and wait until the step is committed on all tiers."""
         step = order.step
         has_cached_plan = order.token in _last_token
         if self._own_step is not None and self._own_step != step and not has_cached_plan:
@@ -342,6 +343,7 @@ class CkptWriter(_TierStorage, AsyncStager, StorageWriter):
                 raise fault
 
     def _manager_for(self, order: _SaveOrder) -> FrameworkManager:
+        """Return the manager of the ranks that save. It is kept while they stay the same."""
         world = (order.rank, order.world_size)
         if self._manager is None or self._world != world:
             self._close_manager()
@@ -532,6 +534,7 @@ class CkptReader(_TierStorage, StorageReader):
         return future
 
     def _read(self, pairs: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
+        """Read the region of a tensor that each item names into the tensor beside it."""
         assert self._ref is not None, "DCP reads the metadata first"
         assert self._entries is not None
         boxes = [self._entries.leaf(item) for item, _ in pairs]

@@ -117,6 +117,7 @@ class _Packer:
         return {_KIND: name, _VALUE: fields}
 
     def _mapping(self, value: dict[Any, Any], path: str) -> Any:
+        """Return a dict with packed items, and with the metadata of a module's state dict."""
         if _KIND in value:
             raise UnsupportedValue(join(path, _KIND), "key", "name it otherwise")
         items = {key: self.pack(item, join(path, key)) for key, item in value.items()}

@@ -224,6 +224,7 @@ class ZeroOptimizer(OptimizerStandIn):
         self._steps: dict[Partition, float] = {}
 
     def look(self) -> None:
+        """Take the present groups and the present state of the inner optimizer."""
         self._new_flats.clear()
         self.param_groups[:] = [
             {
@@ -243,6 +244,7 @@ class ZeroOptimizer(OptimizerStandIn):
             self._look(partition, old_state)
 
     def _look(self, partition: Partition, old_state: Mapping[Any, dict[str, Any]]) -> None:
+        """Take the state of one partition, as views in the shapes of its parameters."""
         base_state = dict(self._zero.base.state.get(partition.flat, {}))
         step = base_state.pop(_STEP, None)
         masters = self._zero.masters(partition)
@@ -295,6 +297,7 @@ class ZeroOptimizer(OptimizerStandIn):
         )
 
     def extra(self) -> dict[str, Any]:
+        """Return the learning rate schedule, the loss scale and the counters of the engine."""
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
         extra: dict[str, Any] = {
@@ -308,6 +311,7 @@ class ZeroOptimizer(OptimizerStandIn):
         return extra
 
     def load_extra(self, extra: dict[str, Any]) -> None:
+        """Set what ``extra`` has returned."""
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
         for name, value in extra["counters"].items():
@@ -340,6 +344,7 @@ class ZeroOptimizer(OptimizerStandIn):
             self._zero.optimizer._hp_optimizer_states_linked = False
 
     def _settle(self, partition: Partition) -> None:
+        """Put the restored state of the parameters of one partition into the inner optimizer."""
         base = self._zero.base
         states = [self.state.get(master, {}) for master in self._zero.masters(partition)]  # type: ignore[call-overload]
         keys = sorted({key for values in states for key in values if key != _STEP})
@@ -395,6 +400,7 @@ def _step_like(counter: Any, base: Optimizer, partition: Partition, step: float)
 
 
 def _check_engine(engine: Any) -> None:
+    """Raise ``ConfigError`` if the engine uses a feature that this module does not support."""
     optimizer = getattr(engine, "optimizer", None)
     kind = type(optimizer).__name__
     if kind not in _ZERO_CLASSES or not isinstance(

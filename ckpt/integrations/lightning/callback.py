@@ -299,6 +299,7 @@ class CkptCheckpoint(ModelCheckpoint):
                 self._save_checkpoint(trainer, self.last_model_path)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Begin to save the present step, which has the path ``filepath`` in Lightning."""
         if getattr(trainer, "fast_dev_run", False):  # Lightning does not check it in on_train_end
             return
         assert self._manager is not None

@@ -75,6 +75,7 @@ class CkptStrategy(Strategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning restores the optimizers: not if a reader has already done so."""
         if not self._is_filled:
             return super().lightning_restore_optimizer
         assert self.lightning_module is not None
@@ -126,6 +127,7 @@ class CkptStrategy(Strategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        """Let the reader that knows the path restore its step. Lightning loads any other path."""
         assert self.lightning_module is not None
         trainer, path = self.lightning_module.trainer, os.fspath(checkpoint_path)
         for reader in self.readers:
@@ -219,6 +221,7 @@ def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(name: str, value: object) -> bool:
+    """Return True if a step can hold a hyper-parameter. If not, a warning says so once."""
     try:
         to_json(name, value)
     except UnsupportedValue as error:

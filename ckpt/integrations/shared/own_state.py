@@ -41,6 +41,7 @@ def saved_as(optimizers: Iterable[Any], path: str, *, is_sharded: bool = False) 
 
 
 def _saved_as(optimizer: Any, path: str, *, is_sharded: bool) -> Any:
+    """Return what a state holds of one optimizer, as ``saved_as`` describes it."""
     inner = unwrap(optimizer)
     if is_zero(inner) or isinstance(inner, OptimizerStandIn):
         return optimizer

@@ -103,6 +103,7 @@ def opened_step(
 def _open_stores(
     tiers: Sequence[Tier], step: int | None, *, finishes: bool = False
 ) -> Generator[tuple[list[StorageBackend], Iterator[TieredReader]]]:
+    """Yield the stores of the tiers, nearest first, and the iterator of ``open_readers``."""
     tiers_in_use = open_tiers(tiers)
     stores = [tier.backend for tier in tiers_in_use]
 

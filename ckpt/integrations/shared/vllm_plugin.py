@@ -40,6 +40,7 @@ def register() -> None:
 
 
 def _try_to_register(option: str, work: Callable[[], None]) -> None:
+    """Call ``work``, and log its error if it fails, since vLLM goes on without the option."""
     try:
         work()
     except ImportError as error:
@@ -75,6 +76,9 @@ class _LoadersFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of vLLM's loaders with a loader that registers ours after its own; None
+        for any other module.
+        """
         del path, target
         if fullname != _LOADERS_MODULE or getattr(self._thread, "is_searching", False):
             return None

@@ -322,6 +322,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return is_best
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Begin to save the present step, unless a callback has let it be saved already."""
         del model, trial  # train() refuses trials, and the model is self.model
         if (run := self._ckpt_run) is None:
             raise ConfigError("a checkpoint is saved within train() only: call save_model() here")
@@ -356,6 +357,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
 
     def _ckpt_state(self) -> dict[str, Any]:
+        """Return the state to save, without the text of ``trainer_state.json``."""
         state = {
             "model": self.model_wrapped,
             "optimizer": self._ckpt_optimizer(),
@@ -393,6 +395,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         # Otherwise ``_load_optimizer_and_scheduler`` restores the model too.
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore the whole step if the folder points to one; else do as the trainer does."""
         self._ckpt_optimizer()  # One that no save takes is refused before the training
         if checkpoint is None or (step := pointed_step(checkpoint)) is None:
             super()._load_optimizer_and_scheduler(checkpoint)
