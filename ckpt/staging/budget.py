@@ -18,18 +18,19 @@ from typing import Final
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging.copies import PIECE_BYTES
 
-_HEADROOM: Final = 0.9
+_USABLE_SHARE: Final = 0.9
 """The part of the free memory that a job may use. Other processes may need more memory later."""
-_LEAST_PIECE: Final = 8 << 20
-_PIECES: Final = 32
+_LEAST_PIECE_BYTES: Final = 8 << 20
+"""The least size of a piece, and so of a frame."""
+_LEAST_PIECES: Final = 32
 """The least pieces of an image. The pieces of a small image are therefore smaller."""
 _LEAST_FRAMES: Final = 4
-_FRAMES: Final = 6
+_USUAL_FRAMES: Final = 6
 """The usual frames of a ring, which is a slot that is smaller than its image.
 
 With it, a save is durable as soon as with the whole image in memory, if the store is the limit.
 """
-_MOST_PARTS: Final = 10_000
+_MOST_S3_PARTS: Final = 10_000
 """The most parts of an upload to S3. The parts of a very large image are therefore larger."""
 _RING_SHARE: Final = 0.75
 """The part of the memory that rings and their spill may use. The remaining memory is for copies of
@@ -199,24 +200,30 @@ def decide(
     Raises:
         HostMemoryExhausted: There is not enough memory even for waves. The message has the numbers.
     """
-    frame = _frame_bytes(nbytes)
-    largest = max(part_bytes, -(-nbytes // _MOST_PARTS))
-    least = max(_LEAST_FRAMES, 2 - (-largest // frame)) * frame
-    ring = max(_FRAMES * frame, least)
-    if nbytes > room.memory or (elastic and nbytes > ring < room.memory * _RING_SHARE):
-        return _in_waves(nbytes, most_slots, room, (ring, least, frame))
+    frame_bytes = _frame_bytes(nbytes)
+    largest_part = max(part_bytes, -(-nbytes // _MOST_S3_PARTS))
+    # Beside the frames of the largest part, a ring needs two more (see ``RingWindow.capacity``).
+    least_frames = max(_LEAST_FRAMES, 2 + -(-largest_part // frame_bytes))
+    sizes = _RingSizes(
+        usual=max(_USUAL_FRAMES, least_frames) * frame_bytes,
+        least=least_frames * frame_bytes,
+        frame=frame_bytes,
+    )
+    is_ring_smaller = sizes.usual < min(nbytes, room.memory * _RING_SHARE)
+    if nbytes > room.memory or (elastic and is_ring_smaller):
+        return _ring_budget(nbytes, most_slots, room, sizes)
     slots = min(most_slots, room.memory // max(1, nbytes))
     is_shared = nbytes <= room.shared_bytes
     if is_shared:
         slots = min(slots, room.shared_bytes // max(1, nbytes))
     place = "/dev/shm" if is_shared else "anonymous memory"  # noqa: S108 - a word in a sentence
-    text = f"{slots} slot(s) of {_mib(nbytes)} each in {place}"
+    decision = f"{slots} slot(s) of {_mib(nbytes)} each in {place}"
     reason = (
         f"{_mib(room.memory)} of memory and {_mib(room.shared_bytes)} of /dev/shm are free for "
         f"each of {room.ranks} rank(s)"
     )
-    loss = "" if is_shared else "; images are lost with the process"
-    fewer = (
+    loss_note = "" if is_shared else "; images are lost with the process"
+    shortage = (
         f"; {most_slots} were wanted, so a save may wait for the previous one"
         if slots < most_slots
         else ""
@@ -226,7 +233,7 @@ def decide(
         nbytes=nbytes,
         slot_bytes=nbytes,
         is_shared=is_shared,
-        sentence=f"{text}: {reason}{loss}{fewer}{_notes(room)}",
+        sentence=f"{decision}: {reason}{loss_note}{shortage}{_limit_notes(room)}",
     )
 
 
@@ -235,60 +242,78 @@ def _frame_bytes(nbytes: int) -> int:
     fifth of the image.
     """
     frame = PIECE_BYTES
-    while frame > _LEAST_PIECE and frame * _PIECES > nbytes:
+    while frame > _LEAST_PIECE_BYTES and frame * _LEAST_PIECES > nbytes:
         frame //= 2
     return frame
 
 
-def _in_waves(nbytes: int, most_slots: int, room: Room, sizes: tuple[int, int, int]) -> Budget:
-    ring, least, frame = sizes
-    limit = int(room.memory * _RING_SHARE) // frame * frame
-    ring = min(limit, ring)
-    if ring < least:
-        deltas = _deltas(room) if room.delta_bytes else ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RingSizes:
+    """The usual and the least size of a ring, and the size of one of its frames, in bytes."""
+
+    usual: int
+    least: int
+    frame: int
+
+
+def _ring_budget(nbytes: int, most_slots: int, room: Room, sizes: _RingSizes) -> Budget:
+    """Return the budget for images of ``nbytes`` that pass through rings in waves.
+
+    Raises:
+        HostMemoryExhausted: ``room`` is too small even for the least ring.
+    """
+    limit = int(room.memory * _RING_SHARE) // sizes.frame * sizes.frame
+    ring_bytes = min(limit, sizes.usual)
+    if ring_bytes < sizes.least:
+        deltas = _delta_note(room) if room.delta_bytes else ""
         raise HostMemoryExhausted(
             nbytes,
             f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this "
             f"node (machine, memory cgroup or host_memory){deltas}, "
-            f"and the least is {_least(nbytes, least)}",
+            f"and the least is {_describe_least(nbytes, sizes.least)}",
         )
     slots = max(1, min(most_slots, limit // nbytes)) if nbytes <= limit else 1
-    spill = max(0, min(limit, most_slots * nbytes) - slots * ring)
+    spill_bytes = max(0, min(limit, most_slots * nbytes) - slots * ring_bytes)
     return Budget(
         slots=slots,
         nbytes=nbytes,
-        slot_bytes=ring,
-        frame_bytes=frame,
-        spill_bytes=spill,
+        slot_bytes=ring_bytes,
+        frame_bytes=sizes.frame,
+        spill_bytes=spill_bytes,
         reserve_bytes=room.memory - limit,
         is_shared=False,
-        sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "
-        f"waves, and through up to {_mib(spill)} more if an optimizer's step comes before they are "
-        f"written: {_mib(room.memory)} may be used by each of {room.ranks} rank(s)"
-        f"{_notes(room)}",
+        sentence=f"images of {_mib(nbytes)} pass through {_mib(ring_bytes)} of anonymous memory in "
+        f"waves, and through up to {_mib(spill_bytes)} more if an optimizer's step comes before "
+        f"they are written: {_mib(room.memory)} may be used by each of {room.ranks} rank(s)"
+        f"{_limit_notes(room)}",
     )
 
 
-def _deltas(room: Room) -> str:
+def _delta_note(room: Room) -> str:
+    """Say how much memory deltas take; nothing if they take none."""
     return (
         f"; {_mib(room.delta_bytes)} more keep the last step for deltas" if room.delta_bytes else ""
     )
 
 
-def _least(nbytes: int, ring: int) -> str:
-    """Say how little memory an image of ``nbytes`` can do with, and what it is for."""
-    spare = -int(-ring * (1 / _RING_SHARE - 1))
-    if nbytes <= ring + spare:
+def _describe_least(nbytes: int, ring_bytes: int) -> str:
+    """Say how little memory an image of ``nbytes`` can do with, and what it is for.
+
+    ``ring_bytes`` is the least size of a ring.
+    """
+    spare_bytes = int(ring_bytes * (1 / _RING_SHARE - 1))
+    if nbytes <= ring_bytes + spare_bytes:
         return f"{-(-nbytes >> 20)} MiB, for the whole image"
     return (
-        f"{-(-(ring + spare) >> 20)} MiB: {_mib(ring)} that the image passes through in waves, and "
-        f"{-(-spare >> 20)} MiB for copies of tensors that no optimizer owns"
+        f"{-(-(ring_bytes + spare_bytes) >> 20)} MiB: {_mib(ring_bytes)} that the image passes "
+        f"through in waves, and {-(-spare_bytes >> 20)} MiB for copies of tensors that no "
+        "optimizer owns"
     )
 
 
-def _notes(room: Room) -> str:
+def _limit_notes(room: Room) -> str:
     """Say what else the decision depends on."""
-    text = _deltas(room) if room.delta_bytes else ""
+    text = _delta_note(room) if room.delta_bytes else ""
     if room.limit is None or not room.is_short:
         return text
     return (
@@ -335,7 +360,7 @@ def free_memory() -> int:
     """Return the bytes that the machine and the cgroups of this process have free now, less a
     reserve for other processes.
     """
-    return int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
+    return int(min([_meminfo_available(), *_cgroup_rooms()]) * _USABLE_SHARE)
 
 
 def _cgroup_rooms() -> list[int]:
@@ -345,19 +370,21 @@ def _cgroup_rooms() -> list[int]:
     the page cache when memory is short. So page cache counts as free here, as in ``MemAvailable``.
     """
     rooms: list[int] = []
-    for kind in (_V1, _V2):
-        path = _own_cgroup(kind.controller)
+    for version in (_V1, _V2):
+        path = _own_cgroup(version.controller)
         # In a container, ``path`` is often a path of the host. Then only the root of the hierarchy
         # exists in the container.
         for group in (path, *path.parents):
-            folder = f"{kind.mount}{group}"
+            folder = f"{version.mount}{group}"
             limits = [
-                limit for name in kind.limits if (limit := _number(f"{folder}/{name}")) is not None
+                limit
+                for name in version.limits
+                if (limit := _read_number(f"{folder}/{name}")) is not None
             ]
-            usage = _number(f"{folder}/{kind.usage}")
+            usage = _read_number(f"{folder}/{version.usage}")
             if limits and usage is not None:
                 rooms.append(
-                    max(0, min(limits) - usage + _sum(f"{folder}/memory.stat", kind.cache))
+                    max(0, min(limits) - usage + _read_sum(f"{folder}/memory.stat", version.cache))
                 )
     return rooms
 
@@ -367,7 +394,7 @@ def _own_cgroup(controller: str) -> PurePosixPath:
     known.
     """
     with contextlib.suppress(OSError), open(_OWN_CGROUPS) as file:
-        for line in file:
+        for line in file:  # "ID:CONTROLLERS:PATH"; of cgroups v2, no controllers
             controllers, _, path = line.rstrip("\n").partition(":")[2].partition(":")
             if controller in controllers.split(","):
                 return PurePosixPath(os.path.normpath(path or "/"))
@@ -382,7 +409,8 @@ def _meminfo_available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _number(path: str) -> int | None:
+def _read_number(path: str) -> int | None:
+    """Return the number in a file of a cgroup; None if there is none."""
     try:
         with open(path) as file:
             return int(file.read())
@@ -391,7 +419,7 @@ def _number(path: str) -> int | None:
         return None
 
 
-def _sum(path: str, names: Sequence[str]) -> int:
+def _read_sum(path: str, names: Sequence[str]) -> int:
     """Return the sum of the rows with these names in a file of names and numbers; 0 if the file
     cannot be read.
     """

@@ -142,7 +142,7 @@ class LateCopies:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         streams = {device: side_stream(device) for device in sorted(devices, key=str)}
         self._streams = {device: stream for device, stream in streams.items() if stream is not None}
-        self._begin = {
+        self._begin_events = {
             device: torch.accelerator.current_stream(device).record_event()
             for device in self._streams
         }
@@ -172,7 +172,7 @@ class LateCopies:
         was created.
         """
         for device, stream in self._streams.items():
-            stream.wait_event(self._begin[device])
+            stream.wait_event(self._begin_events[device])
 
     def run(self, copies: Sequence[Copy]) -> None:
         """Make copies of sources in host memory, and launch the other copies on the side

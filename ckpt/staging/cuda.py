@@ -38,6 +38,8 @@ def beside_captures() -> Generator[None]:
     or query an event, unless the thread has chosen the relaxed mode.
     """
     exchange = _capture_mode_exchange()
+    # Each call sets the mode of the thread to the value of ``mode``, and stores the mode before in
+    # ``mode``. So the second call restores what the first one has found.
     mode = ctypes.c_int(_RELAXED_MODE)
     if exchange is not None:
         exchange(ctypes.byref(mode))

@@ -33,6 +33,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
     try:
         stream = torch.Stream(device=device)
         stream.record_event().synchronize()
+        # A backend may return its only stream, which is no side stream.
         return stream if stream != torch.accelerator.current_stream(device) else None
     except (RuntimeError, NotImplementedError):
         # The device has no streams, or no events.
@@ -56,8 +57,8 @@ def is_capturing(device: torch.device) -> bool:
         return False
     # CUDA, XPU, MTIA and NPU have this function. ``Stream.is_capturing()`` exists since torch 2.13
     # only, and creates a context.
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
+    query = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return query is not None and bool(query())
 
 
 def refuse_capture(devices: Iterable[torch.device], method: str) -> None:
@@ -68,8 +69,8 @@ def refuse_capture(devices: Iterable[torch.device], method: str) -> None:
         method: The name of the method that the user called, for the error.
     """
     if device := next(filter(is_capturing, devices), None):
-        way = f"call {method}() before the capture, or after it"
-        raise StagingError(f"{method}() was called while a graph is captured on {device}: {way}")
+        advice = f"call {method}() before the capture, or after it"
+        raise StagingError(f"{method}() was called while a graph is captured on {device}: {advice}")
 
 
 @contextmanager
@@ -98,8 +99,8 @@ def background(device: torch.device) -> Generator[None]:
     Within the ``with`` block, calls of the thread create no CUDA context on another device, and do
     not invalidate a graph that another thread captures.
     """
-    captures = cuda.beside_captures() if device.type == "cuda" else nullcontext()
-    with captures, torch.accelerator.device_index(device.index):
+    beside_captures = cuda.beside_captures() if device.type == "cuda" else nullcontext()
+    with beside_captures, torch.accelerator.device_index(device.index):
         yield
 
 

@@ -11,7 +11,8 @@ import torch
 
 from ckpt.model.checksum import checksum
 
-_ROW: Final = 1021
+_ROW_WORDS: Final = 1021
+"""The number of 64-bit words of a row, which is odd (see ``digest``)."""
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -35,14 +36,14 @@ def fold(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     whole = tensor.detach().contiguous()
     # A tensor of one element may have any stride.
     flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-    rows = flat.numel() // (8 * _ROW)
+    rows = flat.numel() // (8 * _ROW_WORDS)
     if not rows:
-        return (_own(flat),)
-    if flat.storage_offset() % 8:
+        return (_own_memory(flat),)
+    if flat.storage_offset() % 8:  # A view of 64-bit words needs an aligned address
         flat = flat.clone()
-    end = rows * 8 * _ROW
-    words = flat[:end].view(torch.int64).view(rows, _ROW)
-    return torch.hash_tensor(words, dim=1).view(torch.int64), _own(flat[end:])
+    end = rows * 8 * _ROW_WORDS
+    words = flat[:end].view(torch.int64).view(rows, _ROW_WORDS)
+    return torch.hash_tensor(words, dim=1).view(torch.int64), _own_memory(flat[end:])
 
 
 def digest_of(parts: Iterable[torch.Tensor]) -> str:
@@ -50,7 +51,8 @@ def digest_of(parts: Iterable[torch.Tensor]) -> str:
     return "".join(_checksum(part.cpu()) for part in parts)
 
 
-def _own(flat: torch.Tensor) -> torch.Tensor:
+def _own_memory(flat: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on an accelerator in memory of its own. See ``fold``."""
     return flat if flat.device.type == "cpu" else flat.clone()
 
 
@@ -67,7 +69,7 @@ def host_bytes(address: int, nbytes: int) -> Any:
     ``Tensor.numpy()`` is not used. After that call, torch does not let the owner of the tensor
     resize its storage any more.
     """
-    return _array(nbytes).from_address(address)
+    return _char_array(nbytes).from_address(address)
 
 
 def _checksum(tensor: torch.Tensor) -> str:
@@ -75,5 +77,6 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 @cache
-def _array(nbytes: int) -> Any:
+def _char_array(nbytes: int) -> Any:
+    """Return the type of ctypes for ``nbytes`` bytes."""
     return ctypes.c_char * nbytes

@@ -48,7 +48,7 @@ class Fence:
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._stop_listening: Callable[[], object] = bool
+        self._stop_listening: Callable[[], object] = bool  # ``bool()`` does nothing
         self.captured_optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         """The optimizers whose step was captured in a graph. When the graph is replayed, no hook
         runs.
@@ -64,11 +64,11 @@ class Fence:
 
         ``remove`` ends this.
         """
-        fence = weakref.ref(self)
+        fence_ref = weakref.ref(self)
 
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (owner := fence()) is not None:
-                owner.note_capture(optimizer)
+            if (live_fence := fence_ref()) is not None:
+                live_fence.note_capture(optimizer)
 
         handle = register_optimizer_step_pre_hook(_disable_tracing(on_step))
         self._stop_listening = weakref.finalize(self, handle.remove)
@@ -97,14 +97,14 @@ class Fence:
             if thread_id != threading.get_ident() and thread_id in {
                 thread.ident for thread in threading.enumerate()
             }:
-                kind = type(optimizer).__name__
+                class_name = type(optimizer).__name__
                 raise StagingError(
-                    f"another thread is in the midst of {kind}.step(): save between two steps"
+                    f"another thread is in the midst of {class_name}.step(): save between two steps"
                 )
             if _is_interrupted(optimizer):
-                kind = type(optimizer).__name__
+                class_name = type(optimizer).__name__
                 error = StagingError(
-                    f"a signal handler that interrupts {kind}.step() cannot save: let "
+                    f"a signal handler that interrupts {class_name}.step() cannot save: let "
                     "manager.on_signals() handle the signal"
                 )
                 # Log the error too, since the interrupted code may catch it as an error of its own.
@@ -159,13 +159,14 @@ class Fence:
             self.captured_optimizers.add(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._let_pass(optimizer)
+        self._wait_or_note_capture(optimizer)
         self._step_threads[optimizer] = threading.get_ident()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._step_threads.pop(optimizer, None)
 
-    def _let_pass(self, optimizer: torch.optim.Optimizer) -> None:
+    def _wait_or_note_capture(self, optimizer: torch.optim.Optimizer) -> None:
+        """Return when the step of the optimizer may change its tensors."""
         if _is_captured(optimizer):
             # When the graph is replayed, no hook runs and no version counter moves. From now on,
             # the tensors of this optimizer may not be copied late.
@@ -195,14 +196,15 @@ def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
 
     A step with a closure does not count, since the closure may save.
     """
-    steps = _step_codes(cast("Any", type(optimizer)))
+    step_codes = _step_codes(cast("Any", type(optimizer)))
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in steps:
-            values = frame.f_locals
+        if frame.f_code in step_codes:
+            frame_locals = frame.f_locals
+            # The first argument is ``self`` under any name.
             if (
-                values.get(frame.f_code.co_varnames[0]) is optimizer
-                and values.get("closure") is None
+                frame_locals.get(frame.f_code.co_varnames[0]) is optimizer
+                and frame_locals.get("closure") is None
             ):
                 return True
         frame = frame.f_back

@@ -25,7 +25,7 @@ from ckpt.locks import Condition
 from ckpt.staging import slot_files
 from ckpt.staging.budget import free_memory, measure
 from ckpt.staging.device import Devices
-from ckpt.staging.slot import Slot, SlotCancelled, ask
+from ckpt.staging.slot import Slot, SlotCancelled, check_wanted
 
 _log = logging.getLogger("ckpt")
 SAVES: Final = 8
@@ -129,11 +129,13 @@ class Spill:
         Every save calls this once. The spill keeps the largest number of the last saves, or less if
         the training has taken what was to stay free.
         """
-        lack = max(0, self._reserve_bytes - free_memory()) // self._ranks if self._count else 0
+        lack_bytes = 0
+        if self._count:
+            lack_bytes = max(0, self._reserve_bytes - free_memory()) // self._ranks
         with self.change:
             old_count, self._is_refused = self._kept_count, False
             self._needs.append(frames)
-            surplus = -(-lack // self.frame_bytes)
+            surplus = -(-lack_bytes // self.frame_bytes)
             allowance = max(0, self._count - surplus) if surplus else self._limit
             self._allowance = min(self._limit, allowance)
             new_count = self._kept_count
@@ -143,7 +145,7 @@ class Spill:
                 "the optimizer's step comes before the image is written"
                 if new_count > old_count
                 else f"the last {SAVES} saves needed no more"
-                if not lack
+                if not lack_bytes
                 else "little memory is free"
             )
             size = new_count * self.frame_bytes >> 20
@@ -259,26 +261,26 @@ class Ring(Slot):
         """
         super().__init__(nbytes, None, is_wanted)
         self.spill, self._devices = spill, tuple[torch.device, ...]()
-        edges = range(0, nbytes, step := spill.frame_bytes)
-        self._own = [
+        frame_bytes = spill.frame_bytes
+        self._own_frames = [
             Frame(
-                self.tensor[a : a + step],
-                self.view[a : a + step],
-                populate=partial(self.populate, a, a + step),
+                self.tensor[start : start + frame_bytes],
+                self.view[start : start + frame_bytes],
+                populate=partial(self.populate, start, start + frame_bytes),
             )
-            for a in edges
+            for start in range(0, nbytes, frame_bytes)
         ]
-        self._free = list(self._own)
+        self._free = list(self._own_frames)
         self._spill_frames: list[Frame] = []
 
     @property
     def frames(self) -> int:
         """The number of frames of the ring itself."""
-        return len(self._own)
+        return len(self._own_frames)
 
     def prefault(self) -> None:
-        for frame in self._own:
-            ask(self._is_wanted)
+        for frame in self._own_frames:
+            check_wanted(self._is_wanted)
             frame.populate()
 
     def pin(self, devices: Devices) -> None:
@@ -293,14 +295,14 @@ class Ring(Slot):
     def take(self) -> Frame | None:
         """Return a free frame of the ring or of the spill; None if there is none now."""
         with self.spill.change:
-            return self._free.pop() if self._free else self._taken_from_spill()
+            return self._free.pop() if self._free else self._take_from_spill()
 
     def borrow(self) -> Frame | None:
         """Return a frame of the spill, which grows for it if necessary; None if it may not."""
         while True:
             with self.spill.change:
                 if self.spill.has_free:
-                    return self._taken_from_spill()
+                    return self._take_from_spill()
                 if not self.spill.may_grow():
                     return None
                 self.spill.begin_growth()
@@ -310,7 +312,7 @@ class Ring(Slot):
         """Make the frame that ``Spill.begin_growth`` has counted."""
         self.spill.grow(self._devices)
 
-    def _taken_from_spill(self) -> Frame | None:
+    def _take_from_spill(self) -> Frame | None:
         if (frame := self.spill.take()) is not None:
             self._spill_frames.append(frame)
         return frame
@@ -328,6 +330,6 @@ class Ring(Slot):
     def reclaim(self) -> None:
         """Take back all frames, and give those of the spill back to it."""
         with self.spill.change:
-            frames, self._spill_frames, self._free = self._spill_frames, [], list(self._own)
+            frames, self._spill_frames, self._free = self._spill_frames, [], list(self._own_frames)
             for frame in frames:
                 self.spill.give_back(frame)

@@ -76,13 +76,13 @@ class Image:
         self.plan, self.slot = plan, slot
         self._leaves = leaves
         self._views: dict[str, torch.Tensor] = {}
-        self._ring = plan.size > slot.capacity
+        self._is_in_waves = plan.size > slot.capacity
         self._piece_bytes = slot.spill.frame_bytes if isinstance(slot, Ring) else PIECE_BYTES
 
     def window(self) -> Window:
         """Write the header of a new image to the slot, and return the window of the image."""
         header = self.plan.header
-        if self._ring:
+        if self._is_in_waves:
             assert isinstance(self.slot, Ring)
             return RingWindow(self.slot, self.plan.size, header)
         self.slot.view[: len(header)] = header
@@ -101,25 +101,26 @@ class Image:
         item, leaf = self.plan.items[index], self._leaves[self.plan.items[index].leaf]
         start, end = item.offset, item.offset + item.nbytes
         cuts: Sequence[int] = ()
-        piece = self._piece_bytes
-        if self._ring or (flat and item.nbytes > piece):
-            cuts = range(-(-(start + 1) // piece) * piece, end, piece)
+        piece_bytes = self._piece_bytes
+        if self._is_in_waves or (flat and item.nbytes > piece_bytes):
+            # The ends of pieces within the item
+            cuts = range(-(-(start + 1) // piece_bytes) * piece_bytes, end, piece_bytes)
         if not cuts:
             return [Target(self._view(start, leaf, item.box.shape), end, None)]
         return [
             Target(
-                self._view(a, leaf, ((b - a) // leaf.itemsize,)),
-                b,
-                slice((a - start) // leaf.itemsize, (b - start) // leaf.itemsize),
+                self._view(part_start, leaf, ((part_end - part_start) // leaf.itemsize,)),
+                part_end,
+                slice((part_start - start) // leaf.itemsize, (part_end - start) // leaf.itemsize),
             )
-            for a, b in itertools.pairwise([start, *cuts, end])
+            for part_start, part_end in itertools.pairwise([start, *cuts, end])
         ]
 
     def _view(self, start: int, leaf: Leaf, shape: tuple[int, ...]) -> torch.Tensor:
         view = self._views.get(leaf.dtype)
         if view is None:
             memory = self.slot.tensor
-            if self._ring:
+            if self._is_in_waves:
                 memory = torch.empty(capacity_of(self.plan.size), dtype=torch.uint8, device="meta")
             view = self._views[leaf.dtype] = view_as(
                 memory, leaf.dtype, [len(memory) // leaf.itemsize]

@@ -20,8 +20,9 @@ from ckpt.staging import cuda
 from ckpt.staging.device import Devices, background
 
 _MADV_POPULATE_WRITE: Final = 23  # Since Linux 5.14
-_STEP_BYTES: Final = 16 << 20
-_ROUND: Final = 2 << 20  # A huge page
+_ALLOCATION_BYTES: Final = 16 << 20
+"""The bytes of a slot that are allocated or touched between two calls of ``is_wanted``."""
+_HUGE_PAGE_BYTES: Final = 2 << 20
 _log = logging.getLogger("ckpt")
 
 
@@ -124,9 +125,9 @@ class Slot:
                 end the process when it writes to the slot.
             SlotCancelled: The function ``is_wanted`` has returned False.
         """
-        for start in range(0, self.capacity, _STEP_BYTES):
-            ask(self._is_wanted)
-            self.populate(start, min(self.capacity, start + _STEP_BYTES))
+        for start in range(0, self.capacity, _ALLOCATION_BYTES):
+            check_wanted(self._is_wanted)
+            self.populate(start, min(self.capacity, start + _ALLOCATION_BYTES))
 
     def populate(self, start: int, end: int) -> None:
         """Touch the pages of a part of the memory.
@@ -209,7 +210,7 @@ class _File:
             status = os.lstat(self.path)
         except OSError:
             return False
-        return self._is(status) and status.st_size >= nbytes
+        return self._is_same(status) and status.st_size >= nbytes
 
     def open(self) -> int:
         """Return a descriptor of the file. Raises ``SlotLost`` if the file was removed."""
@@ -219,31 +220,32 @@ class _File:
             )
         except OSError:
             raise SlotLost from None
-        if not self._is(os.fstat(descriptor)):
+        if not self._is_same(os.fstat(descriptor)):
             os.close(descriptor)
             raise SlotLost
         return descriptor
 
     def unlink(self) -> None:
+        """Remove the file, unless its name belongs to another file now."""
         with contextlib.suppress(OSError):
-            if self._is(os.lstat(self.path)):
+            if self._is_same(os.lstat(self.path)):
                 os.unlink(self.path)
 
-    def _is(self, status: os.stat_result) -> bool:
+    def _is_same(self, status: os.stat_result) -> bool:
         return (status.st_dev, status.st_ino) == (self.device, self.inode)
 
 
-def _unlink(file: _File | None, owner: int) -> None:
-    if file is not None and os.getpid() == owner:
+def _unlink(file: _File | None, owner_pid: int) -> None:
+    if file is not None and os.getpid() == owner_pid:
         file.unlink()
 
 
 def capacity_of(nbytes: int) -> int:
     """Return the size of a slot for an image of ``nbytes``, rounded up to a multiple of 2 MiB."""
-    return -(-nbytes // _ROUND) * _ROUND
+    return -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
 
 
-def ask(is_wanted: Callable[[], bool]) -> None:
+def check_wanted(is_wanted: Callable[[], bool]) -> None:
     """Raise ``SlotCancelled`` if ``is_wanted`` returns False."""
     if not is_wanted():
         raise SlotCancelled
@@ -252,9 +254,9 @@ def ask(is_wanted: Callable[[], bool]) -> None:
 def _map_file(path: str, nbytes: int, is_wanted: Callable[[], bool]) -> tuple[mmap.mmap, _File]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        for start in range(0, nbytes, _STEP_BYTES):
-            ask(is_wanted)
-            os.posix_fallocate(descriptor, start, min(_STEP_BYTES, nbytes - start))
+        for start in range(0, nbytes, _ALLOCATION_BYTES):
+            check_wanted(is_wanted)
+            os.posix_fallocate(descriptor, start, min(_ALLOCATION_BYTES, nbytes - start))
         status = os.fstat(descriptor)
         return mmap.mmap(descriptor, nbytes), _File(path, status.st_dev, status.st_ino)
     except BaseException:

@@ -25,7 +25,10 @@ _MEMORY_PREFIX: Final = "ckpt-share"
 
 
 def new_path(number: int, prefix: str = PREFIX) -> str:
-    """Return the path of a new file of this process, whose name contains ``number``."""
+    """Return the path of a new file of this process, whose name contains ``number``.
+
+    The name is PREFIX-PID-START_TIME-NUMBER-NAMESPACE.TIME.PROGRAM, and PREFIX contains one "-".
+    """
     process = Process.of(os.getpid())
     name = f"{prefix}-{process.pid}-{process.start_time}-{number}-{namespace()}"
     return f"{SHM}/{name}.{time.monotonic_ns():x}.{PROGRAM}"
@@ -46,12 +49,13 @@ class NodeMemory:
         """Return the bytes that the first rank has measured, or those that ``measure`` returns if
         this rank is the first.
         """
-        figures: list[tuple[int, int]] = []  # Each after the time of its file
+        figures: list[tuple[int, int]] = []  # Each after the time of its file (see ``new_path``)
         for name, process in _files(_MEMORY_PREFIX):
             if process.pid == os.getpid() or _is_sibling(process):
                 with contextlib.suppress(ValueError, IndexError):  # Not a file of this class
-                    figures.append((int(name.split(".")[1], 16), int(name.split("-")[4])))
-        nbytes = min(figures)[1] if figures else measure()
+                    made_at, figure = int(name.split(".")[1], 16), int(name.split("-")[4])
+                    figures.append((made_at, figure))
+        _, nbytes = min(figures) if figures else (0, measure())
         if self._remove is None:
             path = new_path(nbytes, _MEMORY_PREFIX)
             with contextlib.suppress(OSError):  # Without /dev/shm, each rank measures on its own
@@ -65,8 +69,8 @@ class NodeMemory:
             self._remove()
 
 
-def _unlink(path: str, owner: int) -> None:
-    if os.getpid() == owner:  # In a forked process, the file belongs to the parent
+def _unlink(path: str, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # In a forked process, the file belongs to the parent
         with contextlib.suppress(OSError):
             os.unlink(path)
 
@@ -99,7 +103,7 @@ def _files(prefix: str) -> Iterator[tuple[str, Process]]:
     except OSError:
         return
     for entry in files:
-        name, parts = entry.name, entry.name.split("-")
+        name, parts = entry.name, entry.name.split("-")  # See ``new_path``
         is_own = (
             name.startswith(f"{prefix}-")
             and len(parts) == 6
@@ -113,7 +117,7 @@ def _files(prefix: str) -> Iterator[tuple[str, Process]]:
                     yield name, Process(int(parts[2]), int(parts[3]))
 
 
-def held_by_siblings() -> int:
+def sibling_slot_bytes() -> int:
     """Return the bytes of all slot files of the other ranks on this node."""
     nbytes = 0
     for name, process in _files(PREFIX):

@@ -184,7 +184,7 @@ class SlotPool:
         with self._change:
             return self._budget is not None and (
                 self._budget.nbytes >= nbytes
-                and len(self._slots) >= self._ahead(self._budget)
+                and len(self._slots) >= self._reserve_count(self._budget)
                 and all(self._fits(slot, self._budget.nbytes) for slot in self._slots)
             )
 
@@ -387,7 +387,7 @@ class SlotPool:
             siblings = Siblings(
                 node_memory=self._node_memory.figure(free_memory)
                 - self._ranks * self.reservation.used_bytes,
-                shm_bytes=slot_files.held_by_siblings(),
+                shm_bytes=slot_files.sibling_slot_bytes(),
             )
         room = measure(
             slot_files.SHM,
@@ -487,7 +487,7 @@ class SlotPool:
                 self._spill.close()
                 self._spill = Spill(self._is_open, self._budget.frame_bytes)
             self._spill.allow(self._budget.spill_bytes, self._budget.reserve_bytes, self._ranks)
-            _log.log(self._level(self._budget, room), "ckpt: %s", self._budget.sentence)
+            _log.log(self._log_level(self._budget, room), "ckpt: %s", self._budget.sentence)
         if (
             self._is_full()
             and needed_slots == self._slots
@@ -497,14 +497,15 @@ class SlotPool:
             self._let_go(needed_slots[0])
         return not self._is_full()
 
-    def _level(self, budget: Budget, room: Room) -> int:
+    def _log_level(self, budget: Budget, room: Room) -> int:
         """Return the level of the log line about a budget: WARNING if the machine has less memory
         than the settings allow, and INFO if the settings alone decide.
         """
         is_ring = budget.slot_bytes < budget.nbytes
-        is_wish = budget.slots == self._count and (self._elastic or not is_ring)
-        outlives = budget.is_shared or self._elastic or is_ring
-        is_usual = (is_wish or room.is_at_limit) and outlives and not room.is_short
+        is_as_set = budget.slots == self._count and (self._elastic or not is_ring)
+        # Images in anonymous memory end with the process, of which rings need no warning.
+        needs_no_warning = budget.is_shared or self._elastic or is_ring
+        is_usual = (is_as_set or room.is_at_limit) and needs_no_warning and not room.is_short
         return logging.INFO if is_usual else logging.WARNING
 
     def _is_full(self) -> bool:
@@ -514,7 +515,7 @@ class SlotPool:
         count = len(self._slots) + len(self._requests)
         return self._budget is not None and count >= self._budget.slots
 
-    def _ahead(self, budget: Budget) -> int:
+    def _reserve_count(self, budget: Budget) -> int:
         """Return the number of slots that ``reserve`` creates. One ring suffices if a save never
         comes before the previous one is written.
         """

@@ -38,7 +38,7 @@ from ckpt.locks import Event
 from ckpt.staging.copies import Copy, Events, LateCopies, copy_now, devices_of, groups
 from ckpt.staging.digest import digest, digest_of, fold
 from ckpt.staging.window import Window
-from ckpt.staging.witness import Full, Placement, Sample, SampledWitness, Witness
+from ckpt.staging.witness import FullWitness, Placement, Sample, SampledWitness, Witness
 
 SPARE: Final = 4
 """The eager sources of an image in a ring are first copied to other memory if they need at most
@@ -106,17 +106,18 @@ _version = attrgetter("_version")
 
 
 def _witness(check: CheckMode, batches: Sequence[Batch]) -> Witness | None:
+    """Read the late sources now, as ``check`` says. Return None if nothing is to be compared."""
     late_batches = [batch for batch in batches if batch.late_copies]
     if not late_batches or check == "off":
         return None
     if check == "full":
-        return Full(copy for batch in late_batches for copy in batch.late_copies)
+        return FullWitness(copy for batch in late_batches for copy in batch.late_copies)
     for batch in late_batches:
         batch.sample.build()
     return SampledWitness(batch.sample for batch in late_batches)
 
 
-def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
+def _on_no_stream(_: torch.Tensor) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -179,7 +180,7 @@ class Snapshot:
         self._begin_lock = threading.Lock()
         self._land_event = Event()
         self._launch_event = Event()
-        self._comparison = Event()
+        self._comparison_end = Event()
         self._error: CkptError | None = None
         self._eager_devices = frozenset[torch.device]().union(
             *(batch.eager_devices for batch in batches)
@@ -187,7 +188,7 @@ class Snapshot:
         # Create the witness before ``LateCopies``. Its reads of the sources are then queued before
         # the events that the side streams wait for.
         self._witness = _witness(check, batches)
-        self._device = LateCopies.of(
+        self._device_copies = LateCopies.of(
             frozenset[torch.device]().union(*(batch.late_devices for batch in batches))
         )
 
@@ -202,14 +203,14 @@ class Snapshot:
         When this returns, the eager sources may change, unless ``foreground`` is set. If nothing
         has to be copied later, the snapshot has landed then.
         """
-        if self.window.whole or self._holds():
+        if self.window.whole or self._reserve_eager():
             copy_now(self._with_memory(self._eager), self._eager_devices)
         else:
             self._copy_later()
-        self._digest(is_late=False)()
+        self._begin_digests(is_late=False)()
         if not self._late_copies and not any(check.is_late for check in self._checks):
             self._finish(None)
-            self._comparison.set()
+            self._comparison_end.set()
 
     def copy_late(self) -> None:
         """Copy the late sources. Then check that they were not changed meanwhile: compare the
@@ -222,7 +223,7 @@ class Snapshot:
         if self._land_event.is_set() or not self._begin_lock.acquire(blocking=False):
             return
         try:
-            with self._device.thread() if self._device else nullcontext():
+            with self._device_copies.thread() if self._device_copies else nullcontext():
                 self._copy_late()
                 self._compare()
         except Exception as error:  # noqa: BLE001
@@ -236,7 +237,7 @@ class Snapshot:
             self._finish(StagingError(f"the copying of step {self.step} was interrupted"))
             raise
         finally:
-            self._comparison.set()
+            self._comparison_end.set()
 
     def give_up(self, error: CkptError) -> None:
         """Make the snapshot fail with ``error``, because no thread will call ``copy_late``.
@@ -250,13 +251,13 @@ class Snapshot:
         if self._begin_lock.acquire(blocking=False) or self.foreground:
             if not self._land_event.is_set():
                 self._finish(error)
-            self._comparison.set()
+            self._comparison_end.set()
 
     def _copy_late(self) -> None:
         launches = self._copy_in_order()
-        finish_digests = self._digest(is_late=True)
-        if self._device:
-            self._device.mark_launched()
+        finish_digests = self._begin_digests(is_late=True)
+        if self._device_copies:
+            self._device_copies.mark_launched()
         self._launch_event.set()
         for launch in launches:
             self._land(launch)
@@ -275,10 +276,10 @@ class Snapshot:
         """
         began = time.perf_counter()
         self.window.hurry()
-        if self._device and not self._land_event.is_set():
+        if self._device_copies and not self._land_event.is_set():
             self._launch_event.wait()
             if not self._land_event.is_set():
-                self._device.hold_current_streams()
+                self._device_copies.hold_current_streams()
         else:
             self._land_event.wait()
         with suppress(TensorChanged):
@@ -309,7 +310,7 @@ class Snapshot:
             TensorChanged: A source was changed during the copies, so the image does not hold the
                 values that the sources had at the call of the save.
         """
-        self._comparison.wait()
+        self._comparison_end.wait()
         self.settle()
 
     def wait_ended(self) -> None:
@@ -318,7 +319,7 @@ class Snapshot:
         The call raises no error of the snapshot, and uses no stream of a device.
         """
         self._land_event.wait()
-        self._comparison.wait()
+        self._comparison_end.wait()
 
     def wait_landed(self, timeout: float | None = None) -> None:
         """Wait until the image is complete.
@@ -347,8 +348,8 @@ class Snapshot:
         group to the window. Return the groups that were only launched on a side stream.
         """
         launches: deque[_Launch] = deque()
-        if self._device:
-            self._device.begin()
+        if self._device_copies:
+            self._device_copies.begin()
         copy_groups = list(
             groups(
                 sorted(chain.from_iterable(self._late_copies), key=attrgetter("end")),
@@ -361,11 +362,11 @@ class Snapshot:
             while launches and not self.window.has_room(group[-1].end):
                 self._land(launches.popleft())
             self.window.wait_room(group[-1].end)
-            self._check_there(group)
+            self._check_addresses(group)
             targets = self._with_memory(group)
-            if self._device:
-                self._device.run(targets)
-                launches.append(_Launch(group, targets, end, self._device.events()))
+            if self._device_copies:
+                self._device_copies.run(targets)
+                launches.append(_Launch(group, targets, end, self._device_copies.events()))
             else:
                 copy_now(targets)
                 self._land(_Launch(group, targets, end, {}))
@@ -386,7 +387,7 @@ class Snapshot:
         """
         for event in launch.events.values():
             event.synchronize()
-        self._check_there(launch.group)
+        self._check_addresses(launch.group)
         if not self.window.whole:  # Compare now, since the memory is given back soon
             self._ask_witness(list(zip(launch.group, launch.targets, strict=True)))
         self.window.land(launch.end)
@@ -415,15 +416,16 @@ class Snapshot:
 
     def _ask_witness(self, placements: Sequence[Placement] | None) -> None:
         if self._witness is not None:
-            on_stream = self._device.on_stream if self._device else _beside_nothing
+            on_stream = self._device_copies.on_stream if self._device_copies else _on_no_stream
             if (name := self._witness.changed_name(placements, on_stream)) is not None:
                 raise TensorChanged(name, self.step)
 
-    def _check_there(self, group: Sequence[Copy]) -> None:
+    def _check_addresses(self, group: Sequence[Copy]) -> None:
+        """Raise ``TensorChanged`` if a source has moved: its storage was resized or freed."""
         if name := next((copy.name for copy in group if copy.has_moved), None):
             raise TensorChanged(name, self.step)
 
-    def _holds(self) -> bool:
+    def _reserve_eager(self) -> bool:
         """Take the memory of the eager sources in an image that passes through a ring, and return
         True. Return False if they are small, or if there is not enough memory.
 
@@ -453,7 +455,7 @@ class Snapshot:
             self._late_copies.append(tuple(self._eager))
         self._eager = []
 
-    def _digest(self, *, is_late: bool) -> Callable[[], None]:
+    def _begin_digests(self, *, is_late: bool) -> Callable[[], None]:
         """Begin to compute the digests of the checks with this value of ``Check.is_late``, and
         return a function that completes them and stores them in ``digests``.
 
@@ -482,30 +484,34 @@ class Snapshot:
 
     def _on_stream(self, check: Check) -> AbstractContextManager[None]:
         return (
-            self._device.on_stream(check.sources[0])
-            if check.is_late and self._device
+            self._device_copies.on_stream(check.sources[0])
+            if check.is_late and self._device_copies
             else nullcontext()
         )
 
     def _change_error(self) -> CkptError | None:
+        """Return the error that names a late source whose version counter has moved, or None."""
         for batch, versions in self._guards:
             current_versions = list(map(_version, batch.guarded))
             if current_versions != versions:
                 name = next(
-                    n
-                    for n, a, b in zip(batch.names, current_versions, versions, strict=True)
-                    if a != b
+                    name
+                    for name, current, old in zip(
+                        batch.names, current_versions, versions, strict=True
+                    )
+                    if current != old
                 )
                 return TensorChanged(name, self.step)
         return None
 
     def _finish(self, error: CkptError | None) -> None:
+        """Declare that the image is complete, or that the snapshot has failed with ``error``."""
         self._error = self._error or error
-        if self._error and self._device:
+        if self._error and self._device_copies:
             with suppress(RuntimeError):
                 # Wait for launched copies. Another save gets the slot next, and these copies would
                 # overwrite the image of that save.
-                self._device.synchronize()
+                self._device_copies.synchronize()
         self._eager, self._late_copies, self._checks = [], [], []  # The sources may be freed now
         if self._error:
             self.window.fail(self._error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
 
@@ -17,6 +18,10 @@ from ckpt.errors import CkptError, StagingError
 from ckpt.locks import Condition
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.frames import Frame, Ring
+
+_WRITE: Final = 0
+_HASH: Final = 1
+"""The two uses of the bytes of an image in a ring: the indices in ``RingWindow._uses``."""
 
 
 class Window:
@@ -148,9 +153,9 @@ class Window:
     def _wait_landed(self, end: int) -> None:
         with self._change:
             self._change.wait_for(lambda: self._has_ended or self._landed_bytes >= end)
-            self._check()
+            self._raise_if_ended()
 
-    def _check(self) -> None:
+    def _raise_if_ended(self) -> None:
         if self._error:
             raise self._error
         if self._is_abandoned:
@@ -177,22 +182,24 @@ class RingWindow(Window):
 
     def __init__(self, ring: Ring, size: int, header: bytes = b"") -> None:
         super().__init__(memoryview(b""), size)
-        self._ring, self._step = ring, ring.spill.frame_bytes
-        self.piece_bytes = self._step
-        self.ring_bytes = ring.frames * self._step
-        self.capacity = self.ring_bytes - 2 * self._step
+        self._ring, self._frame_bytes = ring, ring.spill.frame_bytes
+        self.piece_bytes = self._frame_bytes
+        self.ring_bytes = ring.frames * self._frame_bytes
+        # A range that begins within a frame needs one frame more, and the copy fills another one.
+        self.capacity = self.ring_bytes - 2 * self._frame_bytes
         self._change = ring.spill.change
         self._frames: dict[int, Frame] = {}
-        self._first_piece, rest = divmod(len(header), self._step)
+        self._first_piece, rest = divmod(len(header), self._frame_bytes)
         self.resident_bytes = self._landed_bytes = len(header) - rest
         self._header = memoryview(header)
+        # Only the header's last piece, which the data shares, takes a frame.
         if rest and (frame := ring.take()) is not None:
             frame.data[:rest] = self._header[-rest:]
             self._frames[self._first_piece] = frame
         self._passed_pieces: set[int] = set()
-        self._next, self._reserve_count = self._first_piece, 0
-        self._uses = (_Ranges(), _Ranges())
-        self.hurries = self._is_counted = False
+        self._next_piece, self._reserved_frames = self._first_piece, 0
+        self._uses = (_Ranges(), _Ranges())  # The bytes that were written, and those hashed
+        self.hurries = self._has_told_need = False
 
     @property
     def rereadable(self) -> bool:
@@ -206,46 +213,53 @@ class RingWindow(Window):
         self._take_room(end, wait=True)
 
     def _take_room(self, end: int, *, wait: bool) -> bool:
-        while self._next * self._step < end:
+        """Take the frames for the bytes up to ``end``. Return False if there are too few now, and
+        ``wait`` is False.
+        """
+        while self._next_piece * self._frame_bytes < end:
             with self._change:
-                frame = self._frames.get(self._next)
+                frame = self._frames.get(self._next_piece)
                 # A piece that ``reserve`` took may have been written and given back by now.
-                has_passed = self._next in self._passed_pieces
+                has_passed = self._next_piece in self._passed_pieces
             if frame is None and not has_passed:
                 if (frame := self._frame(wait=wait)) is None:
                     return False
                 with self._change:
-                    self._frames[self._next] = frame
+                    self._frames[self._next_piece] = frame
             # A new ring has untouched pages. This thread touches them, and not the call of a save.
             if frame is not None:
                 frame.populate()
-            self._next += 1
+            self._next_piece += 1
         return True
 
     def place(self, form: torch.Tensor, start: int) -> torch.Tensor:
-        return self._frames[start // self._step].place(form, start % self._step)
+        return self._frames[start // self._frame_bytes].place(form, start % self._frame_bytes)
 
     def reserve(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        pieces = {piece for a, b in ranges for piece in range(a // self._step, -(-b // self._step))}
+        pieces = {
+            piece
+            for start, end in ranges
+            for piece in range(start // self._frame_bytes, -(-end // self._frame_bytes))
+        }
         for piece in sorted(pieces - self._frames.keys()):
             # The frames of the ring itself stay free, so that the copy makes progress.
             if (frame := self._ring.borrow()) is None:
                 return False
             with self._change:
                 self._frames[piece] = frame
-            self._reserve_count += 1
+            self._reserved_frames += 1
         return True
 
     def hurry(self) -> None:
         with self._change:
             self.hurries = True
-            pieces = -(-self.size // self._step) - self._first_piece
+            pieces = -(-self.size // self._frame_bytes) - self._first_piece
             self._change.notify_all()
-        self._count_need(pieces - len(self._passed_pieces) - self._ring.frames)
+        self._tell_need(pieces - len(self._passed_pieces) - self._ring.frames)
 
     def abandon(self) -> None:
         super().abandon()
-        self._count_need(0)
+        self._tell_need(0)
 
     def view(self, start: int, end: int) -> memoryview:
         """Do what `Window.view` does. Bytes of several pieces are joined in other memory."""
@@ -254,19 +268,21 @@ class RingWindow(Window):
 
     def parts(self, start: int, end: int) -> Sequence[memoryview]:
         self._wait_landed(end)
-        step, resident = self._step, self.resident_bytes
+        frame_bytes, resident = self._frame_bytes, self.resident_bytes
         head = [self._header[start : min(end, resident)]] if start < resident else []
         start = max(start, resident)
         return head + [
-            self._frames[piece].data[max(start - piece * step, 0) : min(end - piece * step, step)]
-            for piece in range(start // step, -(-end // step))
+            self._frames[piece].data[
+                max(start - piece * frame_bytes, 0) : min(end - piece * frame_bytes, frame_bytes)
+            ]
+            for piece in range(start // frame_bytes, -(-end // frame_bytes))
         ]
 
     def note_written(self, start: int, end: int) -> None:
-        self._use(0, start, end)
+        self._use(_WRITE, start, end)
 
     def note_hashed(self, start: int, end: int) -> None:
-        self._use(1, start, end)
+        self._use(_HASH, start, end)
 
     def note_loss(self, error: CkptError) -> None:
         self.fail(error)
@@ -279,31 +295,38 @@ class RingWindow(Window):
                     self._change.wait_for(self._has_frame)
                 elif not self._has_frame():
                     return None
-                self._check()
+                self._raise_if_ended()
                 if (frame := self._ring.take()) is not None:
                     return frame
                 self._ring.spill.begin_growth()
             self._ring.grow()  # Without the lock, since it takes milliseconds
 
     def _has_frame(self) -> bool:
-        grows = self._ring.spill.may_grow(hurries=self.hurries)
-        return self._has_ended or self._ring.has_free or grows
+        """Return True if a frame can be taken or made, or if the image has ended."""
+        may_grow = self._ring.spill.may_grow(hurries=self.hurries)
+        return self._has_ended or self._ring.has_free or may_grow
 
     def _use(self, use: int, start: int, end: int) -> None:
+        """Note a use (``_WRITE`` or ``_HASH``) of some bytes. Give back the frames of the pieces
+        that have had both.
+        """
         with self._change:
             self._uses[use].add(start, end)
-            for piece in range(start // self._step, -(-end // self._step)):
-                low, high = piece * self._step, min(self.size, (piece + 1) * self._step)
+            for piece in range(start // self._frame_bytes, -(-end // self._frame_bytes)):
+                low, high = (
+                    piece * self._frame_bytes,
+                    min(self.size, (piece + 1) * self._frame_bytes),
+                )
                 if piece in self._frames and all(ranges.covers(low, high) for ranges in self._uses):
                     self._ring.give_back(self._frames.pop(piece))
                     self._passed_pieces.add(piece)
 
-    def _count_need(self, frames: int) -> None:
+    def _tell_need(self, frames: int) -> None:
         """Tell the spill, once for each image, how many frames the image needed."""
         with self._change:
-            is_counted, self._is_counted = self._is_counted, True
-        if not is_counted:
-            self._ring.spill.need(max(self._reserve_count, frames))
+            has_told, self._has_told_need = self._has_told_need, True
+        if not has_told:
+            self._ring.spill.need(max(self._reserved_frames, frames))
 
 
 class _Ranges:
@@ -314,6 +337,7 @@ class _Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
+        # The ranges from ``low`` to ``high`` overlap or touch the new one, and are joined with it.
         low, high = bisect_left(self._ends, start), bisect_right(self._starts, end)
         if low < high:
             start, end = min(start, self._starts[low]), max(end, self._ends[high - 1])

@@ -3,8 +3,8 @@
 Code that writes through ``parameter.data``, through a NumPy view, with ``torch._foreach_*`` on
 DTensors or with its own kernels moves no version counter. A *witness* reads the late sources at the
 call of the save, and compares them with the image after the copies. If a tensor differs, the
-witness returns its name. `SampledWitness` reads a small part of each source, and `Full` reads all
-bytes.
+witness returns its name. `SampledWitness` reads a small part of each source, and `FullWitness`
+reads all bytes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ PLACES_AT_ONCE: Final = 512
 The read of a place misses the processor's caches and takes about 0.1 µs.
 """
 _HOST: Final = ("", False)
-# A source that is not contiguous has up to this many places of one element where a contiguous
-# source would have one place of ``LINE_BYTES``.
-_ELEMENTS: Final = 16
+"""The kind of copies from host memory (see ``_kind``). It sorts before all others."""
+_ELEMENT_PLACES: Final = 16
+"""A source that is not contiguous has up to this many places of one element where a contiguous
+source would have one place of ``LINE_BYTES``.
+"""
 
 OnStream = Callable[[torch.Tensor], AbstractContextManager[None]]
 Placement = tuple[Copy, Copy]
@@ -109,7 +111,7 @@ class Sample:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._copies = copies
-        self._turn = 0
+        self._index = 0
         self.subsets: tuple[Subset, ...] = ()
 
     def build(self) -> None:
@@ -120,6 +122,7 @@ class Sample:
             places = [(copy, _places(copy)) for copy in sorted(self._copies, key=_kind)]
             extra = sum(len(copy_places) - 1 for _, copy_places in places)
             count = 1 + extra // PLACES_AT_ONCE
+            # Subset k has every count-th place of a copy, or one place of a copy with fewer places.
             self.subsets = tuple(
                 Subset(
                     [
@@ -129,18 +132,18 @@ class Sample:
                 )
                 for k in range(count)
             )
-        self.subsets[self._next_turn()].build()
+        self.subsets[self._next_index()].build()
 
     def next(self) -> Subset:
         """Go on to the next subset and return it, so that successive saves compare all places in
         turn.
         """
         self.build()
-        self._turn = self._next_turn()
-        return self.subsets[self._turn]
+        self._index = self._next_index()
+        return self.subsets[self._index]
 
-    def _next_turn(self) -> int:
-        return (self._turn + 1) % len(self.subsets)
+    def _next_index(self) -> int:
+        return (self._index + 1) % len(self.subsets)
 
 
 class Subset:
@@ -160,9 +163,9 @@ class Subset:
         """
         self._places = places
         self._addresses: list[tuple[int, Places]] = []
-        self._host: list[Any] = []
-        self._on_devices: list[list[torch.Tensor]] = []
-        self._targets: list[Any] = []
+        self._host_views: list[Any] = []
+        self._device_views: list[list[torch.Tensor]] = []
+        self._image_views: list[Any] = []
         self._spans: dict[int, tuple[Places, slice]] = {}
         for kind, group in groupby(places, key=lambda pair: _kind(pair[0])):
             if kind == _HOST:
@@ -170,7 +173,7 @@ class Subset:
                     (copy.source.data_ptr(), copy_places) for copy, copy_places in group
                 ]
             else:
-                self._on_devices.append(
+                self._device_views.append(
                     [view for copy, copy_places in group for view in _views(copy, copy_places)]
                 )
 
@@ -181,7 +184,7 @@ class Subset:
         """
         # Two threads may run this at once. Each works on the list that it has read.
         if addresses := self._addresses:
-            self._host = [
+            self._host_views = [
                 host_bytes(address + offset, nbytes)
                 for address, places in addresses
                 for offset, _, nbytes in places
@@ -200,9 +203,11 @@ class Subset:
             accelerators. Reads on accelerators are only queued, on the current streams.
         """
         self.build()
-        return b"".join(self._host), list(map(_gather, self._on_devices))
+        return b"".join(self._host_views), list(map(_gather, self._device_views))
 
-    def differs(self, source_bytes: bytes, placements: Sequence[Placement] | None) -> str | None:
+    def changed_name(
+        self, source_bytes: bytes, placements: Sequence[Placement] | None
+    ) -> str | None:
         """Return the name of a copy whose bytes in the image differ from ``source_bytes``, or None.
 
         Args:
@@ -215,27 +220,35 @@ class Subset:
             return next(
                 (
                     copy.name
-                    for copy, target in placements
-                    if self._differs(copy, target, source_bytes)
+                    for copy, placed_copy in placements
+                    if self._differs(copy, placed_copy, source_bytes)
                 ),
                 None,
             )
-        if not self._targets:
-            self._targets = [view for copy, _ in self._places for view in self._views(copy, copy)]
-        if b"".join(self._targets) == source_bytes:
+        if not self._image_views:
+            self._image_views = [
+                view for copy, _ in self._places for view in self._views_in_image(copy, copy)
+            ]
+        if b"".join(self._image_views) == source_bytes:
             return None
         pairs = [(copy, copy) for copy, _ in self._places]
         return next(
-            (copy.name for copy, target in pairs if self._differs(copy, target, source_bytes)), None
+            (
+                copy.name
+                for copy, placed_copy in pairs
+                if self._differs(copy, placed_copy, source_bytes)
+            ),
+            None,
         )
 
-    def _differs(self, copy: Copy, target: Copy, source_bytes: bytes) -> bool:
+    def _differs(self, copy: Copy, placed_copy: Copy, source_bytes: bytes) -> bool:
         return id(copy) in self._spans and (
-            b"".join(self._views(copy, target)) != source_bytes[self._spans[id(copy)][1]]
+            b"".join(self._views_in_image(copy, placed_copy))
+            != source_bytes[self._spans[id(copy)][1]]
         )
 
-    def _views(self, copy: Copy, target: Copy) -> Iterator[Any]:
-        address, (places, _) = target.target.data_ptr(), self._spans[id(copy)]
+    def _views_in_image(self, copy: Copy, placed_copy: Copy) -> Iterator[Any]:
+        address, (places, _) = placed_copy.target.data_ptr(), self._spans[id(copy)]
         return (host_bytes(address + offset, nbytes) for _, offset, nbytes in places)
 
     def _build_spans(self) -> None:
@@ -262,18 +275,19 @@ class SampledWitness:
     def changed_name(
         self, placements: Sequence[Placement] | None, on_stream: OnStream
     ) -> str | None:
+        # A second call, for other placements, has nothing left to fetch.
         self._reads = [
             (subset, host + _fetch(tensors, on_stream), []) for subset, host, tensors in self._reads
         ]
         for sample in self._samples:
             sample.build()  # This saves the training thread the work at the next save
         names = (
-            subset.differs(source_bytes, placements) for subset, source_bytes, _ in self._reads
+            subset.changed_name(source_bytes, placements) for subset, source_bytes, _ in self._reads
         )
         return next((name for name in names if name is not None), None)
 
 
-class Full:
+class FullWitness:
     """A witness that compares all bytes: it reads all sources when it is created, and the image
     after the copies.
     """
@@ -286,43 +300,47 @@ class Full:
         self, placements: Sequence[Placement] | None, on_stream: OnStream
     ) -> str | None:
         del on_stream  # The image is in host memory
-        own = zip(self._copies, self._copies, strict=True)
-        for copy, target in own if placements is None else placements:
+        copies = zip(self._copies, self._copies, strict=True)
+        for copy, placed_copy in copies if placements is None else placements:
             source_digest = self._digests.get(id(copy))
-            if source_digest is not None and exact_digest(target.target) != source_digest:
+            if source_digest is not None and exact_digest(placed_copy.target) != source_digest:
                 return copy.name
         return None
 
 
 def _places(copy: Copy) -> Places:
+    """Return all places of a copy. Those of a large one begin at an offset that its name and its
+    end in the image decide, so that the places of like tensors differ.
+    """
     name, source, target, _, end, part, _ = copy
     nbytes = target.nbytes
     if not source.is_contiguous():
-        return _elements(copy)
+        return _element_places(copy)
     begin = 0 if part is None else part.start * target.itemsize
     if nbytes <= WHOLE_BYTES:
         return Grid(begin, range(1), nbytes)
     count = max(1, nbytes // SPACING_BYTES)
-    free = nbytes - (count - 1) * SPACING_BYTES - LINE_BYTES
-    start = crc32(name.encode(), end) % (free + 1) // 64 * 64
+    slack = nbytes - (count - 1) * SPACING_BYTES - LINE_BYTES
+    start = crc32(name.encode(), end) % (slack + 1) // 64 * 64  # At the begin of a cache line
     return Grid(begin, range(start, start + count * SPACING_BYTES, SPACING_BYTES), LINE_BYTES)
 
 
-def _elements(copy: Copy) -> list[Place]:
+def _element_places(copy: Copy) -> list[Place]:
     """Return the places of a source that is not contiguous. Each is a single element."""
     source, itemsize, count = copy.source, copy.target.itemsize, copy.target.numel()
     start = 0 if copy.part is None else copy.part.start
     seed = crc32(copy.name.encode(), copy.end)
-    places = min(count, _ELEMENTS * max(1, count * itemsize // SPACING_BYTES))
-    elements: list[Place] = []
-    for number in range(places):
-        position = (seed + number * count // places) % count
+    place_count = min(count, _ELEMENT_PLACES * max(1, count * itemsize // SPACING_BYTES))
+    places: list[Place] = []
+    for number in range(place_count):
+        position = (seed + number * count // place_count) % count
+        # The offset of the element in memory, from its index in the flattened source
         rest, offset = start + position, 0
         for length, stride in zip(reversed(source.shape), reversed(source.stride()), strict=True):
             rest, index = divmod(rest, length)
             offset += index * stride
-        elements.append((offset * itemsize, position * itemsize, itemsize))
-    return elements
+        places.append((offset * itemsize, position * itemsize, itemsize))
+    return places
 
 
 def _kind(copy: Copy) -> tuple[str, bool]:
@@ -353,11 +371,13 @@ def _views(copy: Copy, places: Places) -> list[torch.Tensor]:
 
 
 def _gather(views: list[torch.Tensor]) -> torch.Tensor:
+    """Queue a read of the bytes of all ``views`` on their device."""
     with torch.no_grad():
         return torch.cat(views).flatten()
 
 
 def _fetch(tensors: Iterable[torch.Tensor], on_stream: OnStream) -> bytes:
+    """Return the bytes of ``tensors``, copied to host memory."""
     data = b""
     for tensor in tensors:
         with on_stream(tensor):

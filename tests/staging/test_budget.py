@@ -88,7 +88,7 @@ def test_a_rank_gets_no_more_than_there_is_whatever_the_others_hold(cgroup, tmp_
     cgroup(("/job", 1000, 900, 0))
     siblings = Siblings(node_memory=1000 * MIB, shm_bytes=900 * MIB)
     got = measure(str(tmp_path), ranks=2, siblings=siblings)
-    assert got.memory / MIB / budget._HEADROOM == pytest.approx(100, abs=1)
+    assert got.memory / MIB / budget._USABLE_SHARE == pytest.approx(100, abs=1)
     assert got.shared_bytes <= got.memory
 
 
@@ -143,7 +143,7 @@ def cgroup(request, tmp_path, monkeypatch):
 
 def room(tmp_path, ranks: int = 1) -> float:
     """Return the MiB that are left, before anything is kept back for others."""
-    return measure(str(tmp_path), ranks=ranks).memory / MIB / budget._HEADROOM
+    return measure(str(tmp_path), ranks=ranks).memory / MIB / budget._USABLE_SHARE
 
 
 def test_a_limit_of_the_process_own_cgroup_is_seen(cgroup, tmp_path):

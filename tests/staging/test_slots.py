@@ -383,12 +383,12 @@ def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
     """
 
     def other() -> None:
-        assert 1 * MIB <= slot_files.held_by_siblings() <= 2 * MIB
+        assert 1 * MIB <= slot_files.sibling_slot_bytes() <= 2 * MIB
 
     take(pools(1), 32 * MIB)
     with child():
         assert os.waitpid(fork(other), 0)[1] == 0
-        assert slot_files.held_by_siblings() == 0
+        assert slot_files.sibling_slot_bytes() == 0
 
 
 def test_all_ranks_of_a_node_divide_the_memory_that_the_first_has_measured(shm):

@@ -188,7 +188,7 @@ class Queued:
 
 def stand_in(snapshot: Snapshot, device: Any) -> None:
     """Let ``device`` take the part of the late copies on an accelerator."""
-    snapshot._device = device
+    snapshot._device_copies = device
 
 
 def test_a_fence_holds_the_stream_alone_and_waits_for_no_late_digest(monkeypatch):

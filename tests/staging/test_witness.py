@@ -253,8 +253,10 @@ def test_the_fence_does_not_wait_for_the_comparison(monkeypatch):
     snapshot = snapshot_of(copy_of(source))
     snapshot.copy_eager()
     gate, passed = threading.Event(), []
-    differs = Subset.differs
-    monkeypatch.setattr(Subset, "differs", lambda *args: (gate.wait(10), differs(*args))[1])
+    changed_name = Subset.changed_name
+    monkeypatch.setattr(
+        Subset, "changed_name", lambda *args: (gate.wait(10), changed_name(*args))[1]
+    )
     copier = threading.Thread(target=snapshot.copy_late)
     copier.start()
     snapshot.fence()
