@@ -11,9 +11,9 @@ from ckpt.save import host_memory
 @contextmanager
 def whole_slots() -> Iterator[None]:
     """Let no image of this process pass through a ring in the block."""
-    passes = host_memory._may_pass_by
-    host_memory._may_pass_by = lambda *_: False
+    passes = host_memory._may_pass_in_waves
+    host_memory._may_pass_in_waves = lambda *_: False
     try:
         yield
     finally:
-        host_memory._may_pass_by = passes
+        host_memory._may_pass_in_waves = passes

@@ -313,7 +313,7 @@ class CheckpointManager:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             if not self._ledger.warns_of(error):
                 raise
-            return self._ledger.not_made(step, error, has_begun=self._newest_ref == ref)
+            return self._ledger.failed_save(step, error, has_begun=self._newest_ref == ref)
 
     def save(
         self,
@@ -469,7 +469,7 @@ class CheckpointManager:
         Fence.wait_for_all()  # A copy under way must not read what is restored
         readers = Workers("read", max(_READERS, self._config.threads))
         with (
-            self._saver.owners_told(self._listers, for_newest=selector is None),
+            self._saver.owner_warnings(self._listers, for_newest=selector is None),
             readers as workers,
         ):
             context = RestoreContext(
@@ -683,7 +683,7 @@ class CheckpointManager:
         notes: Metadata,
         patterns: Patterns,
     ) -> PendingSave:
-        tiers = self._saver.names_of(ref.step)
+        tiers = self._saver.tier_names_of(ref.step)
         if not tiers:  # This is the same on all ranks
             pending = SaveRecord(ref.step, 0, None, began=began)
             reason = SaveSkipped(ref.step, "no tier takes this step (every)")
@@ -702,7 +702,7 @@ class CheckpointManager:
         if slot is None:
             if self._coordinator.world_size > 1:
                 self._saver.give_up(ref, trial, NO_SLOT)
-            return self._ledger.not_made(ref.step, SaveSkipped(ref.step))
+            return self._ledger.failed_save(ref.step, SaveSkipped(ref.step))
         hand_over: HandOver | None = None
         try:
             overlap, check = self._config.overlap == "auto", self._config.check

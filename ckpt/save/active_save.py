@@ -39,29 +39,29 @@ class MissedSteps:
     Args:
         urls: The URLs of the tiers in memory.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_absent``.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_missing_urls``.
     """
 
     def __init__(self, urls: Iterable[str]) -> None:
-        self._urls, self._absent = frozenset(urls), set[str]()
+        self._memory_urls, self._missing_urls = frozenset(urls), set[str]()
         self._lock = threading.Lock()
 
     def note_miss(self, step: int, url: str, error: CkptError) -> None:
         """Log that the tier ``url``, which is not required, does not keep ``step``."""
         with self._lock:
-            is_known, suffix = url in self._absent, ""
-            if url in self._urls:
-                self._absent.add(url)
+            was_missing, suffix = url in self._missing_urls, ""
+            if url in self._memory_urls:
+                self._missing_urls.add(url)
                 suffix = "; later steps are not either, until the log says so"
-        level = logging.DEBUG if is_known else logging.WARNING
+        level = logging.DEBUG if was_missing else logging.WARNING
         _log.log(level, "ckpt: step %d is not kept in %s: %s%s", step, url, error, suffix)
 
     def note_keep(self, step: int, url: str) -> None:
         """Note that the tier ``url`` keeps ``step``, and log it if an earlier step was missed."""
         with self._lock:
-            is_back = url in self._absent
-            self._absent.discard(url)
-        if is_back:
+            was_missing = url in self._missing_urls
+            self._missing_urls.discard(url)
+        if was_missing:
             _log.warning("ckpt: step %d is kept in %s again", step, url)
 
 
@@ -87,7 +87,7 @@ class SaveOutcome:
         slot_bytes: The size of all slots of this rank together, in bytes.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_outcome``,
-    ``_free`` and ``_misses``.
+    ``_is_slot_free`` and ``_misses``.
     """
 
     def __init__(self, pending: SaveRecord, reports: Reports, slot_bytes: int) -> None:
@@ -101,7 +101,8 @@ class SaveOutcome:
         self._lock = threading.Lock()
         self._misses: list[TierMissed] = []
         self._outcome: CkptError | bool | None = True
-        self._free = False
+        """What ``SaveRecord.end_on`` has returned last: True as long as a tier is left."""
+        self._is_slot_free = False
 
     def on_staged(self) -> None:
         """Report that the state is in host memory."""
@@ -156,18 +157,18 @@ class SaveOutcome:
             self._reports.missed_steps.note_miss(self.pending.step, url, error)
         with self._lock:
             self._misses.append(TierMissed(step=self.pending.step, tier=url, error=error))
-        # If ``stage_end`` is not set, ``slot_is_free`` reports the event later. Waiting here could
-        # deadlock, because the copying thread may wait for this thread.
+        # If ``stage_end`` is not set, ``note_free_slot`` reports the event later. Waiting here
+        # could deadlock, because the copying thread may wait for this thread.
         if self.stage_end.is_set():
             self._report_missed()
         self._end(url, error, required=required)
 
-    def slot_is_free(self) -> None:
+    def note_free_slot(self) -> None:
         """Report that the slot of the save was released."""
         self.stage_end.wait()
         self._report_missed()
         with self._lock:
-            self._free = True
+            self._is_slot_free = True
             self._end_if_over()
 
     def _report_missed(self) -> None:
@@ -185,7 +186,7 @@ class SaveOutcome:
         """End the save if it has ended on all tiers and its slot is free. The caller holds
         ``_lock``.
         """
-        if self._free and self._outcome is not True:
+        if self._is_slot_free and self._outcome is not True:
             self._reports.ledger.end(self.pending, self._outcome or None)
 
 

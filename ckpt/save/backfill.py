@@ -42,17 +42,19 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(slots=True)
 class _Tries:
-    """The commits on a tier since the last try to copy steps there, and those to wait for."""
+    """The commits on a tier since the last try to copy steps there, and the number of commits after
+    which the next try comes.
+    """
 
     commits: int = 0
-    pause: int = 1
+    next_try: int = 1
 
-    def is_due(self) -> bool:
+    def count_commit(self) -> bool:
         """Count a commit. Return True if the copies are to be tried again now."""
         self.commits += 1
-        if self.commits < self.pause:
+        if self.commits < self.next_try:
             return False
-        self.commits, self.pause = 0, 2 * self.pause
+        self.commits, self.next_try = 0, 2 * self.next_try
         return True
 
 
@@ -79,7 +81,7 @@ class Backfill:
         steps: JobSteps,
         config: SaveConfig,
     ) -> None:
-        self._near, self._farther_writers, self._earlier = near, tuple(farther_writers), earlier
+        self._nearest, self._farther_writers, self._earlier = near, tuple(farther_writers), earlier
         self._steps, self._config, self._backlog = steps, config, config.backlog
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds
@@ -102,7 +104,7 @@ class Backfill:
         elif (
             self._restored_ref is not None
             and self._owed_refs.get(url)
-            and self._tries[url].is_due()
+            and self._tries[url].count_commit()
         ):
             self._watcher.submit(self._retry_tier, url, self._restored_ref)
 
@@ -120,19 +122,24 @@ class Backfill:
 
     def _run(self, restored_ref: StepRef) -> None:
         try:
-            lines = [self._line(index, restored_ref) for index in range(len(self._farther_writers))]
-            for writer, line in zip(self._farther_writers, lines, strict=True):
+            lineages = [
+                self._lineage(index, restored_ref) for index in range(len(self._farther_writers))
+            ]
+            for writer, lineage in zip(self._farther_writers, lineages, strict=True):
                 # Until the tier was asked, it may lack any of the steps that it takes.
-                self._set_owed(writer, [step for step in line if writer.tier.takes(step.ref.step)])
+                self._set_owed(
+                    writer, [step for step in lineage if writer.tier.takes(step.ref.step)]
+                )
             missing_steps = [
-                self._missing_on(*tier) for tier in zip(self._farther_writers, lines, strict=True)
+                self._missing_steps(writer, lineage)
+                for writer, lineage in zip(self._farther_writers, lineages, strict=True)
             ]
             for writer, steps in zip(self._farther_writers, missing_steps, strict=True):
-                self._go(writer, steps)
+                self._copy_steps(writer, steps)
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning(
                 "ckpt: steps of earlier jobs on %s were not copied to farther tiers: %s",
-                self._near.url,
+                self._nearest.url,
                 error,
             )
         finally:
@@ -147,14 +154,16 @@ class Backfill:
         try:
             if self._owed_refs[url]:
                 writer = self._farther_writers[index]
-                self._go(writer, self._missing_on(writer, self._line(index, restored_ref)))
+                self._copy_steps(
+                    writer, self._missing_steps(writer, self._lineage(index, restored_ref))
+                )
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning("ckpt: steps of earlier jobs were not copied to %s: %s", url, error)
         finally:
             self._prune_later()
 
     def _prune_later(self) -> None:
-        for writer in (self._near, *self._farther_writers[:-1]):
+        for writer in (self._nearest, *self._farther_writers[:-1]):
             writer.prune_later()  # The tier need not keep all of these steps any more
 
     def _set_owed(self, writer: TierWriter, steps: Iterable[StoredStep]) -> None:
@@ -164,7 +173,7 @@ class Backfill:
         if len(self._owed_refs) == len(self._farther_writers):
             self._earlier.set_owed(frozenset[StepRef]().union(*self._owed_refs.values()))
 
-    def _line(self, index: int, restored_ref: StepRef) -> list[StoredStep]:
+    def _lineage(self, index: int, restored_ref: StepRef) -> list[StoredStep]:
         """Return the steps up to ``restored_ref`` on the durable tiers that are nearer than the
         farther tier ``index``, newest step first.
 
@@ -172,8 +181,10 @@ class Backfill:
         not have and whose folders that one lacks: at most ``backlog`` of each tier. Steps on a tier
         between them that cannot be listed do not count, and stay there.
         """
-        own, target = self._near.root.own, self._farther_writers[index].tier
-        steps = [step for step in Inventory(self._near.tier.backend).look() if step.ref.job != own]
+        own_job, target = self._nearest.root.own, self._farther_writers[index].tier
+        steps = [
+            step for step in Inventory(self._nearest.tier.backend).look() if step.ref.job != own_job
+        ]
         target_refs = set[StepRef]()
         if index > 0:
             with suppress(CkptError):  # If the target lacks nothing after all, nothing is copied
@@ -183,7 +194,7 @@ class Backfill:
             try:
                 absent = {*step_refs(store)} - target_refs - {step.ref for step in steps}
                 absent = {ref for ref in absent if ref <= restored_ref and target.takes(ref.step)}
-                newest = sorted((ref for ref in absent if ref.job != own), reverse=True)
+                newest = sorted((ref for ref in absent if ref.job != own_job), reverse=True)
                 steps += Inventory(store).look(among={*newest[: self._backlog]})
             except CkptError as error:
                 _log.warning(
@@ -193,13 +204,14 @@ class Backfill:
         branch = [step for step in steps if not self._steps.has_abandoned(step.ref)]
         return history(branch, restored_ref)
 
-    def _missing_on(self, writer: TierWriter, line: Sequence[StoredStep]) -> list[StoredStep]:
-        """Return the steps of ``line`` that the tier of ``writer`` wants and lacks, and note them.
+    def _missing_steps(self, writer: TierWriter, lineage: Sequence[StoredStep]) -> list[StoredStep]:
+        """Return the steps of ``lineage`` that the tier of ``writer`` wants and lacks, and note
+        them.
 
         If the tier cannot be asked, return none. The nearer tiers then keep the newest steps that
         it takes.
         """
-        wanted_steps = [step for step in line if writer.tier.takes(step.ref.step)]
+        wanted_steps = [step for step in lineage if writer.tier.takes(step.ref.step)]
         try:
             missing = self._retry.call(
                 partial(self._copier(writer).missing_steps, wanted_steps, self._backlog)
@@ -213,21 +225,21 @@ class Backfill:
 
     def _copier(self, writer: TierWriter) -> StepCopier:
         sources = [
-            self._near.tier,
+            self._nearest.tier,
             *(candidate.tier for candidate in self._farther_writers if candidate is not writer),
         ]
-        durable = [candidate.backend for candidate in sources if not candidate.in_memory]
+        durable_stores = [candidate.backend for candidate in sources if not candidate.in_memory]
         farther_urls = [
             candidate.url
             for candidate in self._farther_writers
             if candidate.tier.index > writer.tier.index
         ]
         owed_farther = frozenset[StepRef]().union(*(self._owed_refs[url] for url in farther_urls))
-        guard = FixedGuard(owed_farther, durable)
+        guard = FixedGuard(owed_farther, durable_stores)
         rollback = self._steps.rollback
-        return StepCopier(writer.tier, writer.root, durable, guard, self._retry, rollback)
+        return StepCopier(writer.tier, writer.root, durable_stores, guard, self._retry, rollback)
 
-    def _go(self, writer: TierWriter, steps: Sequence[StoredStep]) -> None:
+    def _copy_steps(self, writer: TierWriter, steps: Sequence[StoredStep]) -> None:
         """Copy ``steps`` to the tier of ``writer``, which lacks them."""
         if not steps:
             return
@@ -235,8 +247,8 @@ class Backfill:
         _log.info(
             "ckpt: %s lacks steps %s of earlier jobs: they are copied from %s",
             url,
-            _numbers(steps),
-            self._near.url,
+            _step_numbers(steps),
+            self._nearest.url,
         )
         try:
             writer.claim()
@@ -250,16 +262,16 @@ class Backfill:
                 _log.warning(
                     "ckpt: steps %s of earlier jobs are not copied to %s: a planned stop ends "
                     "this job",
-                    _numbers(steps[index:]),
+                    _step_numbers(steps[index:]),
                     url,
                 )
                 return
-            if self._take(copier, step):
+            if self._copy_step(copier, step):
                 del owed_steps[step.ref]
                 self._set_owed(writer, owed_steps.values())
             writer.prune_later()
 
-    def _take(self, copier: StepCopier, step: StoredStep) -> bool:
+    def _copy_step(self, copier: StepCopier, step: StoredStep) -> bool:
         """Copy ``step``. A failure is logged, and does not stop the other copies.
 
         Return True if the tier has the step, or can never get it since its files are damaged.
@@ -286,5 +298,5 @@ class Backfill:
         return True
 
 
-def _numbers(steps: Sequence[StoredStep]) -> str:
+def _step_numbers(steps: Sequence[StoredStep]) -> str:
     return ", ".join(str(step.ref.step) for step in steps)

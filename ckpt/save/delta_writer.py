@@ -46,7 +46,7 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DeltaChunk:
     """A chunk that has a delta.
 
     Attributes:
@@ -69,12 +69,12 @@ class _Layout:
     Steps of equal layouts have equal chunks.
     """
 
-    places: dict[int, _Place]
+    chunks: dict[int, _DeltaChunk]
     tensors: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(place.end - place.start for place in self.places.values())
+        return sum(chunk.end - chunk.start for chunk in self.chunks.values())
 
 
 _NO_LAYOUT: Final = _Layout({}, ())
@@ -109,14 +109,14 @@ class DeltaWriter:
         self._reservation = reservation
         self._plan: SavePlan | None = None
         self._layout = _NO_LAYOUT
-        self._bytes = np.empty(0, dtype=np.uint8)
-        # The last step that was written here, the one whose bytes are in memory or are put there,
-        # and the one before that.
+        self._last_bytes = np.empty(0, dtype=np.uint8)
+        # The last step that was written here, the step whose bytes are in memory or are put there,
+        # and the step that its delta refers to, whose bytes were there before.
         self._last_ref: StepRef | None = None
-        self._ref: StepRef | None = None
-        self._base: StepRef | None = None
-        self._codes: dict[int, Sequence[memoryview]] = {}
-        self._indices: set[int] = set()
+        self._bytes_ref: StepRef | None = None
+        self._base_ref: StepRef | None = None
+        self._differences: dict[int, Sequence[memoryview]] = {}
+        self._compared_indices: set[int] = set()
         self._error: Exception | None = None
         self._lock, self._has_warned = threading.Lock(), False
 
@@ -129,10 +129,15 @@ class DeltaWriter:
         hashed. If a write is repeated, a chunk is compared once.
         """
         try:
-            if self._ref != job.ref:
+            if self._bytes_ref != job.ref:
                 self._begin(job)
         except Exception as error:  # noqa: BLE001 - of no consequence for the save
-            self._plan, self._layout, self._ref, self._error = None, _NO_LAYOUT, job.ref, error
+            self._plan, self._layout, self._bytes_ref, self._error = (
+                None,
+                _NO_LAYOUT,
+                job.ref,
+                error,
+            )
             return job.image
         return _ComparedImage(job.image, self._note)
 
@@ -140,10 +145,14 @@ class DeltaWriter:
         """Put the delta of ``job``, whose file is durable. Errors are only logged."""
         try:
             if job.source is not None:
-                self._copy(job, job.source.backend, retry)
-            elif self._finish(job) and self._base is not None:
-                self._put(pack_delta(job.ref, self._rank, self._base, self._codes), job.ref, retry)
-            elif self._base is not None and self._error is None:
+                self._copy_delta(job, job.source.backend, retry)
+            elif self._compare_rest(job) and self._base_ref is not None:
+                self._put(
+                    pack_delta(job.ref, self._rank, self._base_ref, self._differences),
+                    job.ref,
+                    retry,
+                )
+            elif self._base_ref is not None and self._error is None:
                 self._warn(
                     "ckpt: %s has no delta of step %d: too many words of %r change in a step, as "
                     "those of float32 weights do. Save bfloat16 copies under a name of their own "
@@ -157,7 +166,7 @@ class DeltaWriter:
                 "ckpt: step %d has no delta on %s: %s", job.ref.step, self._backend.url, error
             )
         finally:
-            self._codes, self._last_ref = {}, job.ref
+            self._differences, self._last_ref = {}, job.ref
 
     def _warn(self, text: str, *arguments: object) -> None:
         """Log a warning, and then nothing more at this level."""
@@ -165,25 +174,35 @@ class DeltaWriter:
         self._has_warned = True
 
     def _begin(self, job: SaveRequest) -> None:
+        """Prepare to compare the chunks of ``job``. The step in memory becomes the base of its
+        delta if memory has all bytes of that step.
+        """
         if self._plan is not job.plan:
             layout = _layout_of(job.plan, self._part)
             if layout != self._layout:
                 self._reservation.used_bytes += layout.nbytes - self._layout.nbytes
-                self._layout, self._ref = layout, None
-                self._bytes = np.empty(layout.nbytes, dtype=np.uint8)
+                self._layout, self._bytes_ref = layout, None
+                self._last_bytes = np.empty(layout.nbytes, dtype=np.uint8)
             self._plan = job.plan
-            if not layout.places and self._rank == 0:
+            if not layout.chunks and self._rank == 0:
                 self._warn(
                     "ckpt: deltas=%r fits no tensor that this rank writes: `ckpt show` lists the "
                     "names",
                     self._part,
                 )
-        is_whole = self._ref is not None and self._error is None
-        self._base = (
-            self._ref if is_whole and len(self._indices) == len(self._layout.places) else None
+        is_whole = self._bytes_ref is not None and self._error is None
+        self._base_ref = (
+            self._bytes_ref
+            if is_whole and len(self._compared_indices) == len(self._layout.chunks)
+            else None
         )
-        self._ref, self._error, self._indices, self._codes = job.ref, None, set(), {}
-        if self._base is None and self._last_ref is None and job.restored_ref is not None:
+        self._bytes_ref, self._error, self._compared_indices, self._differences = (
+            job.ref,
+            None,
+            set(),
+            {},
+        )
+        if self._base_ref is None and self._last_ref is None and job.restored_ref is not None:
             self._read_restored(job.restored_ref)
 
     def _read_restored(self, ref: StepRef) -> None:
@@ -194,13 +213,13 @@ class DeltaWriter:
         leaves: list[Leaf] = []
         for tensor in self._layout.tensors:
             for shard in tensor.shards:
-                if place := self._layout.places.get(shard.offset):
+                if chunk := self._layout.chunks.get(shard.offset):
                     nbytes = shard.box.numel * DTYPES[tensor.dtype].itemsize
-                    out = self._bytes[place.position : place.position + nbytes]
+                    out = self._last_bytes[chunk.position : chunk.position + nbytes]
                     requests.append(ReadRequest(tensor.name, shard.box, out.data))
                     leaves.append(Leaf(tensor.name, tensor.dtype, tensor.shape, (shard.box,)))
         try:
-            manifest = read_packed(self._backend, ref)[0]
+            manifest, _ = read_packed(self._backend, ref)
             parts = Parts(manifest, lambda *of: load_fragment(self._backend, ref, *of)[0])
             manifest = parts.fill(leaves, key=ref.manifest)
             with Workers("delta", _READERS) as workers:
@@ -208,46 +227,50 @@ class DeltaWriter:
         except CkptError as error:
             _log.info("ckpt: the first step of the job has no delta: %s", error)
         else:
-            self._base = ref
+            self._base_ref = ref
 
     def _note(self, start: int, parts: Callable[[], Sequence[memoryview]]) -> None:
         """Compare the chunk that begins at ``start``, and keep its bytes. An error is kept, since
         the save must go on.
         """
-        place = self._layout.places.get(start)
-        if place is None or place.index in self._indices or self._error is not None:
+        chunk = self._layout.chunks.get(start)
+        if chunk is None or chunk.index in self._compared_indices or self._error is not None:
             return
         try:
-            self._compare(place, parts())
+            self._compare(chunk, parts())
             with self._lock:
-                self._indices.add(place.index)
+                self._compared_indices.add(chunk.index)
         except Exception as error:  # noqa: BLE001 - of no consequence for the save
             self._error = error
 
-    def _compare(self, place: _Place, parts: Sequence[memoryview]) -> None:
+    def _compare(self, chunk: _DeltaChunk, parts: Sequence[memoryview]) -> None:
         data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-        last = self._bytes[place.position : place.position + place.end - place.start]
-        if self._base is not None:
-            code = difference(last.data, data, place.width)
+        last_bytes = self._last_bytes[chunk.position : chunk.position + chunk.end - chunk.start]
+        if self._base_ref is not None:
+            code = difference(last_bytes.data, data, chunk.width)
             if code is not None:
                 with self._lock:
-                    self._codes[place.index] = code
-        last[:] = np.frombuffer(data, dtype=np.uint8)
+                    self._differences[chunk.index] = code
+        last_bytes[:] = np.frombuffer(data, dtype=np.uint8)
 
-    def _finish(self, job: SaveRequest) -> bool:
+    def _compare_rest(self, job: SaveRequest) -> bool:
         """Compare the chunks of an image that was not hashed here, since a nearer tier has done it.
         Return True if there is a delta worth to put.
         """
-        places = self._layout.places.values()
-        if len(self._indices) < len(places) and job.image.rereadable:
-            for place in places:
-                self._note(place.start, partial(job.image.parts, place.start, place.end))
+        chunks = self._layout.chunks.values()
+        if len(self._compared_indices) < len(chunks) and job.image.rereadable:
+            for chunk in chunks:
+                self._note(chunk.start, partial(job.image.parts, chunk.start, chunk.end))
         if self._error is not None:
             _log.info("ckpt: step %d has no delta: %r", job.ref.step, self._error)
-        nbytes = sum(piece.nbytes for code in self._codes.values() for piece in code)
-        return bool(self._codes) and not self._error and nbytes <= _MOST_SHARE * self._layout.nbytes
+        nbytes = sum(piece.nbytes for code in self._differences.values() for piece in code)
+        return (
+            bool(self._differences)
+            and not self._error
+            and nbytes <= _MOST_SHARE * self._layout.nbytes
+        )
 
-    def _copy(self, job: SaveRequest, source: StorageBackend, retry: RetryPolicy) -> None:
+    def _copy_delta(self, job: SaveRequest, source: StorageBackend, retry: RetryPolicy) -> None:
         """Copy the delta from a nearer tier if its base is the last step that was written here."""
         key = self.key(job.ref)
         data = retry.call(partial(read_object, source, key, limit=job.plan.size))
@@ -287,13 +310,13 @@ def _layout_of(plan: SavePlan, part: str) -> _Layout:
         for shard in tensor.shards
         if shard.box.numel
     }
-    places: dict[int, _Place] = {}
+    chunks: dict[int, _DeltaChunk] = {}
     shard_end, width, position = 0, 1, 0
     for index, (start, nbytes) in enumerate(
         zip(accumulate(plan.chunks, initial=0), plan.chunks, strict=False)
     ):
         shard_end, width = shards.get(start, (shard_end, width))
         if start < shard_end:
-            places[start] = _Place(index, start, start + nbytes, width, position)
+            chunks[start] = _DeltaChunk(index, start, start + nbytes, width, position)
             position += nbytes
-    return _Layout(places, tensors)
+    return _Layout(chunks, tensors)

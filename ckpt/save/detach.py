@@ -15,7 +15,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.save.tier_writer import TierWriter
 
 _log = logging.getLogger("ckpt")
-_SECONDS: Final = 2.0
+_STORE_SECONDS: Final = 2.0
 """How long a detach waits for removals under way, and for stores to change their owner records."""
 _SUBJECT: Final = "save/detach"
 _RANKS_SECONDS: Final = 5.0
@@ -24,7 +24,7 @@ _RANKS_SECONDS: Final = 5.0
 
 def await_removals(writers: Sequence[TierWriter]) -> None:
     """Wait some seconds until ``writers`` have removed what they are removing."""
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + _STORE_SECONDS
     for writer in writers:
         writer.await_discards(max(0.0, deadline - time.monotonic()))
 
@@ -52,7 +52,7 @@ def leave_roots(writers: Sequence[TierWriter]) -> None:
     """
     workers = Workers("detach", len(writers))
     futures = [workers.submit(writer.detach) for writer in writers]
-    late_futures = wait(futures, _SECONDS).not_done
+    late_futures = wait(futures, _STORE_SECONDS).not_done
     for writer, future in zip(writers, futures, strict=True):
         if future in late_futures or future.exception() is not None:
             _log.info("ckpt: %s does not answer: its record is left to the agent", writer.url)

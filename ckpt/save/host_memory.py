@@ -32,13 +32,13 @@ def slot_pool(tiers: Sequence[OpenTier], config: SaveConfig, contents: SlotConte
         config.slots,
         ranks=ranks_on_this_node(),
         limit=config.memory_limit,
-        elastic=_may_pass_by(tiers, config),
+        elastic=_may_pass_in_waves(tiers, config),
         part_bytes=max(config.chunk_bytes, *parts),
         contents=contents if keeps_images else NoContents(contents.reservation),
     )
 
 
-def _may_pass_by(tiers: Sequence[OpenTier], config: SaveConfig) -> bool:
+def _may_pass_in_waves(tiers: Sequence[OpenTier], config: SaveConfig) -> bool:
     """Return True if no save needs its whole image in memory at once: no tier is in memory, takes
     only whole files, or may pass the image on to the next tier when it fails.
     """

@@ -90,9 +90,9 @@ class Tail:
         """
         lengths, chunks = job.plan.chunks[self.count :], job.known_chunks[self.count :]
         if self.header:
-            lead = Chunk(len(self.header), checksum(self.header))
-            lengths = (lead.nbytes, *lengths)
-            chunks = (lead, *chunks) if chunks else ()
+            header_chunk = Chunk(len(self.header), checksum(self.header))
+            lengths = (header_chunk.nbytes, *lengths)
+            chunks = (header_chunk, *chunks) if chunks else ()
         return TailImage(job.image, self.start, self.header), lengths, chunks
 
     def file(
@@ -110,15 +110,15 @@ class Tail:
             lengths = (*base.encoding.lengths[: self.count], *own_encoding.lengths)
             encoding = replace(own_encoding, lengths=lengths)
         data_size = own_encoding.size if own_encoding else sum(chunk.nbytes for chunk in own_chunks)
-        lead = len(self.header)
+        header_bytes = len(self.header)
         increment = Increment(
             rank,
             self.base.ref.folder,
             self.base.size,
             self.count,
-            lead,
-            checksum(self.header) if lead else "",
-            lead + data_size,
+            header_bytes,
+            checksum(self.header) if header_bytes else "",
+            header_bytes + data_size,
         )
         return WrittenFile((*base.chunks[: self.count], *own_chunks), encoding, increment)
 
@@ -128,7 +128,7 @@ def base_of(plan: SavePlan, bases: Sequence[BaseFile]) -> BaseFile | None:
     None if there is none. A job that alternates between saves of the whole state and of a part has
     a plan for each.
     """
-    return next((base for base in bases if _is_alike(base.plan, plan)), None)
+    return next((base for base in bases if _has_equal_layout(base.plan, plan)), None)
 
 
 def bases_after(job: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]) -> list[BaseFile]:
@@ -140,15 +140,15 @@ def bases_after(job: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]) 
         bases: The bases before.
     """
     base = base_of(job.plan, bases)
-    rest = [item for item in bases if item is not base]
+    other_bases = [other_base for other_base in bases if other_base is not base]
     if file.increment is None:
-        return [BaseFile(ref=job.ref, plan=job.plan, file=file), *rest][:_MOST_BASES]
+        return [BaseFile(ref=job.ref, plan=job.plan, file=file), *other_bases][:_MOST_BASES]
     if base is None or file.increment.count < _most_chunks(job.plan):
-        return rest  # Something has changed that was frozen, so the next file is whole
-    return [dataclasses.replace(base, plan=job.plan, increments=base.increments + 1), *rest]
+        return other_bases  # Something has changed that was frozen, so the next file is whole
+    return [dataclasses.replace(base, plan=job.plan, increments=base.increments + 1), *other_bases]
 
 
-def _is_alike(a: SavePlan, b: SavePlan) -> bool:
+def _has_equal_layout(a: SavePlan, b: SavePlan) -> bool:
     """Return True if two plans lay out equal images."""
     return a is b or (
         (a.header, a.chunks, a.frozen_chunks, a.tensors)

@@ -153,7 +153,7 @@ class JobSteps:
         earlier: EarlierSteps | None = None,
         copied_refs: Callable[[OpenTier], frozenset[StepRef]] | None = None,
     ) -> None:
-        self._durable = tuple(tier for tier in tiers if not tier.in_memory)
+        self._durable_tiers = tuple(tier for tier in tiers if not tier.in_memory)
         self._earlier, self._copied_refs = earlier, copied_refs
         self._change = Condition()
         self._waiting_refs: dict[str, set[StepRef]] = {}
@@ -233,10 +233,10 @@ class JobSteps:
         """
         with self._change:
             refs = self._waiting_refs.get(url, set())
-            is_waiting = ref in refs
+            was_waiting = ref in refs
             refs.discard(ref)
             self._change.notify_all()
-            return is_waiting
+            return was_waiting
 
     def awaited_refs(self) -> frozenset[StepRef]:
         """Return the steps whose images are in use, and those that wait for a farther tier."""
@@ -289,7 +289,9 @@ class JobSteps:
         delays the caller. If that step is not older, it asks for that one, which an eviction may
         have removed. A tier that does not answer counts as one that has no step.
         """
-        return any(self._has(tier, ref) for tier in self._durable if tier.index != own_tier.index)
+        return any(
+            self._has(tier, ref) for tier in self._durable_tiers if tier.index != own_tier.index
+        )
 
     def _has(self, tier: OpenTier, ref: StepRef) -> bool:
         with self._change:

@@ -31,9 +31,9 @@ from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-_OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
+_CALLER_ERRORS: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
 """Errors that the caller must correct. They are raised even with ``on_error="warn"``."""
-_GOES_ON: Final = '; training goes on (on_error="warn")'
+_TRAINING_GOES_ON: Final = '; training goes on (on_error="warn")'
 
 
 class SaveLedger:
@@ -212,7 +212,9 @@ class SaveLedger:
                 if not is_skip:
                     self._failed_steps.append(pending.step)
             level = logging.WARNING if is_skip or self._warns else logging.ERROR
-            _log.log(level, "ckpt: %s%s", error, "" if is_skip or not self._warns else _GOES_ON)
+            _log.log(
+                level, "ckpt: %s%s", error, "" if is_skip or not self._warns else _TRAINING_GOES_ON
+            )
             self._observers.notify(SaveFailed(step=pending.step, error=error))
         # The user has chosen that saves may be skipped or fail, so no later call raises the error.
         pending.finish(error, is_reported=is_skip or self._warns)
@@ -235,7 +237,7 @@ class SaveLedger:
             with self._lock:
                 self._suspicions.append(error)
 
-    def not_made(self, step: int, error: CkptError, *, has_begun: bool = False) -> SaveRecord:
+    def failed_save(self, step: int, error: CkptError, *, has_begun: bool = False) -> SaveRecord:
         """Return the handle of a save whose call ended with ``error``.
 
         Args:
@@ -254,7 +256,9 @@ class SaveLedger:
 
     def warns_of(self, error: BaseException) -> TypeGuard[CkptError]:
         """Return True if ``error`` of a save is only logged because of ``on_error="warn"``."""
-        return self._warns and isinstance(error, CkptError) and not isinstance(error, _OF_THE_CALL)
+        return (
+            self._warns and isinstance(error, CkptError) and not isinstance(error, _CALLER_ERRORS)
+        )
 
     def end_all(self, missing: StepsMissing | None) -> CkptError | None:
         """Return the error that ``close`` must raise: ``missing``, else the first error of a
@@ -269,8 +273,10 @@ class SaveLedger:
         if missing is not None:
             _log.warning("ckpt: %s", missing)
         with self._lock:
-            given_up = chain.from_iterable(missing.missing.values()) if missing is not None else ()
-            failed_steps = sorted({*self._failed_steps, *given_up})
+            lost_steps = (
+                chain.from_iterable(missing.missing.values()) if missing is not None else ()
+            )
+            failed_steps = sorted({*self._failed_steps, *lost_steps})
         if failed_steps:
             _log.warning(
                 "ckpt: %d save%s failed: step%s %s",

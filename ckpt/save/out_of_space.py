@@ -39,14 +39,14 @@ class RetryWhenFull:
 
         If the store is full and space was freed, call ``write`` once more.
         """
-        return _once_more(write, partial(self._evict_for, job))
+        return _retry_after_eviction(write, partial(self._evict_for, job))
 
     def request(self, work: Callable[[], T]) -> T:
         """Call ``work``, which writes a small object, and return its result.
 
         If the store is full and space was freed, call ``work`` once more.
         """
-        return _once_more(work, self._evict)
+        return _retry_after_eviction(work, self._evict)
 
     def _evict_for(self, job: SaveRequest) -> bool:
         """Remove steps to free space for ``job``.
@@ -56,16 +56,17 @@ class RetryWhenFull:
         """
         restored_ref = self.steps.restored
         if self.quota is not None:
-            return not job.passes_by and self.quota.evict(
+            return not job.is_single_pass and self.quota.evict(
                 job.ref, job.plan.size, restored_ref=restored_ref
             )
-        return self._evict() and not job.passes_by
+        return self._evict() and not job.is_single_pass
 
     def _evict(self) -> bool:
         return self.pruner is not None and self.pruner.evict(self.steps.restored)
 
 
-def _once_more(work: Callable[[], T], evict: Callable[[], bool]) -> T:
+def _retry_after_eviction(work: Callable[[], T], evict: Callable[[], bool]) -> T:
+    """Call ``work``, and once more if the store was full and ``evict`` has returned True."""
     try:
         return work()
     except OutOfSpace:

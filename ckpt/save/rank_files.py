@@ -148,7 +148,7 @@ class RankFiles:
         self.has_room_for_base = True
         self._bases: list[BaseFile] = []
         self._steps = steps
-        self._copier, self._is_alone = copier, False
+        self._copier, self._has_agent_failed = copier, False
         self._deltas: DeltaWriter | None = None
         if config.deltas is not None and not tier.in_memory:
             self._deltas = DeltaWriter(config.deltas, rank, tier.backend, steps.reservation)
@@ -198,11 +198,14 @@ class RankFiles:
         if job.source is None:
             self._file_from_memory = file = self._write(job, tail, counter)
             return file
-        asks = chain([tail is None], repeat(False))
+        # The agent is asked at the first attempt only, and never for an increment.
+        asks_agent = chain([tail is None], repeat(False))
 
         def attempt() -> WrittenFile:
             counter.restart()
-            return (next(asks) and self._ask(job, counter)) or self._write(job, tail, counter)
+            return (next(asks_agent) and self._copy_by_agent(job, counter)) or self._write(
+                job, tail, counter
+            )
 
         return retry.call(attempt)
 
@@ -223,16 +226,16 @@ class RankFiles:
         """Discard the unfinished writes of this rank for ``ref``. They are not in a listing of
         objects, but they take space in the store.
         """
-        own = {*self.keys(ref)}
+        own_keys = {*self.keys(ref)}
         writes = unfinished_of(self._backend, ref)
-        discard(self._backend, [write for write in writes if write.key in own])
+        discard(self._backend, [write for write in writes if write.key in own_keys])
 
     def close(self) -> None:
         """Close the copier. No write may be under way."""
         if self._copier is not None:
             self._copier.close()
 
-    def _ask(self, job: SaveRequest, counter: _WriteCounter) -> WrittenFile | None:
+    def _copy_by_agent(self, job: SaveRequest, counter: _WriteCounter) -> WrittenFile | None:
         """Let the agent copy the file, and return what ``write`` returns. Return None if this
         process must write the file.
         """
@@ -246,7 +249,7 @@ class RankFiles:
             if len(lengths) != (len(job.known_chunks) if encoder else 0):
                 raise AgentError("the agent has copied another file")
         except AgentError as error:
-            level = logging.DEBUG if self._is_alone else logging.WARNING
+            level = logging.DEBUG if self._has_agent_failed else logging.WARNING
             _log.log(
                 level,
                 "ckpt: step %d: the trainer copies its file to %s by itself, and not the agent: %s",
@@ -254,17 +257,18 @@ class RankFiles:
                 self._backend.url,
                 error,
             )
-            self._is_alone = True
+            self._has_agent_failed = True
             # After a detach, the step belongs to the agent. This call then raises ``LeftToAgent``.
             counter.restart()
             with suppress(CkptError):
                 self.discard_unfinished(job.ref)
             return None
-        self._is_alone = False
+        self._has_agent_failed = False
         encoding = Encoding(self._rank, encoder.codec, lengths) if encoder else None
         return WrittenFile(job.known_chunks, encoding)
 
     def _write(self, job: SaveRequest, tail: Tail | None, counter: _WriteCounter) -> WrittenFile:
+        """Write the data file by this process: the whole image, or its ``tail`` as an increment."""
         plan, known_chunks = job.plan, job.known_chunks
         source, lengths = job.image, plan.chunks
         if tail is not None:

@@ -68,7 +68,7 @@ class SaveRequest:
     source: OpenTier | None = None
 
     @property
-    def passes_by(self) -> bool:
+    def is_single_pass(self) -> bool:
         """Whether the image cannot be read again, because a part of it has passed through memory
         in waves.
         """
@@ -82,12 +82,12 @@ class SaveRequest:
             self,
             image=image,
             replicas=dict(self.replicas()).copy,
-            confirm=_intact,
+            confirm=_confirm_nothing,
             source=source,
         )
 
 
-def _intact() -> None:
+def _confirm_nothing() -> None:
     """Do nothing: the image was confirmed before its commit on a nearer tier."""
 
 

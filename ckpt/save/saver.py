@@ -54,7 +54,7 @@ from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import OpenTier, warn_of_unconditional_puts
 
 _log = logging.getLogger("ckpt")
-_LOOK_SECONDS: Final = 1.0
+_OWNERS_SECONDS: Final = 1.0
 """How long a restore waits at its end for the look at the owners of the tiers."""
 
 
@@ -81,7 +81,7 @@ class Saver:
 
     Thread safety: only the training thread may call the methods, except for ``detach`` and
     ``finish``. Background threads of the manager call ``finish`` once, and ``detach`` at most once
-    before it, after the last save was handed over. ``_untaken`` belongs to the training thread
+    before it, after the last save was handed over. ``_untaken_step`` belongs to the training thread
     until then. ``_lock`` guards ``_has_committed``. All other fields are set once, or are
     thread-safe objects.
     """
@@ -100,9 +100,9 @@ class Saver:
         warn_of_unconditional_puts(tiers if self._is_leader else ())
         durable = [tier for tier in tiers if not tier.in_memory]
         # On a tier that is local to each node, the leader sees only the files of its own node.
-        fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
+        has_backfill = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
-        earlier = EarlierSteps(durable, coordinator.attempt, patience) if fills else None
+        earlier = EarlierSteps(durable, coordinator.attempt, patience) if has_backfill else None
         copied_refs = self._replicas.copied_refs if self._replicas is not None else None
         self.steps = JobSteps(tiers, earlier, copied_refs)
         self._slot_steps = SlotSteps(coordinator.rank, self.steps)
@@ -140,7 +140,7 @@ class Saver:
         self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
         self._lock, self._departure = threading.Lock(), threading.Event()
         self._has_committed = False
-        self._untaken: int | None = None
+        self._untaken_step: int | None = None
         self._copier = Workers("copy", 1).start()
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
         self._streamer = _one_worker("save", config)
@@ -198,8 +198,8 @@ class Saver:
 
     def writers_of(self, step: int) -> list[TierWriter]:
         """Return the writers of the tiers that ``step`` goes to, nearest first."""
-        last = step == self.steps.last_step
-        return [writer for writer in self._writers if last or writer.tier.takes(step)]
+        is_last = step == self.steps.last_step
+        return [writer for writer in self._writers if is_last or writer.tier.takes(step)]
 
     def claim_of(self, url: str) -> Claim | None:
         """Return the claim of this job on the root of the tier ``url``; None if the job has not
@@ -214,7 +214,7 @@ class Saver:
             writer.root.chosen_ref = ref
 
     @contextmanager
-    def owners_told(self, workers: Workers, *, for_newest: bool) -> Generator[None]:
+    def owner_warnings(self, workers: Workers, *, for_newest: bool) -> Generator[None]:
         """Return a context manager. While its block runs, ``workers`` look at the owners of the
         durable tiers, and log a warning about each job that is alive. A tier that does not answer
         delays the end of the block by at most a second.
@@ -224,18 +224,18 @@ class Saver:
         """
         if for_newest:
             await_others(self._coordinator.attempt, {writer.url for writer in self._writers})
-        looks = [workers.submit(writer.warn_of_owner) for writer in self._durable]
+        warnings = [workers.submit(writer.warn_of_owner) for writer in self._durable]
         yield
-        wait(looks, _LOOK_SECONDS)
+        wait(warnings, _OWNERS_SECONDS)
 
-    def names_of(self, step: int) -> dict[str, str]:
+    def tier_names_of(self, step: int) -> dict[str, str]:
         """Return the tiers that the save of ``step`` goes to, nearest first: URL -> the URL as the
         user gave it.
 
         If no tier takes ``step``, remember ``step`` for a warning in ``finish``.
         """
         names = {writer.url: writer.tier.tier.url for writer in self.writers_of(step)}
-        self._untaken = None if names else step
+        self._untaken_step = None if names else step
         return names
 
     def set_restored(self, ref: StepRef, *, removes: bool = True) -> None:
@@ -292,7 +292,7 @@ class Saver:
                 on other nodes.
         """
         self._finish_images()
-        warn_of_untaken(self._untaken)
+        warn_of_untaken(self._untaken_step)
         for writer in self._writers:
             writer.hurry()
         for queue in self._queues.values():
@@ -303,14 +303,14 @@ class Saver:
         # These tiers need not keep steps for a farther tier any more.
         for writer in self._durable[: 0 if self._departure.is_set() else -1]:
             writer.prune_later()
-        logs = self._is_leader and not self._departure.is_set()
-        if logs and warn_of_steps_in_memory(self._writers, self.steps, self._slot_steps):
-            logs = False  # The writers would log a similar warning
-        if logs and not leaves:
+        warns = self._is_leader and not self._departure.is_set()
+        if warns and warn_of_steps_in_memory(self._writers, self.steps, self._slot_steps):
+            warns = False  # The writers would log a similar warning
+        if warns and not leaves:
             newest = self.steps.newest_step
             warn_of_last_step(newest, self.writers_of(newest), self._writers)
         for writer in self._writers:
-            writer.close(self.steps.durable_step, logs=logs)
+            writer.close(self.steps.durable_step, logs=warns)
         if self._replicas is not None:
             self._replicas.close(wait=not leaves)
             with self._lock:
@@ -407,7 +407,7 @@ class Saver:
         """After the first of ``writers`` has failed with ``error``, write the image to the tiers of
         the others, or release its slot if the save has failed on all of them.
         """
-        if self._goes_on(writers, save, error):
+        if self._report_failure(writers, save, error):
             self._serve(writers[1:], save)
         else:
             self._end_image(save)
@@ -423,9 +423,9 @@ class Saver:
             if self.slots.release(save.slot):
                 self.reserve_quietly(save.job.plan.size)
         finally:
-            save.outcome.slot_is_free()
+            save.outcome.note_free_slot()
 
-    def _goes_on(
+    def _report_failure(
         self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException
     ) -> bool:
         """Report that the save has failed on the tier of the first of ``writers``. Return True if
@@ -436,12 +436,12 @@ class Saver:
         """
         writer, farther_writers, job = writers[0], writers[1:], save.job
         # An image that passes through memory in waves cannot be read again.
-        passes_by = job.passes_by and not writer.in_memory
+        is_single_pass = job.is_single_pass and not writer.in_memory
         # The other ranks get `PeerFailed`, whatever the error of this rank is. They go on to the
         # next tier if this tier is not required.
         others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
-        if goes_on and farther_writers and not passes_by:
+        if goes_on and farther_writers and not is_single_pass:
             save.outcome.fail(writer.url, error, required=False)
             return True
         if writer.in_memory and goes_on:

@@ -22,8 +22,8 @@ class SlotSteps:
         job: The steps of the job. Their ``durable_step`` decides which slots are needed.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``,
-    ``_in_doubt`` and ``_committed``. No request to a store is made under the lock; only the owner
-    of a slot calls ``evict`` for it.
+    ``_in_doubt`` and ``_committed_step``. No request to a store is made under the lock; only the
+    owner of a slot calls ``evict`` for it.
     """
 
     def __init__(self, rank: int, job: JobSteps) -> None:
@@ -34,7 +34,7 @@ class SlotSteps:
         """Path of the slot -> URL -> the tier, and the step that it keeps there."""
         self._in_doubt: set[int] = set()
         """The steps that this rank has voted for without having seen the verdict."""
-        self._committed = -1
+        self._committed_step = -1
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
         """Note that the slot ``path`` holds ``ref``, which ``tier`` keeps there."""
@@ -55,13 +55,13 @@ class SlotSteps:
         if self._job.has_abandoned(ref):
             return
         with self._lock:
-            self._committed = ref.step
+            self._committed_step = ref.step
             self._in_doubt = {step for step in self._in_doubt if step > ref.step}
 
     def set_restored(self, ref: StepRef) -> None:
         """Note that the job continues from ``ref``. Later steps are not needed any more."""
         with self._lock:
-            self._committed, self._in_doubt = ref.step, set()
+            self._committed_step, self._in_doubt = ref.step, set()
 
     def set_decided(self, ref: StepRef) -> None:
         """Note that this rank has seen the verdict on ``ref``, which is the same on all ranks."""
@@ -82,8 +82,8 @@ class SlotSteps:
             StorageError: A tier did not delete a file. The step still counts as kept there.
         """
         with self._lock:
-            refs_by_url = dict(self._steps.get(path, {}))
-        for url, (tier, ref) in refs_by_url.items():
+            steps_by_url = dict(self._steps.get(path, {}))
+        for url, (tier, ref) in steps_by_url.items():
             delete_files(tier.backend, [ref.manifest, *map(ref.key, self._names)])
             with self._lock:
                 self._steps[path].pop(url, None)
@@ -100,9 +100,9 @@ class SlotSteps:
         step that is committed in memory. A step that this rank has voted for counts too, as long as
         this rank has seen no verdict, since it may be committed.
         """
-        step, durable = self.step_in(path), self._job.durable_step
+        step, durable_step = self.step_in(path), self._job.durable_step
         with self._lock:
-            return (step == self._committed or step in self._in_doubt) and step > durable
+            return (step == self._committed_step or step in self._in_doubt) and step > durable_step
 
     def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
         """Return the steps that ``tier`` keeps, by the paths of their slots."""

@@ -91,16 +91,16 @@ class _Observation:
             and own_chunks.trainable.era == old_chunks.trainable.era
         ):
             return True
-        places, earlier = (
-            {**own_chunks.still_places, **own_chunks.places},
-            {**old_chunks.still_places, **old_chunks.places},
-        )
-        common = places.keys() & earlier.keys()
-        if any(self.of(places[name]) != previous.of(earlier[name]) for name in common):
+        places = {**own_chunks.still_places, **own_chunks.places}
+        old_places = {**old_chunks.still_places, **old_chunks.places}
+        common = places.keys() & old_places.keys()
+        if any(
+            self.checksums(places[name]) != previous.checksums(old_places[name]) for name in common
+        ):
             return True
         return False if common & own_chunks.places.keys() & old_chunks.places.keys() else None
 
-    def of(self, places: Sequence[int]) -> list[str]:
+    def checksums(self, places: Sequence[int]) -> list[str]:
         """Return the checksums of the chunks with the indices ``places``."""
         return [self.table[index].checksum for index in places]
 
@@ -116,23 +116,23 @@ class Suspicions:
 
     Thread safety: the training thread may call ``trainable``, ``scan`` and ``forget``, any thread
     ``examine``, and one thread ``close``, after the last ``examine``. ``_lock`` guards
-    ``_previous``, ``_subjects`` and ``_newest``.
+    ``_previous_save``, ``_kept_subjects`` and ``_last_comparison``.
     """
 
     def __init__(self, coordinator: Coordinator, ledger: SaveLedger, config: SaveConfig) -> None:
-        self._end = threading.Event()
-        self._coordinator, self._ledger = DepartingCoordinator(coordinator, self._end), ledger
-        self._is_on, self._scans = config.on_suspicious != "ignore", config.check_finite
+        self._end_event = threading.Event()
+        self._coordinator, self._ledger = DepartingCoordinator(coordinator, self._end_event), ledger
+        self._is_enabled, self._scans = config.on_suspicious != "ignore", config.check_finite
         self._waiter = Workers("alarm", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()
         self._era = 0
-        self._previous: _Observation | None = None
-        self._subjects: deque[str] = deque()
-        self._newest: Future[None] | None = None
+        self._previous_save: _Observation | None = None
+        self._kept_subjects: deque[str] = deque()
+        self._last_comparison: Future[None] | None = None
 
     def trainable(self, collection: WalkResult) -> Trainable | None:
         """Return the tensors that ``examine`` is to check; None if saves are not checked."""
-        return Trainable.of(collection, self._era) if self._is_on else None
+        return Trainable.of(collection, self._era) if self._is_enabled else None
 
     def scan(self, job: SaveRequest, trainable: Trainable | None) -> SaveRequest:
         """Return ``job`` with an image that is scanned for NaN and Inf while it is hashed. Return
@@ -157,44 +157,44 @@ class Suspicions:
         if trainable is None:
             return
         with self._lock:
-            own = self._own(job, trainable)
+            own_finding = self._own_finding(job, trainable)
             try:
                 if self._coordinator.world_size > 1:
-                    self._exchange(job.ref, own)
+                    self._exchange(job.ref, own_finding)
                     return
             except CkptError as error:
-                _not_compared(job.ref, error)
+                _log_no_comparison(job.ref, error)
                 return
-        self._report(job.ref, own)
+        self._report(job.ref, own_finding)
 
     def close(self) -> None:
         """Wait until the comparisons under way have ended, and stop the waiting thread. Comparisons
         that have not ended after some seconds are given up, since some rank has probably died.
         """
-        if self._newest is not None:
-            wait([self._newest], _END_SECONDS)
-        self._end.set()
+        if self._last_comparison is not None:
+            wait([self._last_comparison], _END_SECONDS)
+        self._end_event.set()
         self._waiter.close(cancel=True)
 
-    def _exchange(self, ref: StepRef, own: _Finding) -> None:
+    def _exchange(self, ref: StepRef, own_finding: _Finding) -> None:
         """Post the finding of this rank. If it shows no change, or ``check_finite`` is set, let the
         waiting thread compare it with the findings of other ranks.
 
         The caller holds ``_lock``.
         """
         subject = f"trained/{ref.folder}"
-        self._coordinator.post(subject, msgspec.json.encode(own))
-        self._subjects.append(subject)
-        if len(self._subjects) > _KEPT_MESSAGES:
-            self._coordinator.forget(self._subjects.popleft())
-        if self._scans or not own.changed:
-            self._newest = self._waiter.submit(self._compare, ref, subject)
+        self._coordinator.post(subject, msgspec.json.encode(own_finding))
+        self._kept_subjects.append(subject)
+        if len(self._kept_subjects) > _KEPT_MESSAGES:
+            self._coordinator.forget(self._kept_subjects.popleft())
+        if self._scans or not own_finding.changed:
+            self._last_comparison = self._waiter.submit(self._compare, ref, subject)
 
     def _compare(self, ref: StepRef, subject: str) -> None:
         try:
-            finding = self._agree(ref, subject)
+            finding = self._joint_finding(ref, subject)
         except CkptError as error:
-            _not_compared(ref, error)
+            _log_no_comparison(ref, error)
         else:
             self._report(ref, finding)
 
@@ -207,12 +207,14 @@ class Suspicions:
             )
             self._ledger.suspect(suspicion, logs=self._coordinator.rank == LEADER)
 
-    def _own(self, job: SaveRequest, trainable: Trainable) -> _Finding:
+    def _own_finding(self, job: SaveRequest, trainable: Trainable) -> _Finding:
         """Return the finding of this rank, and remember the save for the next comparison."""
-        previous, step = self._previous, job.ref.step
-        bad = _few([job.image.not_finite]) if isinstance(job.image, ScannedImage) else ()
-        same_plan = previous is not None and previous.chunks.is_of(job.plan, trainable)
-        chunks = previous.chunks if previous and same_plan else Chunks.of(job.plan, trainable)
+        previous, step = self._previous_save, job.ref.step
+        not_finite_names = (
+            _first_names([job.image.not_finite]) if isinstance(job.image, ScannedImage) else ()
+        )
+        is_same_plan = previous is not None and previous.chunks.is_of(job.plan, trainable)
+        chunks = previous.chunks if previous and is_same_plan else Chunks.of(job.plan, trainable)
         observation = _Observation(step, chunks, job.known_chunks)
         if (
             previous is not None
@@ -220,13 +222,15 @@ class Suspicions:
             and trainable.era == previous.chunks.trainable.era
         ):
             # This step was committed late on its first tier, and a newer step was compared before.
-            return _Finding(True, not_finite=bad)
-        self._previous = observation
+            return _Finding(True, not_finite=not_finite_names)
+        self._previous_save = observation
         has_changed = True if previous is None else observation.has_changed(previous)
-        still_names = () if has_changed else _few([chunks.places])
-        return _Finding(has_changed, previous.step if previous else -1, still_names, bad)
+        unchanged_names = () if has_changed else _first_names([chunks.places])
+        return _Finding(
+            has_changed, previous.step if previous else -1, unchanged_names, not_finite_names
+        )
 
-    def _agree(self, ref: StepRef, subject: str) -> _Finding:
+    def _joint_finding(self, ref: StepRef, subject: str) -> _Finding:
         """Return the finding of all ranks together.
 
         If ``check_finite`` is not set and the leader has seen a change, return the finding of the
@@ -245,7 +249,7 @@ class Suspicions:
         return leader_decides(coordinator, subject, decide, patience, _Finding)
 
 
-def _not_compared(ref: StepRef, error: CkptError) -> None:
+def _log_no_comparison(ref: StepRef, error: CkptError) -> None:
     _log.debug("ckpt: step %d is not compared: %s", ref.step, error)
 
 
@@ -258,10 +262,10 @@ def _combine(findings: Sequence[_Finding]) -> _Finding:
     return _Finding(
         any(verdicts) if verdicts else None,
         max(finding.since for finding in findings),
-        _few(finding.unchanged for finding in findings),
-        _few(finding.not_finite for finding in findings),
+        _first_names(finding.unchanged for finding in findings),
+        _first_names(finding.not_finite for finding in findings),
     )
 
 
-def _few(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
+def _first_names(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
     return tuple(sorted(set(chain.from_iterable(names)))[:_MOST_NAMES])

@@ -122,6 +122,7 @@ class TierQueue(Generic[T]):
     def expect_no_more(self, ref: StepRef) -> None:
         """Remove the place of an expected step that will not be pushed to this queue."""
         with self._change:
+            # None keeps a place; without a place, the result is ``self``.
             if self._steps.get(ref.folder, self) is None:
                 del self._steps[ref.folder]
                 self._change.notify_all()
@@ -153,7 +154,7 @@ class TierQueue(Generic[T]):
                     return None
                 self._change.wait_for(lambda: self._is_closing or self._can_go_on())
             try:
-                return self._next()
+                return self._next_turn()
             except CommitError as error:
                 if self._asks_once:
                     return Turn(None, self.lose_all(error))
@@ -182,14 +183,14 @@ class TierQueue(Generic[T]):
         """
         with self._change:
             self._asks_once = True
-            stored_names = [
+            stored_steps = [
                 step for step in self._steps.values() if step is not None and not step.holds_image
             ]
-            for step in stored_names:
+            for step in stored_steps:
                 del self._steps[step.ref.folder]
                 self._given_up.add(step.ref.folder)
             self._change.notify_all()
-            return stored_names
+            return stored_steps
 
     def close(self) -> None:
         """Make ``take`` return soon. It still returns the steps that wait, but it does not wait for
@@ -199,15 +200,15 @@ class TierQueue(Generic[T]):
             self._is_closing = self._asks_once = True
             self._change.notify_all()
 
-    def _next(self) -> Turn[T]:
+    def _next_turn(self) -> Turn[T]:
         subject = f"order/{self._index}/{self._serial + 1}"
         if not self.is_shared or self._coordinator.rank == LEADER:
             if (order := self._choose()) is None:
                 return Turn(None)
             if self.is_shared:
                 # An earlier call may have set an order and got no answer. That order is valid.
-                stands = self._coordinator.set_once(subject, msgspec.json.encode(order))
-                order = msgspec.json.decode(stands, type=_Order)
+                order_in_store = self._coordinator.set_once(subject, msgspec.json.encode(order))
+                order = msgspec.json.decode(order_in_store, type=_Order)
                 self._serial += 1
             return self._take(order)
         answer = self._coordinator.verdict(subject, timeout=self._timeout)
@@ -242,9 +243,9 @@ class TierQueue(Generic[T]):
         stored_names = [
             name for name, step in self._steps.items() if step is not None and not step.holds_image
         ]
-        prefix = takewhile(lambda entry: entry[1] is not None, self._steps.items())
+        steps_before_place = takewhile(lambda entry: entry[1] is not None, self._steps.items())
         return [
-            name for name, step in prefix if step is not None and step.holds_image
+            name for name, step in steps_before_place if step is not None and step.holds_image
         ], stored_names
 
     def _choose(self) -> _Order | None:
@@ -302,7 +303,7 @@ class QueueServer(Generic[T]):
         perform: Performs the task of a step. It raises nothing.
         fail: Called with the task of a step that never gets to the tier, and with the error.
 
-    Thread safety: all methods may be called from any thread. ``_protects`` is set once.
+    Thread safety: all methods may be called from any thread. ``_keeps_protection`` is set once.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class QueueServer(Generic[T]):
     ) -> None:
         self._queue, self._thread, self._url, self._steps = queue, thread, url, steps
         self._perform, self._fail = perform, fail
-        self._protects = False
+        self._keeps_protection = False
         self.is_shared = queue.is_shared
         self.expect, self.expect_no_more = queue.expect, queue.expect_no_more
 
@@ -334,7 +335,7 @@ class QueueServer(Generic[T]):
         """From now on, let the steps that a nearer tier has stay protected there when their turn is
         over, since the agent reads their files.
         """
-        self._protects = True
+        self._keeps_protection = True
 
     def give_up_stored(self) -> None:
         """Leave the steps that a nearer tier has to the agent. They stay protected."""
@@ -354,7 +355,7 @@ class QueueServer(Generic[T]):
                 try:
                     self._perform(turn.next.task)
                 finally:
-                    if turn.next.holds_image or not self._protects:
+                    if turn.next.holds_image or not self._keeps_protection:
                         self._steps.end_waiting(turn.next.ref, self._url)
 
     def _lose(self, losses: Sequence[tuple[QueuedStep[T], CkptError]]) -> None:

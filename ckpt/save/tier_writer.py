@@ -81,11 +81,11 @@ class TierWriter:
         root: The claim of the job on the root of the tier.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
-    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_merge_cache``,
-    ``_foreign``, ``_rollback``, ``_unclean`` and ``_files``, because ``commit``, ``abort`` and
-    ``claim`` may be called by different threads. A thread that has just committed calls
-    ``stored_image`` before it commits again. Only the owner, which closes, uses ``_is_detached``.
-    All other fields are set once, or are thread-safe objects.
+    methods may be called from any thread. ``_turn_lock`` guards ``_retry``, ``_merge_cache``,
+    ``_foreign_refs``, ``_rollback``, ``_unclean_refs`` and ``_files``, because ``commit``,
+    ``abort`` and ``claim`` may be called by different threads. A thread that has just committed
+    calls ``stored_image`` before it commits again. Only the owner, which closes, uses
+    ``_is_detached``. All other fields are set once, or are thread-safe objects.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TierWriter:
         copier: FileCopier | None = None,
     ) -> None:
         self.tier, self.url, self.in_memory = tier, tier.url, tier.in_memory
-        self._turn = threading.Lock()
+        self._turn_lock = threading.Lock()
         self._backend = tier.backend
         self._coordinator, self._config, self._steps, self._slots = (
             coordinator,
@@ -106,28 +106,30 @@ class TierWriter:
             steps,
             slots,
         )
-        self._node = on_node(coordinator, tier.nodes)  # The ranks that share the store
+        self._node_ranks = on_node(coordinator, tier.nodes)  # Connects those that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         # The leader reads fragments with these threads.
-        readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
-        self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
-        self._takeover = TakeoverPost(self._node, tier.index)
-        takeover = None if self._node.rank == LEADER else self._takeover
+        reader_count = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
+        self._readers = Workers("merge", reader_count, nice=config.nice, cpus=config.cpus)
+        self._takeover = TakeoverPost(self._node_ranks, tier.index)
+        takeover = None if self._node_ranks.rank == LEADER else self._takeover
         self.root = Claim(
             self._backend, Owner.of_this_process(coordinator.attempt), takeover_post=takeover
         )
         self._pruner: Pruner | None = None
         if not self.in_memory:
-            self._pruner = Pruner(tier, self.root, steps, config, leads=self._node.rank == LEADER)
+            self._pruner = Pruner(
+                tier, self.root, steps, config, leads=self._node_ranks.rank == LEADER
+            )
         self._quota: Quota | None = None
         if tier.tier.capacity is not None:
             timeout = config.commit_timeout_seconds
-            self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
+            self._quota = Quota(tier, self._node_ranks, self.root, steps, timeout=timeout)
         self._when_full = RetryWhenFull(self._quota, self._pruner, steps)
-        self._hurry, self._departure = threading.Event(), threading.Event()
+        self._hurry_event, self._departure = threading.Event(), threading.Event()
         self._discard_lock = threading.Lock()
         patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
-        self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
+        self._patient_retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry_event)
         self._retry = RetryPolicy()
         self._files = RankFiles(tier, coordinator, config, self._workers, copier, steps.steps)
         # If nodes share the tier, an agent of another node may copy the files of this rank there.
@@ -136,10 +138,10 @@ class TierWriter:
         self._marker_rank = None if is_alone else coordinator.rank
         self._merge_cache = MergeCache(config.deltas)
         self._leases = Leases(tier.backend)
-        self._foreign: list[StepRef] | None = None
+        self._foreign_refs: list[StepRef] | None = None
         self._rollback: Rollback | None = None  # The one that this writer has put on the tier
-        self._is_committed: dict[StepRef, bool] = {}
-        self._unclean: set[StepRef] = set()
+        self._committed_cache: dict[StepRef, bool] = {}
+        self._unclean_refs: set[StepRef] = set()
         self._is_detached = False
 
     def commit(self, job: SaveRequest, *, on_bytes: OnBytes) -> tuple[Chunk, ...]:
@@ -156,12 +158,12 @@ class TierWriter:
             CkptError: The step did not become a checkpoint here, or this rank cannot find out
                 whether it did (`CommitError`).
         """
-        with self._turn, errors_of(self.url):
+        with self._turn_lock, errors_of(self.url):
             return self._commit(job, on_bytes)
 
     def _commit(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         # A step that a nearer tier has can wait until a store answers again.
-        self._retry = self._patient if job.source is not None else RetryPolicy()
+        self._retry = self._patient_retry if job.source is not None else RetryPolicy()
         committer = self._committer(job.trial)
         if abort := self._reason_to_abort(job):
             committer.commit(
@@ -176,7 +178,7 @@ class TierWriter:
                 file, vote = self._when_full.write_step(job, write)
                 committer.offer(job.ref, vote)
         except Exception as error:
-            self._abort_all(job.ref, job.trial, str(error) or repr(error))
+            self._vote_failure(job.ref, job.trial, str(error) or repr(error))
             self._discard(job)
             raise
         if self.in_memory:
@@ -206,11 +208,12 @@ class TierWriter:
             self._quota.settle(job.ref, restored_ref=self._steps.restored)
         return file.chunks
 
-    def _call(self, work: Callable[[], T], /) -> T:
+    def _request(self, work: Callable[[], T], /) -> T:
         """Call ``work`` with retries. If the store is full and room was made, call it once more."""
         return self._when_full.request(partial(self._retry.call, work))
 
     def _write_all(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[WrittenFile, Durable]:
+        """Write all files of this rank. Return the data file, and the vote for them."""
         if self.in_memory and job.image.path:
             self._slots.keep(job.image.path, self.tier, job.ref)
         file = self._files.write(job, on_bytes, self._retry)
@@ -237,7 +240,7 @@ class TierWriter:
             RootInUse: The root belongs to a job that is alive on this machine.
             StorageError: The store has failed.
         """
-        with self._turn, errors_of(self.url):
+        with self._turn_lock, errors_of(self.url):
             self._take_over()
 
     def warn_of_owner(self) -> None:
@@ -246,7 +249,7 @@ class TierWriter:
         Raises:
             StorageError: The store has failed.
         """
-        if self._node.rank == LEADER and not self.root.is_claimed:
+        if self._node_ranks.rank == LEADER and not self.root.is_claimed:
             self.root.warn()
 
     def remove_earlier_steps(self, restored: StepRef | None = None) -> None:
@@ -259,7 +262,7 @@ class TierWriter:
             restored: The step that this job continues from, as long as it has committed no step.
                 That step stays, and so does the newest step on the tier.
         """
-        if self.in_memory and self._node.rank == LEADER:
+        if self.in_memory and self._node_ranks.rank == LEADER:
             with contextlib.suppress(CkptError):
                 remove_earlier_steps(
                     self._backend,
@@ -272,13 +275,14 @@ class TierWriter:
         """Vote that this rank's part of ``ref`` has failed, and wait for the verdict. On the
         leader, this also aborts the step. A `CkptError` is only logged.
         """
-        with self._turn:
+        with self._turn_lock:
             if self._quota is not None:
                 with contextlib.suppress(CkptError):
                     self._quota.give_up(ref, trial)
-            self._abort_all(ref, trial, reason)
+            self._vote_failure(ref, trial, reason)
 
-    def _abort_all(self, ref: StepRef, trial: int, reason: str) -> None:
+    def _vote_failure(self, ref: StepRef, trial: int, reason: str) -> None:
+        """Do the work of ``abort`` without the lock."""
         abort = PeerFailed(ref.step, {LEADER: reason}) if self._coordinator.rank == LEADER else None
         try:
             self._committer(trial).commit(ref, Failure(reason), abort=abort)
@@ -295,7 +299,7 @@ class TierWriter:
         """From now on, give up each request to the store after the usual number of tries, and not
         only after ``commit_timeout_seconds``.
         """
-        self._hurry.set()
+        self._hurry_event.set()
 
     def leave(self) -> None:
         """Remove no files of failed saves from now on, since the agent may work on the steps. Also
@@ -373,7 +377,7 @@ class TierWriter:
                 self.url,
             )
         with contextlib.suppress(CkptError):
-            for ref in self._unclean:
+            for ref in self._unclean_refs:
                 self._files.discard_unfinished(ref)
         if not self._is_detached:
             with contextlib.suppress(CkptError):
@@ -384,7 +388,7 @@ class TierWriter:
     def _committer(self, trial: int) -> Committer:
         name = f"save/{self.tier.index}/{trial}"
         store = SharedStore(
-            self._backend, self._call, confirm=self.root.confirm, pins=self._leases.keep
+            self._backend, self._request, confirm=self.root.confirm, pins=self._leases.keep
         )
         commit_store: CommitStore = store
         if (nodes := self.tier.nodes) is not None:
@@ -406,7 +410,7 @@ class TierWriter:
         If the tier has a capacity, wait until the leader has made room for ``job``. The error is an
         objection of the leader (see ``_objection``), or says why no room was made.
         """
-        abort = self._objection(job) if self._node.rank == LEADER else None
+        abort = self._objection(job) if self._node_ranks.rank == LEADER else None
         if self._quota is not None:
             try:
                 self._files.has_room_for_base = self._quota.agree(
@@ -431,22 +435,22 @@ class TierWriter:
         """
         ref, restored_ref = job.ref, job.restored_ref
         try:
-            if self._foreign is not None and not self._retry.call(self.root.confirm):
+            if self._foreign_refs is not None and not self._retry.call(self.root.confirm):
                 # Another job has owned the root meanwhile, and may have saved steps there.
-                self._foreign = None
-                self._is_committed.clear()
-            foreign = self._take_over()
-            relevant = [
+                self._foreign_refs = None
+                self._committed_cache.clear()
+            foreign_refs = self._take_over()
+            refs_until_restored = [
                 foreign_ref
-                for foreign_ref in foreign
+                for foreign_ref in foreign_refs
                 if restored_ref is None or foreign_ref.step <= restored_ref.step
             ]
-            if self._newest_of(
-                foreign_ref for foreign_ref in relevant if foreign_ref.step == ref.step
+            if self._first_committed(
+                foreign_ref for foreign_ref in refs_until_restored if foreign_ref.step == ref.step
             ):
                 return StepExists(ref.step, self.url, earlier=True)
-            later_ref = self._newest_of(
-                foreign_ref for foreign_ref in relevant if foreign_ref.step > ref.step
+            later_ref = self._first_committed(
+                foreign_ref for foreign_ref in refs_until_restored if foreign_ref.step > ref.step
             )
         except CkptError as error:
             return with_root(error, self.url)
@@ -462,20 +466,20 @@ class TierWriter:
             The attempts of other jobs on the current branch that the tier had when the root was
             claimed, newest step first.
         """
-        if self._foreign is None:
-            listing = self._call(self.root.take)
+        if self._foreign_refs is None:
+            listing = self._request(self.root.take)
             self._put_rollback()
             takeover = self.root.takeover
-            if self._node.world_size > 1 and takeover is not None:
+            if self._node_ranks.world_size > 1 and takeover is not None:
                 self._takeover.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
                 self._pruner.remove_remains(self._steps.restored)
             branch = on_branch(self._steps.rollback, listing)
-            self._foreign = [ref for ref in branch if ref.job != self.root.own]
-            self._warn_of_later(self._foreign)
+            self._foreign_refs = [ref for ref in branch if ref.job != self.root.own]
+            self._warn_of_later(self._foreign_refs)
         elif self._steps.steps.rollback != self._rollback:
             self._put_rollback()
-        return self._foreign
+        return self._foreign_refs
 
     def _put_rollback(self) -> None:
         """Put the rollback that counts on the tier, if the tier lacks it: it may not have answered
@@ -486,7 +490,7 @@ class TierWriter:
         if rollback is None or self.in_memory:
             return
         try:
-            self._call(partial(put_rollback, self._backend, rollback))
+            self._request(partial(put_rollback, self._backend, rollback))
         except ObjectExists:
             _log.warning(
                 "ckpt: %s has another rollback %d, which counts there: `ckpt log` shows it",
@@ -495,11 +499,13 @@ class TierWriter:
             )
         self._rollback = rollback
 
-    def _warn_of_later(self, foreign: Sequence[StepRef]) -> None:
+    def _warn_of_later(self, foreign_refs: Sequence[StepRef]) -> None:
         restored_ref = self._steps.restored
         if restored_ref is None or self.in_memory:
             return
-        later_ref = self._newest_of(ref for ref in foreign if ref.step > restored_ref.step)
+        later_ref = self._first_committed(
+            ref for ref in foreign_refs if ref.step > restored_ref.step
+        )
         if later_ref is not None:
             _log.warning(
                 "ckpt: %s holds step %d, and this job continues from step %d: a restart takes "
@@ -509,12 +515,12 @@ class TierWriter:
                 restored_ref.step,
             )
 
-    def _newest_of(self, refs: Iterable[StepRef]) -> StepRef | None:
+    def _first_committed(self, refs: Iterable[StepRef]) -> StepRef | None:
         """Return the first of ``refs`` that is committed on the tier. The store is asked once."""
         for ref in refs:
-            if ref not in self._is_committed:
-                self._is_committed[ref] = is_committed(self._backend, ref)
-            if self._is_committed[ref]:
+            if ref not in self._committed_cache:
+                self._committed_cache[ref] = is_committed(self._backend, ref)
+            if self._committed_cache[ref]:
                 return ref
         return None
 
@@ -534,7 +540,7 @@ class TierWriter:
             keys = self._files.keys(job.ref)
             is_gone = discard_part(self._backend, job.ref, *keys, rank=self._marker_rank)
         except StorageError as error:
-            self._unclean.add(job.ref)
+            self._unclean_refs.add(job.ref)
             _log.debug(
                 "ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error
             )

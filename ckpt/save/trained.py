@@ -63,7 +63,7 @@ class Trainable:
                 continue
             for group in optimizer.param_groups:
                 parameters = group["params"]
-                if not _moves(group):
+                if not _has_learning_rate(group):
                     still_ids += map(id, parameters)
                 elif all(map(_needs_gradient, parameters)):
                     moving_ids += map(id, parameters)
@@ -93,7 +93,8 @@ class Trainable:
 _needs_gradient: Final = attrgetter("requires_grad")
 
 
-def _moves(group: Mapping[str, Any]) -> bool:
+def _has_learning_rate(group: Mapping[str, Any]) -> bool:
+    """Return False if the learning rate of a parameter group is zero."""
     try:
         rate = group["lr"]
         detach = getattr(rate, "detach", None)  # A rate that is learned requires a gradient
@@ -103,26 +104,26 @@ def _moves(group: Mapping[str, Any]) -> bool:
         return True
 
 
-class _Piece(NamedTuple):
+class _ChunkTensor(NamedTuple):
     """The tensor that a chunk belongs to. The header of the file has an empty name."""
 
     name: str
     dtype: str
 
 
-def _pieces(plan: SavePlan) -> list[_Piece]:
+def _chunk_tensors(plan: SavePlan) -> list[_ChunkTensor]:
     """Return the tensor of each chunk of the file, in order."""
     starts = {
-        item.offset: _Piece(plan.tensors[item.leaf].name, plan.tensors[item.leaf].dtype)
+        item.offset: _ChunkTensor(plan.tensors[item.leaf].name, plan.tensors[item.leaf].dtype)
         for item in plan.items
         if item.nbytes
     }
-    pieces: list[_Piece] = []
-    piece = _Piece("", "uint8")
+    tensors: list[_ChunkTensor] = []
+    tensor = _ChunkTensor("", "uint8")
     for offset in list(accumulate(plan.chunks, initial=0))[:-1]:
-        piece = starts.get(offset, piece)
-        pieces.append(piece)
-    return pieces
+        tensor = starts.get(offset, tensor)
+        tensors.append(tensor)
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,11 @@ class Chunks:
         )
         places: dict[str, list[int]] = {}
         still_places: dict[str, list[int]] = {}
-        for index, piece in enumerate(_pieces(plan)):
-            if piece.name in moving_names:
-                places.setdefault(piece.name, []).append(index)
-            elif piece.name in still_names:
-                still_places.setdefault(piece.name, []).append(index)
+        for index, tensor in enumerate(_chunk_tensors(plan)):
+            if tensor.name in moving_names:
+                places.setdefault(tensor.name, []).append(index)
+            elif tensor.name in still_names:
+                still_places.setdefault(tensor.name, []).append(index)
         whole = all(
             any(identity in names for names in trainable.name_maps)
             for identity in trainable.moving_ids
@@ -191,9 +192,9 @@ class ScannedImage(ImageWrapper):
         names = trainable.names((*trainable.still_ids, *trainable.moving_ids))
         edges = pairwise(accumulate(plan.chunks, initial=0))
         masks = {
-            start: (piece.name, mask)
-            for (start, _), piece in zip(edges, _pieces(plan), strict=True)
-            if piece.name in names and (mask := _EXPONENTS.get(piece.dtype)) is not None
+            start: (tensor.name, mask)
+            for (start, _), tensor in zip(edges, _chunk_tensors(plan), strict=True)
+            if tensor.name in names and (mask := _EXPONENTS.get(tensor.dtype)) is not None
         }
         return cls(image, masks)
 
@@ -208,11 +209,11 @@ class ScannedImage(ImageWrapper):
 
 def all_finite(data: memoryview, mask: np.unsignedinteger[Any]) -> bool:
     """Return False if some number in ``data`` is NaN or Inf: it has all bits of ``mask`` set."""
-    bits = np.frombuffer(data, mask.dtype)
-    step = _BLOCK_BYTES // mask.itemsize
-    block = np.empty(min(step, len(bits)), mask.dtype)
-    for start in range(0, len(bits), step):
-        part = bits[start : start + step]
+    words = np.frombuffer(data, mask.dtype)
+    block_length = _BLOCK_BYTES // mask.itemsize
+    block = np.empty(min(block_length, len(words)), mask.dtype)
+    for start in range(0, len(words), block_length):
+        part = words[start : start + block_length]
         if np.bitwise_and(part, mask, out=block[: len(part)]).max() == mask:
             return False
     return True

@@ -277,7 +277,7 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
 ):
     left_by_a_job(near, 1, 2)
     pruned = threading.Event()
-    go, prune = Backfill._go, Pruner._prune
+    go, prune = Backfill._copy_steps, Pruner._prune
 
     def slow(self, writer, steps):
         # the prune after the first commit comes while the steps still have to be read
@@ -288,7 +288,7 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
         prune(self)
         pruned.set()
 
-    monkeypatch.setattr(Backfill, "_go", slow)
+    monkeypatch.setattr(Backfill, "_copy_steps", slow)
     monkeypatch.setattr(Pruner, "_prune", noted)
     go_on(Tier(str(near), keep_last=1), far, step=3)
     assert whole(far) == [1, 2, 3]
