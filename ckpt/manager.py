@@ -475,7 +475,7 @@ class CheckpointManager:
             context = RestoreContext(
                 tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,
                 observers=self._observers, steps_in_use=self._saver.steps.awaited_refs,
-                claim_of=self._saver.claim_of, choose=self._saver.choose,
+                claim_of=self._saver.claim_of, set_chosen=self._saver.set_chosen,
                 rollback=self._saver.steps.rollback,
             )  # fmt: skip
             restorer = Restorer(context, options, workers, serial=self._restores)

@@ -65,7 +65,7 @@ def train(
         for step in range(state["step"] + 1, steps + 1):
             at.get(step, int)()
             # otherwise a busy machine may be a step late
-            while SENT and stop._last._promise is None:
+            while SENT and stop._last_step._promise is None:
                 time.sleep(0.001)
             state["x"].fill_(step)
             state["step"] = step
@@ -265,7 +265,7 @@ def requested_and_then_signalled(root: Path) -> None:
         stop = manager.on_signals()
         assert manager.on_stop_request() is stop
         manager.request_stop()
-        while stop._last._promise is None:
+        while stop._last_step._promise is None:
             time.sleep(0.001)
         assert stop.requested(4)
         manager.save_async({"x": torch.zeros(3)}, 4)

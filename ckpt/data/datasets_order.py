@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpt.errors import ConfigError
 
-_NUMBERS: Final = ("batch_size", "buffer_size", "max_input_shards", "n", "num_times")
+_NUMERIC_SETTINGS: Final = ("batch_size", "buffer_size", "max_input_shards", "n", "num_times")
 """The attributes of a step that are numbers and may change the order."""
 
 
@@ -73,6 +73,7 @@ def _steps(step: Any) -> Iterator[Any]:
 
 
 def _sources(step: Any) -> list[Any]:
+    """Return the steps that ``step`` reads from; empty for a source of samples."""
     source = getattr(step, "ex_iterable", None)
     return getattr(step, "ex_iterables", []) if source is None else [source]
 
@@ -83,6 +84,7 @@ def _length(step: Any) -> int | None:
     Return None if the number is unknown. It is known if every shard that the step reads has a
     length, such as a shard of a ``datasets.Dataset``.
     """
+    # A step without a list of shards counts as one with a shard of no known length.
     shards = getattr(step, "kwargs", {}).get("shards", [""])
     is_known = all(isinstance(shard, Sized) and not isinstance(shard, str) for shard in shards)
     return sum(map(len, shards)) if is_known else None
@@ -90,5 +92,5 @@ def _length(step: Any) -> int | None:
 
 def _describe(step: Any) -> str:
     values = vars(step)
-    numbers = [f"{name}={values[name]}" for name in _NUMBERS if name in values]
+    numbers = [f"{name}={values[name]}" for name in _NUMERIC_SETTINGS if name in values]
     return " ".join([type(step).__name__, *numbers])

@@ -63,19 +63,19 @@ class Position(Checkable):
                 if the position was restored, or another loop has begun, since the last batch.
         """
         self._check_loader(loader)
-        size = self._batch_size = loader.batch_size or 1
-        iteration = self._iteration = object()
-        rest = self._begin()
+        batch_size = self._batch_size = loader.batch_size or 1
+        iteration = self._iteration = object()  # Another loop, or a restore, replaces it
+        remaining_samples = self._begin()
         try:
-            for batch in self._read(loader):
-                samples = min(size, rest)
-                rest -= samples
-                self._sample_count += samples * self._world_size
+            for batch in self._iterate(loader):
+                batch_samples = min(batch_size, remaining_samples)
+                remaining_samples -= batch_samples
+                self._sample_count += batch_samples * self._world_size
                 yield batch
                 if self._iteration is not iteration:
                     raise ConfigError(
                         "the data position was restored, or another loop has begun, while a loop "
-                        f"over {self._name}.batches() ran: leave that loop first"
+                        f"over {self._class_name}.batches() ran: leave that loop first"
                     )
             self._epoch, self._sample_count = self._epoch + 1, 0
         finally:
@@ -100,7 +100,8 @@ class Position(Checkable):
         self._sample_count = min(self._sample_count + samples, self._max_samples())
         self._iteration = None
 
-    def _read(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Return an iterator over the loader, which draws no number of the global generators."""
         with seed_loader(loader, self._rank, self._epoch, self._sample_count):
             batches = iter(loader)
             head = list(islice(batches, 1))  # Some loaders begin with their first batch only
@@ -124,13 +125,13 @@ class Position(Checkable):
     def _check_loader(self, loader: DataLoader[Any]) -> None:
         if not self._reads(loader):
             raise ConfigError(
-                f"the loader does not take its samples from this {self._name}: build it with "
+                f"the loader does not take its samples from this {self._class_name}: build it with "
                 f"{self._example}"
             )
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigError(
-                f"the loader has a position of its own, and this {self._name} has another: put "
-                "only the latter into the state, not the StatefulDataLoader"
+                f"the loader has a position of its own, and this {self._class_name} has another: "
+                "put only the latter into the state, not the StatefulDataLoader"
             )
         if loader.num_workers and not getattr(loader, "in_order", True):
             raise ConfigError(
@@ -139,10 +140,10 @@ class Position(Checkable):
             )
 
     @property
-    def _name(self) -> str:
+    def _class_name(self) -> str:
         return type(self).__name__
 
-    def _no_loop(self, name: str) -> ConfigError:
+    def _no_loop_error(self, name: str) -> ConfigError:
         return ConfigError(
             "the position in the data does not follow a loop over the loader itself: "
             f"write 'for batch in {name}.batches(loader)'"
@@ -166,26 +167,25 @@ class Position(Checkable):
             type(position[name]) is not int for name in ("epoch", "consumed")
         ):
             raise RestoreError(
-                f"the checkpoint has another value in the place of an {self._name}: restore it "
-                "into one of its kind, or leave it out (only=...)"
+                f"the checkpoint has another value in the place of an {self._class_name}: restore "
+                "it into one of its kind, or leave it out (only=...)"
             )
-        own = {name: repr(value) for name, value in self._order.items()}
-        saved_values = {name: repr(position[name]) for name in own}
-        if differences := [name for name in own if saved_values[name] != own[name]]:
-            was, own_text = (
+        own_values = {name: repr(value) for name, value in self._order.items()}
+        saved_values = {name: repr(position[name]) for name in own_values}
+        if differences := [name for name in own_values if saved_values[name] != own_values[name]]:
+            saved_text, own_text = (
                 ", ".join(f"{name}={values[name]}" for name in differences)
-                for values in (saved_values, own)
+                for values in (saved_values, own_values)
             )
             raise RestoreError(
-                f"the data position was saved with {was}, this {self._name} has {own_text}, so "
-                "that "
-                "it gives the samples in another order: build it as it was, or leave it out of the "
-                "restore (only=...) to begin at its first sample"
+                f"the data position was saved with {saved_text}, this {self._class_name} has "
+                f"{own_text}, so that it gives the samples in another order: build it as it was, "
+                "or leave it out of the restore (only=...) to begin at its first sample"
             )
         if position["epoch"] < 0 or not 0 <= position["consumed"] <= self._max_samples():
             raise RestoreError(
                 f"a data position of epoch={position['epoch']}, consumed={position['consumed']} "
-                f"is not in this {self._name}: restore another step"
+                f"is not in this {self._class_name}: restore another step"
             )
 
     def _max_samples(self) -> int:

@@ -74,8 +74,9 @@ class ElasticSampler(Position, Sampler[int]):
             )
         length = data if isinstance(data, int) else len(data)
         place = place_of(rank, world_size)
+        _, rank_count = place
         whole("seed", seed, 0, MAX_SAMPLES)
-        whole("the length of the dataset", length, place[1], MAX_SAMPLES)
+        whole("the length of the dataset", length, rank_count, MAX_SAMPLES)
         true_or_false("shuffle", shuffle)
         super().__init__({"seed": seed, "length": length, "shuffle": shuffle}, place)
         self._seed, self._length, self._shuffle = seed, length, shuffle
@@ -96,7 +97,7 @@ class ElasticSampler(Position, Sampler[int]):
             ConfigError: No loop over `batches` runs, so the position would not advance.
         """
         if self._iteration is None:
-            raise self._no_loop("sampler")
+            raise self._no_loop_error("sampler")
         start, stop = self._sample_count, self._sample_count + len(self) * self._world_size
         if not self._shuffle:
             return iter(range(start + self._rank, stop, self._world_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -16,6 +16,9 @@ from ckpt.data.position import MAX_SAMPLES, Position, place_of
 from ckpt.errors import ConfigError
 from ckpt.state.tensors.per_rank import RngState
 from ckpt.torch_private import outside_of_workers
+
+_BATCH_SIZE: Final = 2
+"""The index of the batch size in ``ElasticStream._shared_start``."""
 
 
 class ElasticStream(Position, IterableDataset[Any]):
@@ -82,20 +85,20 @@ class ElasticStream(Position, IterableDataset[Any]):
         # Workers read from this tensor where a loop begins. It has the epoch, the position and the
         # batch size, which is 0 if no loop runs. Its memory is shared, since workers may outlive a
         # loop.
-        self._start = torch.zeros(3, dtype=torch.int64)
-        self._start.share_memory_()  # type: ignore[no-untyped-call]
+        self._shared_start = torch.zeros(3, dtype=torch.int64)
+        self._shared_start.share_memory_()  # type: ignore[no-untyped-call]
 
     def _reads(self, loader: DataLoader[Any]) -> bool:
         return loader.dataset is self
 
     def _begin(self) -> int:
         check_undivided(self._data)
-        self._start[:] = torch.tensor([self._epoch, self._sample_count, self._batch_size])
+        self._shared_start[:] = torch.tensor([self._epoch, self._sample_count, self._batch_size])
         self._set_epoch(self._epoch)
         return MAX_SAMPLES
 
     def _end(self) -> None:
-        self._start[2] = 0
+        self._shared_start[_BATCH_SIZE] = 0
 
     def _set_epoch(self, epoch: int) -> None:
         if (set_epoch := getattr(self._data, "set_epoch", None)) is not None:
@@ -107,27 +110,30 @@ class ElasticStream(Position, IterableDataset[Any]):
         Raises:
             ConfigError: No loop over `batches` runs, so the position would not advance.
         """
-        epoch, start, batch_size = map(int, self._start)
+        epoch, start, batch_size = map(int, self._shared_start)
         if not batch_size:
-            raise self._no_loop("stream")
+            raise self._no_loop_error("stream")
         worker = get_worker_info()
         if worker is None:
-            return self._dealt(start, batch_size, 0, 1)
+            return self._deal(start, batch_size, 0, 1)
         self._set_epoch(epoch)  # An earlier loop may have started this worker process
-        return self._dealt(start, batch_size, worker.id, worker.num_workers)
+        return self._deal(start, batch_size, worker.id, worker.num_workers)
 
-    def _dealt(self, start: int, batch_size: int, worker: int, workers: int) -> Iterator[Any]:
-        own: Any = None
+    def _deal(self, start: int, batch_size: int, worker: int, worker_count: int) -> Iterator[Any]:
+        """Yield the samples of worker number ``worker`` of this rank. In each turn, every rank gets
+        a sample, and the workers take the batches of their rank in turn.
+        """
+        own_sample: Any = None
         samples = _read(self._data)
         _skip(samples, start)
         for index, sample in enumerate(samples):
             turn, rank = divmod(index, self._world_size)
-            if turn // batch_size % workers != worker:
+            if turn // batch_size % worker_count != worker:
                 continue
             if rank == self._rank:
-                own = sample
+                own_sample = sample
             if rank == self._world_size - 1:  # Now every rank has a sample of this turn
-                yield own
+                yield own_sample
 
 
 def _read(data: Iterable[Any]) -> Iterator[Any]:

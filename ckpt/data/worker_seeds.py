@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 
-class _Own(torch.Generator):
+class _OwnGenerator(torch.Generator):
     """A generator that this module has made."""
 
 
@@ -26,7 +26,7 @@ def give_generator(loader: Any, *place: int) -> None:
     Values that are no ``DataLoader`` are left as they are.
     """
     loader = _base(loader)
-    if isinstance(loader, DataLoader) and isinstance(loader.generator, _Own | None):
+    if isinstance(loader, DataLoader) and isinstance(loader.generator, _OwnGenerator | None):
         loader.generator = _own_generator(loader, place)
 
 
@@ -47,10 +47,12 @@ def _own_generator(loader: DataLoader[Any], place: tuple[int, ...]) -> torch.Gen
     ``loader`` would draw from. The latter does not change.
     """
     source = loader.generator
-    seed = torch.initial_seed() if isinstance(source, _Own | None) else source.initial_seed()
+    seed = (
+        torch.initial_seed() if isinstance(source, _OwnGenerator | None) else source.initial_seed()
+    )
     (number,) = np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64).tolist()
     # The loader draws a number on the default device.
-    return _Own(torch.get_default_device()).manual_seed(number)
+    return _OwnGenerator(torch.get_default_device()).manual_seed(number)
 
 
 def _base(loader: Any) -> Any:

@@ -120,16 +120,20 @@ def _clauses(
         yield True
     if code.co_filename not in sources:
         sources[code.co_filename] = _Source(frame)
-    lines = [raise_line for passed_frame, raise_line in frames if passed_frame is frame]
+    raise_lines = [raise_line for passed_frame, raise_line in frames if passed_frame is frame]
     clauses: list[tuple[int, bool]] = []
     for node in _of_this_frame(sources[code.co_filename].body(frame)):
         if isinstance(node, ast.Try | ast.TryStar):
-            clauses += [(h.lineno, _goes_on(h.body)) for h in node.handlers if _holds(h.body, line)]
+            clauses += [
+                (handler.lineno, _goes_on(handler.body))
+                for handler in node.handlers
+                if _holds(handler.body, line)
+            ]
             if _holds(node.finalbody, line):
-                final = node.finalbody[0].lineno
+                final_line = node.finalbody[0].lineno
                 clauses += (
-                    [(final, True)]
-                    if any(node.lineno <= raise_line < final for raise_line in lines)
+                    [(final_line, True)]
+                    if any(node.lineno <= raise_line < final_line for raise_line in raise_lines)
                     else []
                 )
     for _, goes_on in sorted(clauses, reverse=True):

@@ -46,7 +46,7 @@ class LastStep:
     """The agreement of all ranks on the last step. Each rank makes one object for its manager.
 
     Thread safety: the training thread calls ``is_last``, one background thread calls ``listen``,
-    another one calls ``agree``, and ``StopSignals.close`` calls ``part``.
+    another one calls ``agree``, and ``StopSignals.close`` calls ``leave``.
 
     Args:
         coordinator: The connection to the other ranks. The object uses clones of it.
@@ -57,15 +57,15 @@ class LastStep:
 
     def __init__(self, coordinator: Coordinator, *, patience: float) -> None:
         # ``agree`` and ``listen`` each wait on a connection of their own.
-        self._coordinator, self._bell = coordinator.clone(), coordinator.clone()
-        self._rank, self._world = coordinator.rank, set(range(coordinator.world_size))
+        self._coordinator, self._bell_coordinator = coordinator.clone(), coordinator.clone()
+        self._rank, self._ranks = coordinator.rank, set(range(coordinator.world_size))
         self._patience = patience
         self._lock = threading.Lock()
         self._latest_step = -1
         self._promise: int | None = None
         self._step = -1
         self._decision = Event()
-        self._has_parted = False
+        self._has_left = False
 
     def is_last(self, step: int) -> bool:
         """Return True if ``step``, which this rank has completed, is the agreed last step or a
@@ -98,7 +98,7 @@ class LastStep:
         self._make_promise()
         caller = int(self._coordinator.set_once("stop/caller", str(self._rank).encode()))
         if caller == self._rank:
-            for rank in self._world:
+            for rank in self._ranks:
                 self._coordinator.set_once(f"stop/bell/{rank}", message)
             self._coordinator.set_once("stop/step", msgspec.json.encode(self._gather()))
         wait = 2 * self._patience
@@ -119,21 +119,23 @@ class LastStep:
     def listen(self) -> bytes | None:
         """Wait until a rank calls ``agree``, and return its message.
 
-        Return None if this rank calls ``part`` first, or if the store through which the ranks
+        Return None if this rank calls ``leave`` first, or if the store through which the ranks
         exchange messages is gone.
         """
         with contextlib.suppress(CkptError):
-            while not self._has_parted:
-                message = self._bell.verdict(f"stop/bell/{self._rank}", timeout=_LISTEN_SECONDS)
+            while not self._has_left:
+                message = self._bell_coordinator.verdict(
+                    f"stop/bell/{self._rank}", timeout=_LISTEN_SECONDS
+                )
                 if message is not None:
                     return message if message != _FAREWELL else None
         return None
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """End ``listen``, and post the promise of this rank, in case another rank calls ``agree``
         later.
         """
-        self._has_parted = True
+        self._has_left = True
         with contextlib.suppress(CkptError):
             self._make_promise()
         with contextlib.suppress(CkptError):

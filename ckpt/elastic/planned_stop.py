@@ -53,18 +53,18 @@ def as_deadline(value: object) -> float:
     """
     if value is None:
         return math.inf
-    way = "give seconds from now, or a datetime with a time zone, such as 120"
+    advice = "give seconds from now, or a datetime with a time zone, such as 120"
     if isinstance(value, datetime):
         if value.tzinfo is None:
-            raise ConfigError(f"deadline={value!r} has no time zone: {way}")
-        ends = value.timestamp()
+            raise ConfigError(f"deadline={value!r} has no time zone: {advice}")
+        deadline = value.timestamp()
     elif is_number(value):
-        ends = time.time() + float(value)
+        deadline = time.time() + float(value)
     else:
-        raise ConfigError(f"deadline={value!r}: {way}")
-    if not ends > time.time():
-        raise ConfigError(f"deadline={value!r} is over: {way}")
-    return ends
+        raise ConfigError(f"deadline={value!r}: {advice}")
+    if not deadline > time.time():
+        raise ConfigError(f"deadline={value!r} is over: {advice}")
+    return deadline
 
 
 class StopSignals:
@@ -115,7 +115,7 @@ class StopSignals:
                 argument is not valid, or another object handles signals already.
             ThreadLimit: The system starts no more threads.
         """
-        _check(signals, grace_seconds)
+        _check_arguments(signals, grace_seconds)
         # All threads start now, since the system may start no more when a signal arrives.
         self._watcher = Workers("stop", 1).start()
         self._agreer = Workers("stop-agree", 1).start()
@@ -129,16 +129,16 @@ class StopSignals:
             reraise,
             owner,
         )
-        self._last = LastStep(coordinator, patience=min(_PATIENCE_SECONDS, grace_seconds / 2))
-        self._ends = math.inf
+        self._last_step = LastStep(coordinator, patience=min(_PATIENCE_SECONDS, grace_seconds / 2))
+        self._deadline = math.inf
         self._closed = self._has_interrupt = False
-        self._ear, self._mouth = os.pipe()
+        self._read_end, self._write_end = os.pipe()
         # A signal handler may call ``request`` while its thread holds this lock in ``close``. So
         # the lock is reentrant.
         self._pipe_lock, self._is_pipe_closed = threading.RLock(), False
-        os.set_blocking(self._mouth, False)  # A handler must never wait
-        self._earlier: dict[int, Any] = {}
-        self._wakes = False
+        os.set_blocking(self._write_end, False)  # A handler must never wait
+        self._earlier_handlers: dict[int, Any] = {}
+        self._has_wakeup_fd = False
         self._watcher.submit(self._watch)
         if coordinator.world_size > 1:
             self._listener.submit(self._listen)
@@ -157,9 +157,9 @@ class StopSignals:
         with self._pipe_lock:
             if self._is_pipe_closed:
                 return
-            self._ends = min(self._ends, ends)
+            self._deadline = min(self._deadline, ends)
             with contextlib.suppress(BlockingIOError):  # The pipe is full of earlier requests
-                os.write(self._mouth, bytes([_REQUEST]))
+                os.write(self._write_end, bytes([_REQUEST]))
 
     def requested(self, step: int) -> bool:
         """Return True if ``step``, which this rank has completed, is the last step or a later one.
@@ -168,7 +168,7 @@ class StopSignals:
         Until there is a signal or a request, the call takes about a microsecond. After that, one
         call waits for the other ranks.
         """
-        return self._last.is_last(step)
+        return self._last_step.is_last(step)
 
     def close(self, error: BaseException | None = None) -> None:
         """Restore the earlier handlers. If a signal has arrived and ``reraise`` is set, raise it
@@ -191,18 +191,18 @@ class StopSignals:
             )
         self._closed = True
         try:
-            self._last.part()
+            self._last_step.leave()
         finally:
-            os.write(self._mouth, bytes([_CLOSE]))
+            os.write(self._write_end, bytes([_CLOSE]))
             for workers in (self._watcher, self._agreer, self._listener):
                 workers.close()
             self.uninstall()  # The threads are closed first, since a restored handler may raise
-            while self.signal is None and (number := self._next(0)) != -1:
+            while self.signal is None and (number := self._next_byte(0)) != -1:
                 self.signal = signal.Signals(number) if number in self._signals else None
             with self._pipe_lock:
                 self._is_pipe_closed = True
-                os.close(self._mouth)
-                os.close(self._ear)
+                os.close(self._write_end)
+                os.close(self._read_end)
         if self.signal is not None and self._reraise and error is None:
             # The default action of the signal discards the buffers of the streams.
             for stream in (sys.stdout, sys.stderr):
@@ -216,23 +216,23 @@ class StopSignals:
         global _active
         _active = self
         for signum in self._signals:
-            self._earlier[signum] = signal.signal(signum, self._handle)
+            self._earlier_handlers[signum] = signal.signal(signum, self._handle)
         # The pipe gets a signal even while the main thread is stuck in a collective.
-        wakeup_fd = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
-        self._wakes = wakeup_fd == -1
-        if not self._wakes:
+        wakeup_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._has_wakeup_fd = wakeup_fd == -1
+        if not self._has_wakeup_fd:
             signal.set_wakeup_fd(wakeup_fd)
 
     def uninstall(self) -> None:
         """Put back the handlers that were installed before."""
         global _active
         _active = None if _active is self else _active
-        if self._wakes and (wakeup_fd := signal.set_wakeup_fd(-1)) != self._mouth:
+        if self._has_wakeup_fd and (wakeup_fd := signal.set_wakeup_fd(-1)) != self._write_end:
             signal.set_wakeup_fd(wakeup_fd)
-        for signum, earlier in self._earlier.items():
+        for signum, handler in self._earlier_handlers.items():
             # Another handler may have been installed later.
             if signal.getsignal(signum) == self._handle:
-                signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         """Record the signal. Call the earlier handler instead if ``close`` was called before, or if
@@ -240,69 +240,73 @@ class StopSignals:
 
         This method may interrupt the main thread at any instruction, so it takes no lock.
         """
-        earlier = self._earlier[signum]
+        earlier_handler = self._earlier_handlers[signum]
         if self._closed or (signum == signal.SIGINT and self._has_interrupt):
-            if callable(earlier):
-                earlier(signum, frame)
+            if callable(earlier_handler):
+                earlier_handler(signum, frame)
             return
         self._has_interrupt |= signum == signal.SIGINT
         with contextlib.suppress(BlockingIOError):  # The pipe is full of earlier signals
-            os.write(self._mouth, bytes([signum]))
+            os.write(self._write_end, bytes([signum]))
 
     # -- in the background -------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        stops, grace_ends = False, math.inf
-        while (seconds := min(grace_ends - time.monotonic(), self._ends - time.time())) > 0:
-            word = self._next(None if math.isinf(seconds) else min(seconds, _POLL_SECONDS))
-            if word == _CLOSE:
+        has_begun, grace_ends = False, math.inf
+        while (seconds := min(grace_ends - time.monotonic(), self._deadline - time.time())) > 0:
+            byte = self._next_byte(None if math.isinf(seconds) else min(seconds, _POLL_SECONDS))
+            if byte == _CLOSE:
                 return
-            if word in self._signals and self.signal is None:
-                self.signal = signal.Signals(word)
+            if byte in self._signals and self.signal is None:
+                self.signal = signal.Signals(byte)
                 grace_ends = time.monotonic() + self._grace
-            elif word != _REQUEST:
+            elif byte != _REQUEST:
                 continue
             if self._closed:
                 return
-            if not stops:
-                stops = True
+            if not has_begun:
+                has_begun = True
                 cause = self.signal.name if self.signal else "a stop was requested"
                 _log.warning("ckpt: %s: all ranks stop after the same step", cause)
                 # The job's store may hang. This thread goes on to watch the grace time.
                 self._agreer.submit(self._agree)
         is_grace = grace_ends <= time.monotonic()
-        self._end(f"the grace time of {self._grace:g} s is over" if is_grace else _DEADLINE_REASON)
+        self._end_process(
+            f"the grace time of {self._grace:g} s is over" if is_grace else _DEADLINE_REASON
+        )
 
     def _agree(self) -> None:
         request = (
-            _STOP_MESSAGE if math.isinf(self._ends) else b"%s%.3f" % (_STOP_MESSAGE, self._ends)
+            _STOP_MESSAGE
+            if math.isinf(self._deadline)
+            else b"%s%.3f" % (_STOP_MESSAGE, self._deadline)
         )
         try:
-            step = self._last.agree(str(int(self.signal)).encode() if self.signal else request)
+            step = self._last_step.agree(str(int(self.signal)).encode() if self.signal else request)
         except Exception as error:  # noqa: BLE001
             # After any error, the training thread might wait for ever.
-            self._end(f"no last step was agreed on: {error}")
+            self._end_process(f"no last step was agreed on: {error}")
         _log.info("ckpt: step %d is the last", step)
 
     def _listen(self) -> None:
-        if (word := self._last.listen()) is None:
+        if (message := self._last_step.listen()) is None:
             return
-        if word.startswith(_STOP_MESSAGE):
-            self.request(float(word.removeprefix(_STOP_MESSAGE) or "inf"))
+        if message.startswith(_STOP_MESSAGE):
+            self.request(float(message.removeprefix(_STOP_MESSAGE) or "inf"))
         else:
-            os.write(self._mouth, bytes([int(word)]))
+            os.write(self._write_end, bytes([int(message)]))
 
-    def _next(self, seconds: float | None) -> int:
+    def _next_byte(self, seconds: float | None) -> int:
         """Return the next byte in the pipe: a signal, ``_CLOSE`` or ``_REQUEST``. Return -1 if none
         comes within ``seconds``.
         """
         poll = select.poll()
-        poll.register(self._ear, select.POLLIN)
+        poll.register(self._read_end, select.POLLIN)
         if not poll.poll(None if seconds is None else seconds * 1e3):
             return -1
-        return os.read(self._ear, 1)[0]
+        return os.read(self._read_end, 1)[0]
 
-    def _end(self, reason: str) -> NoReturn:
+    def _end_process(self, reason: str) -> NoReturn:
         """End the process by the default action of the signal. Any thread may call this.
 
         The C function ``signal`` restores the default action, since Python's function works only in
@@ -317,7 +321,7 @@ class StopSignals:
         os._exit(128 + signum)  # The signal's default action is to ignore it
 
 
-def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
+def _check_arguments(signals: tuple[int, ...], grace_seconds: float) -> None:
     if not signals:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -339,7 +343,7 @@ def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
             )
 
 
-def _let_go() -> None:
+def _uninstall_in_child() -> None:
     """Stop handling signals in a forked process, such as a data loader's worker. A signal to that
     process does not concern the job.
     """
@@ -347,4 +351,4 @@ def _let_go() -> None:
         _active.uninstall()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_uninstall_in_child)

@@ -106,18 +106,18 @@ def begin_branch(
                 return _Decision()
             if rivals:
                 return _Decision(rollback, rival=str(rivals[0]))
-            error = _put(durable, context.listers, rollback)
+            error = _put_everywhere(durable, context.listers, rollback)
             if _is_denied(error):  # The job can save nothing either
-                _log.warning("ckpt: %s", _text(step, error))
+                _log.warning("ckpt: %s", _error_text(step, error))
                 return _Decision()
             return _Decision(rollback, error=str(error or ""))
         except CkptError as error:
             return _Decision(error=str(error))
 
-    pause = Wait(_PATIENCE_SECONDS, "the rollback", step)
-    decision = leader_decides(coordinator, subject, decide, pause, _Decision)
+    patience = Wait(_PATIENCE_SECONDS, "the rollback", step)
+    decision = leader_decides(coordinator, subject, decide, patience, _Decision)
     if decision.error:
-        raise StorageError(point.ref.folder, _text(step, decision.error))
+        raise StorageError(point.ref.folder, _error_text(step, decision.error))
     if (rollback := decision.rollback) is None:
         return None
     context.observers.notify(RolledBack(step=step, number=rollback.number))
@@ -127,12 +127,12 @@ def begin_branch(
             "ckpt: the run goes on from step %d%s: %s (rollback %d)",
             step,
             f" with the first save of this job, since {rival} may be alive" if rival else "",
-            _losses(rollback, point),
+            _describe_losses(rollback, point),
             rollback.number,
         )
     elif not decision.rival:
-        own = [tier for tier in durable if _leads(tier, rank)]
-        _put(own, context.listers, rollback)
+        own_tiers = [tier for tier in durable if _leads(tier, rank)]
+        _put_everywhere(own_tiers, context.listers, rollback)
     if discards and not decision.rival:
         Discard(context, rollback).run([tier for tier in durable if _leads(tier, rank)])
     return rollback
@@ -162,36 +162,42 @@ def _warn_of_absence(url: str, rollback: Rollback, error: StorageError) -> None:
 
 
 def _is_denied(error: StorageError | None) -> bool:
+    """Return True if this job may not write to the store. A refused link is a fault of the folder,
+    although its error is an ``AccessDenied``.
+    """
     return isinstance(error, AccessDenied) and not isinstance(error, LinkRefused)
 
 
-def _text(step: int, error: object) -> str:
+def _error_text(step: int, error: object) -> str:
     return (
         f"step {step} is restored, but the later steps are not abandoned: {error}; if the run is "
         "not to go on from this step, give rollback=False"
     )
 
 
-def _losses(rollback: Rollback, point: BranchPoint) -> str:
+def _describe_losses(rollback: Rollback, point: BranchPoint) -> str:
     """Return which steps ``rollback`` abandons, as a part of a sentence."""
-    losses: list[str] = []
+    descriptions: list[str] = []
     if on_branch(point.rollback, [point.ref]):
         later_heads = [head for head in point.heads if head.step > rollback.step]
         if abandons(rollback, point.rollback, later_heads):
-            losses.append("later steps")
+            descriptions.append("later steps")
         if on_branch(point.rollback, point.rivals):
-            losses.append("other attempts at it")
+            descriptions.append("other attempts at it")
     elif abandons(rollback, point.rollback, point.heads):
         # Another branch is taken up again, so lower steps of the present one are lost too.
-        losses.append("steps of the branch until now")
-    if not losses:
+        descriptions.append("steps of the branch until now")
+    if not descriptions:
         return "it is on the current branch again, and no step is abandoned"
-    return f"{' and '.join(losses)} are abandoned, and retention removes them first"
+    return f"{' and '.join(descriptions)} are abandoned, and retention removes them first"
 
 
 def _roll_back(
     tiers: Sequence[OpenTier], context: RestoreContext, point: BranchPoint
 ) -> Rollback | None:
+    """Return the rollback to ``point``, which no tier has yet; None if the step is the newest one
+    already.
+    """
     if is_newest(point.rollback, point.ref, point.heads, point.rivals):
         return None  # No tier is asked
     rollbacks = _rollbacks(tiers, context.listers, point.rollback) if point.rollback else []
@@ -218,7 +224,9 @@ def _rollbacks(tiers: Sequence[OpenTier], listers: Workers, last: Rollback) -> l
     return [last, *chain.from_iterable(lists)]
 
 
-def _put(tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback) -> StorageError | None:
+def _put_everywhere(
+    tiers: Sequence[OpenTier], listers: Workers, rollback: Rollback
+) -> StorageError | None:
     """Put the rollback on ``tiers``. Return why no tier has taken it; None if one has, or if there
     is no tier. An error other than a lack of permission comes first.
     """

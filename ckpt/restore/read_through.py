@@ -52,9 +52,9 @@ from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
 
 _SUCCESS: Final = b"done"
-_FEW: Final = 16
+_SMALL_PART: Final = 16
 """If nodes have tiers of their own, a rank fetches a file only if it wants more than the fraction
-1 / ``_FEW`` of the file.
+1 / ``_SMALL_PART`` of the file.
 """
 _LOSS: Final = b"lost"
 _REFUSAL: Final = b"refused"
@@ -87,11 +87,11 @@ class _CacheGuard(StepGuard):
         return self.context.steps_in_use()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        for place, tier in enumerate(self.tiers):
+        for other_position, tier in enumerate(self.tiers):
             if (
-                place != self.position
+                other_position != self.position
                 and not tier.in_memory
-                and not self.origin.failure_of(place, "")
+                and not self.origin.failure_of(other_position, "")
             ):
                 with suppress(IntegrityError, StorageError):
                     if is_committed(tier.backend, ref):
@@ -153,8 +153,8 @@ class ReadThrough:
         # The files of an adopted step are read where they are, and a cache has no older steps that
         # increments could refer to.
         has_copies = not (stored_step.manifest.locations or stored_step.manifest.increments)
-        self._caches = [
-            place for place, tier in enumerate(tiers[:-1]) if has_copies and _is_folder(tier)
+        self._cache_positions = [
+            position for position, tier in enumerate(tiers[:-1]) if has_copies and _is_folder(tier)
         ]
         self._missing: list[StoredFile] = []
         self.source_by_rank: dict[int, int] = {}
@@ -162,7 +162,7 @@ class ReadThrough:
         rank of the file: the position of the farthest source that was needed for the file. Files
         that were removed again, because the cache was full, count too.
         """
-        self._put: set[tuple[int, int]] = set()
+        self._placed_files: set[tuple[int, int]] = set()
         """The position of the cache and the rank, for each file that this or another rank has put
         into a cache in this restore.
         """
@@ -181,9 +181,9 @@ class ReadThrough:
         A file of the right size counts as present. Call this on all ranks before ``fill`` is called
         on any rank, since a rank that fetches files changes the cache.
         """
-        if not self._caches:
+        if not self._cache_positions:
             return
-        near = range(self._caches[0] + 1)
+        near_positions = range(self._cache_positions[0] + 1)
         nbytes_by_rank: Counter[int] = Counter()
         for read in plan.reads:
             nbytes_by_rank[read.rank] += read.nbytes
@@ -192,7 +192,11 @@ class ReadThrough:
             for rank, file in sorted(self._files.items())
             if self._is_worth(file, nbytes_by_rank[rank])
         ]
-        self._missing = [file for file in files if all(self.origin.fault(p, file) for p in near)]
+        self._missing = [
+            file
+            for file in files
+            if all(self.origin.fault(position, file) for position in near_positions)
+        ]
 
     def _is_worth(self, file: StoredFile, nbytes: int) -> bool:
         """Return True if this rank wants enough bytes (``nbytes``) of a file to fetch the file.
@@ -200,7 +204,7 @@ class ReadThrough:
         If nodes have tiers of their own, a rank does not fetch a file for a small part of the file,
         such as some buffers.
         """
-        least = file.file.size // _FEW if self._tiers[self._caches[0]].nodes else 0
+        least = file.file.size // _SMALL_PART if self._tiers[self._cache_positions[0]].nodes else 0
         return nbytes > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
@@ -215,26 +219,26 @@ class ReadThrough:
         Raises:
             CommitError: The other ranks cannot be reached.
         """
-        if not self._caches:
+        if not self._cache_positions:
             return plan
         self._deadline = time.monotonic() + self._context.patience
         chunks = _WantedChunks(plan, sink)
         missing = self._missing
-        for position in self._caches:
+        for position in self._cache_positions:
             # Leave out a cache that does not answer, or that has the step in another encoding.
             if not self.origin.failure_of(position, "") and self.origin.is_identical_on(position):
-                if position > self._caches[0]:
+                if position > self._cache_positions[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
-                missing = self._fill(position, missing, chunks)
+                missing = self._fill_cache(position, missing, chunks)
                 if position < self._stored_step.position:
-                    self._list(position)
+                    self._commit_on(position)
             if not missing:
                 break
         for read, source in chunks.copies.values():
             self.nbytes_by_source[source] += read.nbytes
         return without(plan, [read for read, _ in chunks.copies.values()])
 
-    def _fill(
+    def _fill_cache(
         self, position: int, files: Sequence[StoredFile], chunks: _WantedChunks
     ) -> list[StoredFile]:
         """Put ``files`` into a cache, together with the other ranks that see the cache.
@@ -247,25 +251,29 @@ class ReadThrough:
         own_files: list[StoredFile] = []
         peer_files: list[StoredFile] = []
         refused_files: list[StoredFile] = []
-        count = max(1, len(self._files))
-        for file in sorted(files, key=lambda file: (file.rank - self._coordinator.rank) % count):
+        # Each rank begins with another file, so that the ranks seldom ask for the same one.
+        file_count = max(1, len(self._files))
+        for file in sorted(
+            files, key=lambda file: (file.rank - self._coordinator.rank) % file_count
+        ):
             if refused_files:
                 refused_files.append(file)
             elif not self._wins(subject(file.rank)):
                 peer_files.append(file)
             elif self._fetch(position, file, chunks, f"{subject(file.rank)}/end") == _REFUSAL:
-                is_put = (position, file.rank) in self._put
+                is_put = (position, file.rank) in self._placed_files
                 self._withdraw(position, [*own_files, file] if is_put else own_files)
                 refused_files += [*own_files, file]
-            elif (position, file.rank) in self._put:  # Not so if no source has the file intact
+            elif (position, file.rank) in self._placed_files:
+                # It is not there if no source has the file intact.
                 own_files.append(file)
         for file in peer_files:
-            outcome = self._outcome(f"{subject(file.rank)}/end")
+            outcome = self._await_outcome(f"{subject(file.rank)}/end")
             if outcome is None or not outcome.isdigit():
                 refused_files += [file] if outcome == _REFUSAL else []
             else:
                 self.source_by_rank[file.rank] = int(outcome)
-                self._put.add((position, file.rank))
+                self._placed_files.add((position, file.rank))
         return refused_files
 
     def _fetch(self, position: int, file: StoredFile, chunks: _WantedChunks, subject: str) -> bytes:
@@ -285,7 +293,7 @@ class ReadThrough:
                 source,
                 self.cached_bytes + file.size,
             )
-            self._put.add((position, file.rank))
+            self._placed_files.add((position, file.rank))
             outcome = str(source).encode()
             self._copy_fragment(position, file)
             seconds = time.perf_counter() - began
@@ -352,7 +360,7 @@ class ReadThrough:
             return True
         subject, outcome = self._subjects(position)("room"), _REFUSAL
         if not self._wins(subject):
-            return self._outcome(f"{subject}/end") == _SUCCESS
+            return self._await_outcome(f"{subject}/end") == _SUCCESS
         is_shared = cache.backend.capabilities.shared
         ranks = self._coordinator.world_size if is_shared else ranks_on_this_node()
         if cache.nodes:
@@ -407,7 +415,7 @@ class ReadThrough:
         A cache stays as it is if it does not answer, if it has the step in another encoding, or if
         its root belongs to another job that may be alive.
         """
-        for position in self._caches:
+        for position in self._cache_positions:
             damaged_files = [
                 file for file in self._files.values() if self.origin.is_damaged(position, file.key)
             ]
@@ -421,11 +429,11 @@ class ReadThrough:
             for file in damaged_files:
                 subject = f"{self._subjects(position)(file.rank)}/mend"
                 if self._wins(subject):
-                    self._mend(position, file, f"{subject}/end")
-                elif self._outcome(f"{subject}/end") == _SUCCESS:
+                    self._mend_file(position, file, f"{subject}/end")
+                elif self._await_outcome(f"{subject}/end") == _SUCCESS:
                     self.origin.note_repair(position, file.key)
 
-    def _mend(self, position: int, file: StoredFile, subject: str) -> None:
+    def _mend_file(self, position: int, file: StoredFile, subject: str) -> None:
         """Replace one damaged file in a cache, and post the outcome on ``subject``."""
         cache, outcome = self._tiers[position], _LOSS
         try:
@@ -440,7 +448,7 @@ class ReadThrough:
         finally:
             self._coordinator.set_once(subject, outcome)
 
-    def _list(self, position: int) -> None:
+    def _commit_on(self, position: int) -> None:
         """Commit the step on a cache if the cache has all of its files.
 
         If nodes have tiers of their own, each node commits the step with the files that it has.
@@ -456,16 +464,20 @@ class ReadThrough:
             return
         if not self._wins(self._subjects(position)("list")):
             return
-        older = [file for file in self._files.values() if (position, file.rank) not in self._put]
+        unverified_files = [
+            file for file in self._files.values() if (position, file.rank) not in self._placed_files
+        ]
         if cache.nodes:
-            older = [file for file in older if self.origin.fault(position, file) is None]
+            unverified_files = [
+                file for file in unverified_files if self.origin.fault(position, file) is None
+            ]
         try:
-            faults = [fault for file in older for fault in self._faults(position, file)]
+            faults = [fault for file in unverified_files for fault in self._faults(position, file)]
             reasons = [f"{fault.key} {fault.what}" for fault in faults]
             if not reasons:
                 cached_parts = [part for part in parts if self.origin.fault(position, part) is None]
-                look = partial(self._look, position, cached_parts)
-                commit_copy(self._folder(position), self._stored_step.data, look=look)
+                check = partial(self._check_parts, position, cached_parts)
+                commit_copy(self._folder(position), self._stored_step.data, look=check)
         except CkptError as error:
             reasons = [str(error)]
         for reason in reasons:
@@ -496,7 +508,7 @@ class ReadThrough:
         backend, context = self._tiers[position].backend, self._context
         return StepFolder(backend, self.origin.ref, context.workers, context.retry)
 
-    def _look(self, position: int, parts: Sequence[StoredFile | FragmentRef]) -> None:
+    def _check_parts(self, position: int, parts: Sequence[StoredFile | FragmentRef]) -> None:
         """Raise ``StorageError`` if one of ``parts`` is missing on a cache or has another size."""
         for part in parts:
             if fault := self.origin.fault(position, part):
@@ -511,7 +523,7 @@ class ReadThrough:
         own_rank = str(self._coordinator.rank).encode()
         return self._coordinator.set_once(subject, own_rank) == own_rank
 
-    def _outcome(self, subject: str) -> bytes | None:
+    def _await_outcome(self, subject: str) -> bytes | None:
         """Wait for the outcome that another rank posts on ``subject``, and return it.
 
         Return None if there is no outcome at the deadline.
@@ -565,6 +577,6 @@ class _WantedChunks:
         A second call for the same chunk has no effect. It happens if a file is fetched once more,
         because a cache has refused the file or a store has failed.
         """
-        if (own := self._reads.get(read.chunk_id)) and read.chunk_id not in self.copies:
-            self._sink.place(own, raw)
-            self.copies[read.chunk_id] = (own, position)
+        if (own_read := self._reads.get(read.chunk_id)) and read.chunk_id not in self.copies:
+            self._sink.place(own_read, raw)
+            self.copies[read.chunk_id] = (own_read, position)

@@ -105,11 +105,12 @@ class RestoreReport:
     def _repr_html_(self) -> str:
         """Return the report for a notebook: one line, and below it what was not as usual."""
         line = (
-            f"restored <b>step {self.step}</b> from {_html(self.tier)}: {size(self.nbytes)} in "
+            f"restored <b>step {self.step}</b> from {_escape(self.tier)}: {size(self.nbytes)} in "
             f"{duration(self.seconds)} ({rate(self.nbytes, self.seconds)}), checksums verified"
         )
         details = "".join(
-            f"<details><summary>{len(values)} {word}</summary><ul>{_list(values)}</ul></details>"
+            f"<details><summary>{len(values)} {word}</summary><ul>{_html_list(values)}</ul>"
+            "</details>"
             for word, values in self._remarks()
         )
         return f"<div>{line}{details}</div>"
@@ -121,19 +122,19 @@ class RestoreReport:
                 yield name.replace("_", " "), values
 
 
-def _list(values: Sequence[Any]) -> str:
-    items = [f"<li>{_html(_text(value))}</li>" for value in values[:_MOST_ITEMS]]
+def _html_list(values: Sequence[Any]) -> str:
+    items = [f"<li>{_escape(_item_text(value))}</li>" for value in values[:_MOST_ITEMS]]
     if len(values) > _MOST_ITEMS:
         items.append(f"<li>and {len(values) - _MOST_ITEMS} more</li>")
     return "".join(items)
 
 
-def _text(value: Any) -> str:
+def _item_text(value: Any) -> str:
     if isinstance(value, Repair):
         end = "written again there" if value.mended else "read from a farther tier"
         return f"{value.tier}: {value.key or 'all files'}: {value.reason}; {end}"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _html(text: str) -> str:
+def _escape(text: str) -> str:
     return escape(clean(text))

@@ -58,13 +58,13 @@ from ckpt.storage.tiers import OpenTier
 _PATIENCE_SECONDS: Final = 3600.0
 """How long ranks wait for each other in a restore. Reading may take this long on slow storage."""
 
-_PATTERN: Final = "\0"
+_PATTERN_PREFIX: Final = "\0"
 """The prefix that marks a pattern in a list of names. No name begins with this character."""
 
-_OVERWRITTEN: Final = (
+_OVERWRITE_NOTE: Final = (
     ". Tensors of the state may have been overwritten in part: do not train on with it"
 )
-_OVERFLOW: Final = (
+_OVERFLOW_WARNING: Final = (
     "ckpt: cast=True: values of %s are beyond the range of the new dtype, and so infinite, NaN or "
     "its largest value now: restore these names into their own dtype"
 )
@@ -122,7 +122,7 @@ class RestoreContext:
         steps_in_use: Returns the steps that saves under way still read from nearer tiers.
         rollback: The rollback that this job has made or found before; None if there is none. It may
             not be on the tiers yet.
-        choose: Called on the leader with each step before the ranks restore it.
+        set_chosen: Called on the leader with each step before the ranks restore it.
         claim_of: Returns the claim of the running job on the root of a tier, by the URL of the
             tier; None if the job has not taken the root.
     """
@@ -133,7 +133,7 @@ class RestoreContext:
     observers: Observers
     steps_in_use: Callable[[], frozenset[StepRef]] = frozenset
     rollback: Rollback | None = None
-    choose: Callable[[StepRef], None] = lambda _: None
+    set_chosen: Callable[[StepRef], None] = lambda _: None
     claim_of: Callable[[str], Claim | None] = no_claim
 
 
@@ -182,8 +182,8 @@ class Restorer:
         )
         self._read_through, self._selection = options.read_through, options.selection
         self._steps_in_use, self._claim_of = context.steps_in_use, context.claim_of
-        self._choose, self._known_rollback = context.choose, context.rollback
-        self._is_broadcast = _is_broadcast(options.broadcast, coordinator)
+        self._set_chosen, self._known_rollback = context.set_chosen, context.rollback
+        self._is_broadcast = _check_broadcast(options.broadcast, coordinator)
         self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
         )
@@ -264,12 +264,14 @@ class Restorer:
             self.rollback = proposal.rollback
             if not proposal.folder:
                 break
-            url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
+            url, ref = self._tiers[proposal.nearest].url, _ref_of(proposal)
             try:
-                return self._land(state, proposal, neighbours)
+                return self._restore_proposal(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skips and self._is_overwritten:
-                    raise RestoreError(f"{misfit} ({_reasons_of(skips)}{_OVERWRITTEN})") from misfit
+                    raise RestoreError(
+                        f"{misfit} ({_reasons_of(skips)}{_OVERWRITE_NOTE})"
+                    ) from misfit
                 raise
             except DamageError as damage:
                 _log.warning(
@@ -345,7 +347,7 @@ class Restorer:
                 )
                 rejections.append((candidate.ref.step, fault))
                 continue
-            self._choose(candidate.ref)
+            self._set_chosen(candidate.ref)
             yield _Proposal(
                 candidate.ref.folder,
                 candidate.nearest,
@@ -385,7 +387,7 @@ class Restorer:
 
     # -- every rank's part -------------------------------------------------------------------------
 
-    def _land(
+    def _restore_proposal(
         self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey
     ) -> tuple[StateMatch, RestoreReport]:
         """Match the proposed step with the state on all ranks, and then read it on all ranks.
@@ -399,15 +401,15 @@ class Restorer:
             RestoreError: The state does not fit on some rank. If the misfit was found while
                 matching, nothing was changed on any rank.
         """
-        ref = _ref(proposal)
+        ref = _ref_of(proposal)
         sources = neighbours.sources(
             [self._tiers[index] for index in proposal.tiers], ref, proposal.peers
         )
         origin = TieredReader(
             [tier.backend for tier in sources.tiers], ref,
-            retry=self._retry, on_repair=partial(_warn, ref), partial=sources.partial,
+            retry=self._retry, on_repair=partial(_warn_of_repair, ref), partial=sources.partial,
         )  # fmt: skip
-        fit, nowhere = self._rounds.do(
+        fit, surplus = self._rounds.do(
             "match",
             ref.step,
             lambda: self._fit(state, sources, origin, broadcast=proposal.broadcast),
@@ -416,22 +418,22 @@ class Restorer:
                 *map(_as_pattern, fit.state_match.idle_patterns),
             ),
         )
-        surplus_names = tuple(name for name in nowhere if not name.startswith(_PATTERN))
-        if unused_patterns := [name for name in nowhere if name.startswith(_PATTERN)]:
-            patterns = [pattern[1:].replace(_PATTERN, "/") for pattern in unused_patterns]
+        surplus_names = tuple(name for name in surplus if not name.startswith(_PATTERN_PREFIX))
+        if unused_patterns := [name for name in surplus if name.startswith(_PATTERN_PREFIX)]:
+            patterns = [pattern[1:].replace(_PATTERN_PREFIX, "/") for pattern in unused_patterns]
             raise no_match_error(patterns, map(str, state))
         if surplus_names and self._selection.strict:
             raise EntryUnexpected(surplus_names, ref.step)
         self._is_overwritten = True
         self._filled_names += fit.state_match.names
         reader = _Reader(fit, origin, self._workers)
-        read_bytes, received_bytes = self._take(reader, fit, ref.step)
+        read_bytes, received_bytes = self._read_step(reader, fit, ref.step)
         if reader.sink.overflow_names:
-            _log.warning(_OVERFLOW, few(reader.sink.overflow_names))
+            _log.warning(_OVERFLOW_WARNING, few(reader.sink.overflow_names))
         return fit.state_match, RestoreReport(
             step=ref.step,
             attempt=ref.attempt,
-            tier=reader.from_most,
+            tier=reader.main_url,
             nbytes=fit.plan.wanted_bytes,
             read_bytes=read_bytes,
             received_bytes=received_bytes,
@@ -449,24 +451,24 @@ class Restorer:
             finished=proposal.finished_commits,
         )
 
-    def _take(self, reader: _Reader, fit: _Fit, step: int) -> tuple[int, int]:
+    def _read_step(self, reader: _Reader, fit: _Fit, step: int) -> tuple[int, int]:
         """Read all data of the step into the tensors, on all ranks.
 
         Returns the number of bytes that this rank has read, and the number of bytes that it has
         received from other ranks.
         """
 
-        def agree(action: str, work: Callable[[], object]) -> None:
+        def on_all_ranks(action: str, work: Callable[[], object]) -> None:
             self._rounds.do(action, step, work, lambda _: ())
 
         if not self._is_broadcast:
-            agree("read", lambda: reader.all_of(fit.plan))
+            on_all_ranks("read", lambda: reader.read_all(fit.plan))
             return fit.plan.read_bytes, 0
-        agree("cache", lambda: reader.cached(replace(fit.plan, reads=())))
-        spread = Broadcast(fit.plan, reader.sink, reader.read, workers=self._workers)
-        spread.run(agree)
-        agree("mend", fit.cache.mend)
-        return spread.read_bytes, spread.received_bytes
+        on_all_ranks("cache", lambda: reader.fill_caches(replace(fit.plan, reads=())))
+        broadcast = Broadcast(fit.plan, reader.sink, reader.read, workers=self._workers)
+        broadcast.run(on_all_ranks)
+        on_all_ranks("mend", fit.cache.mend)
+        return broadcast.read_bytes, broadcast.received_bytes
 
     def _fit(
         self,
@@ -520,20 +522,24 @@ class Restorer:
 
         Return the manifest with the needed fragments filled in, the matched state, and the plan.
         """
-        rank, world = self._coordinator.rank, self._coordinator.world_size
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
         state_match = match(
-            state, stored_step.manifest, rank=rank, world_size=world, selection=self._selection
+            state, stored_step.manifest, rank=rank, world_size=world_size, selection=self._selection
         )
         stored_step = origin.fill(stored_step, state_match.leaves)
         plan = plan_restore(stored_step.manifest, state_match.leaves)
         # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
-        near = dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
-        if near and any(near.get(read.rank) != 0 for read in plan.reads):
+        distance_of_rank = (
+            dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
+        )
+        if distance_of_rank and any(distance_of_rank.get(read.rank) != 0 for read in plan.reads):
             # A copy of the data on a nearer node may be in the file of any rank. Only the fragments
             # name such copies.
             stored_step = origin.fill(stored_step, None)
             plan = nearest_copies(
-                plan_restore(stored_step.manifest, state_match.leaves), stored_step.manifest, near
+                plan_restore(stored_step.manifest, state_match.leaves),
+                stored_step.manifest,
+                distance_of_rank,
             )
         return stored_step, state_match, plan
 
@@ -553,12 +559,12 @@ class _Reader:
     def sink(self) -> TensorSink:
         """The tensors of the state.
 
-        ``cached`` takes it first, in work that all ranks do together, so that they all learn of an
-        error.
+        ``fill_caches`` takes it first, in work that all ranks do together, so that they all learn
+        of an error.
         """
         return TensorSink(self._fit.state_match.leaves, self._fit.state_match.targets)
 
-    def cached(self, plan: RestorePlan) -> RestorePlan:
+    def fill_caches(self, plan: RestorePlan) -> RestorePlan:
         """Fill the caches. Return ``plan`` without the chunks that were copied to the state while
         the caches were filled.
         """
@@ -566,14 +572,15 @@ class _Reader:
         self._nbytes.update(self._fit.cache.nbytes_by_source)
         return rest
 
-    def all_of(self, plan: RestorePlan) -> None:
+    def read_all(self, plan: RestorePlan) -> None:
         """Fill the caches, read all of ``plan`` into the state, and repair the caches."""
-        self.read(self.cached(plan), self.sink)
+        self.read(self.fill_caches(plan), self.sink)
         self._fit.cache.mend()
 
     def read(self, plan: RestorePlan, sink: Sink) -> None:
         """Read ``plan`` into ``sink``, and count the bytes by the tiers from which they came."""
         parts = self._origin.read(plan, sink, workers=self._workers)
+        # Chunks of a file that was fetched into a cache count for the tier that it came from.
         for position, part in enumerate(parts):
             for read in part.reads:
                 self._nbytes[max(position, self._fit.cache.source_by_rank.get(read.rank, 0))] += (
@@ -581,20 +588,20 @@ class _Reader:
                 )
 
     @property
-    def from_most(self) -> str:
+    def main_url(self) -> str:
         """Return the URL of the tier from which most bytes came."""
-        best = max(self._nbytes, key=lambda position: (self._nbytes[position], -position))
-        return self._origin.sources[best].url
+        main_position = max(self._nbytes, key=lambda position: (self._nbytes[position], -position))
+        return self._origin.sources[main_position].url
 
 
 def _as_pattern(pattern: str) -> str:
     """Return ``pattern`` marked as a pattern. The result has no slashes, so that it does not count
     as a name below another name.
     """
-    return _PATTERN + pattern.replace("/", _PATTERN)
+    return _PATTERN_PREFIX + pattern.replace("/", _PATTERN_PREFIX)
 
 
-def _is_broadcast(broadcast: bool, coordinator: Coordinator) -> bool:
+def _check_broadcast(broadcast: bool, coordinator: Coordinator) -> bool:
     """Return True if one rank is to read the data that several ranks want, and broadcast it.
 
     Raises:
@@ -623,13 +630,13 @@ def _apply(state_match: StateMatch, step: int) -> None:
         ) from error
 
 
-def _ref(proposal: _Proposal) -> StepRef:
+def _ref_of(proposal: _Proposal) -> StepRef:
     ref = parse_folder(proposal.folder)
     assert ref is not None, proposal.folder
     return ref
 
 
-def _warn(ref: StepRef, repair: Repair) -> None:
+def _warn_of_repair(ref: StepRef, repair: Repair) -> None:
     """Log a warning about a repair."""
     _log.warning(
         "ckpt: step %d: %s does not have it intact, the next tier is asked: %s",
@@ -643,7 +650,7 @@ def _why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwr
     """Return the text of the error which says that no step could be restored."""
     if not skips:
         return f"step {step} is not there"
-    outcome = _OVERWRITTEN if is_overwritten else "; nothing in the state was changed"
+    outcome = _OVERWRITE_NOTE if is_overwritten else "; nothing in the state was changed"
     subject = f"step {step} is not intact" if isinstance(step, int) else "no step is intact"
     return f"{subject} ({_reasons_of(skips)}){outcome}"
 

@@ -208,7 +208,7 @@ class Saver:
         roots = (writer.root for writer in self._writers if writer.url == url)
         return next((root for root in roots if root.is_taken), None)
 
-    def choose(self, ref: StepRef) -> None:
+    def set_chosen(self, ref: StepRef) -> None:
         """Note that a restore has chosen ``ref``, so that no pruning removes it from now on."""
         for writer in self._writers:
             writer.root.chosen_ref = ref

@@ -48,7 +48,7 @@ def train(
             break
     else:
         step = end
-    last.part()
+    last.leave()
     thread.join(10)
     assert not thread.is_alive()
     return step
@@ -120,7 +120,7 @@ def test_who_parts_leaves_its_promise_and_hears_no_call() -> None:
     assert not done.is_last(9)
     listening = threading.Thread(target=done.listen, daemon=True)
     listening.start()
-    done.part()
+    done.leave()
     listening.join(5)
     assert not listening.is_alive()
     assert other.agree(b"15") == 10
@@ -132,4 +132,4 @@ def test_a_world_of_one_stops_after_the_step_under_way() -> None:
     assert last.agree(b"15") == 42
     assert not last.is_last(41)
     assert last.is_last(42)
-    last.part()
+    last.leave()
