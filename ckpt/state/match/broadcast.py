@@ -80,12 +80,13 @@ class Broadcast:
         self._plan, self._sink, self._read, self._workers = plan, sink, read, workers
         self._reads = by_key(plan.reads)
         self._rank = dist.get_rank()
-        self._groups: list[Any] = []  # Torch's stubs also allow an int as a group
-        self._loads: list[tuple[Group, Any]] = []
+        self._created_groups: list[Any] = []  # Torch's stubs also allow an int as a group
+        self._process_groups: list[tuple[Group, Any]] = []
+        """Each group of ranks that share chunks, with its process group."""
         self._own_keys: frozenset[int] = frozenset()
         self._rounds = 0
-        self._full: dict[Parcel, _Load] = {}
-        self._free: list[memoryview] = []
+        self._filled_buffers: dict[Parcel, _ParcelBuffer] = {}
+        self._free_memory: list[memoryview] = []
         self._lock = threading.Lock()
         self.read_bytes = 0
         """The bytes that this rank has read from storage, where chunks may be encoded."""
@@ -105,29 +106,31 @@ class Broadcast:
                 for number in range(self._rounds + 1):
                     agree(f"round/{number}", partial(self._round, number, reader))
         finally:
-            self._part()
+            self._disband()
 
     def _meet(self) -> None:
         """Exchange the keys of the chunks that the ranks want, decide which ranks share which
         chunks, and make a process group for each set of ranks that share chunks.
         """
         world = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self._groups.append(world)
-        keys_by_rank = _gather(np.array(list(self._reads), dtype=np.int64), world)
+        self._created_groups.append(world)
+        keys_by_rank = _gather_keys(np.array(list(self._reads), dtype=np.int64), world)
         sizes = {key: read.nbytes for key, read in self._reads.items()}
         shares = share(sizes, keys_by_rank, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
         round_count = torch.tensor([max(shares.rounds, 1)], device="cpu")
         dist.all_reduce(round_count, op=dist.ReduceOp.MAX, group=world)
         for group in shares.groups:
-            everybody = len(group.ranks) == dist.get_world_size()
-            self._loads.append((group, world if everybody else self._group(group.ranks)))
+            has_all_ranks = len(group.ranks) == dist.get_world_size()
+            self._process_groups.append(
+                (group, world if has_all_ranks else self._new_group(group.ranks))
+            )
         self._own_keys, self._rounds = shares.own_keys, int(round_count.item())
 
-    def _group(self, ranks: Sequence[int]) -> Any:
+    def _new_group(self, ranks: Sequence[int]) -> Any:
         group = dist.new_group(
             list(ranks), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
         )
-        self._groups.append(group)
+        self._created_groups.append(group)
         return group
 
     def _round(self, number: int, reader: Workers) -> None:
@@ -147,22 +150,26 @@ class Broadcast:
         that this rank does not share with others.
         """
         if not number and self._own_keys:
-            self._take(
+            self._read_part(
                 [self._reads[key] for key in self._reads if key in self._own_keys], self._sink
             )
-        own_loads = [
-            self._load(parcel)
-            for group, _ in self._loads
+        own_buffers = [
+            self._buffer(parcel)
+            for group, _ in self._process_groups
             if number < len(group.rounds)
             for parcel in group.rounds[number]
             if parcel.reader == self._rank
         ]
-        if own_loads:
-            places = {mark: place for load in own_loads for mark, place in load.places.items()}
-            self._take([read for load in own_loads for read in load.reads], _LoadSink(places))
-        self._full.update({load.parcel: load for load in own_loads})
+        if own_buffers:
+            places = {
+                mark: place for buffer in own_buffers for mark, place in buffer.places.items()
+            }
+            self._read_part(
+                [read for buffer in own_buffers for read in buffer.reads], _BufferSink(places)
+            )
+        self._filled_buffers.update({buffer.parcel: buffer for buffer in own_buffers})
 
-    def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
+    def _read_part(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
         """Read ``reads``, a part of the plan, into ``sink``."""
         sorted_reads = sorted(reads, key=lambda read: read.chunk_id)
         part = replace(self._plan, reads=tuple(sorted_reads))
@@ -173,7 +180,7 @@ class Broadcast:
 
     def _exchange_round(self, number: int) -> None:
         """Exchange the parcels of round ``number``."""
-        for group, process_group in self._loads:
+        for group, process_group in self._process_groups:
             if number < len(group.rounds):
                 self._exchange(group.rounds[number], process_group)
 
@@ -182,23 +189,27 @@ class Broadcast:
         to the sink.
         """
         for flight in self._flights(parcels):
-            loads = [
-                self._full.pop(parcel) if parcel in self._full else self._load(parcel)
+            buffers = [
+                self._filled_buffers.pop(parcel)
+                if parcel in self._filled_buffers
+                else self._buffer(parcel)
                 for parcel in flight
             ]
             works = [
-                dist.broadcast(load.tensor, load.parcel.reader, group=process_group, async_op=True)
-                for load in loads
+                dist.broadcast(
+                    buffer.tensor, buffer.parcel.reader, group=process_group, async_op=True
+                )
+                for buffer in buffers
             ]
-            for load, work in zip(loads, works, strict=True):
+            for buffer, work in zip(buffers, works, strict=True):
                 assert work is not None
                 work.wait()
-                self._workers.run_all(partial(self._place, load, read) for read in load.reads)
-                if load.parcel.reader != self._rank:
-                    self.received_bytes += sum(read.nbytes for read in load.reads)
-                if not load.in_place:
+                self._workers.run_all(partial(self._place, buffer, read) for read in buffer.reads)
+                if buffer.parcel.reader != self._rank:
+                    self.received_bytes += sum(read.nbytes for read in buffer.reads)
+                if not buffer.in_place:
                     with self._lock:
-                        self._free.append(load.memory)
+                        self._free_memory.append(buffer.memory)
 
     def _flights(self, parcels: Sequence[Parcel]) -> Generator[list[Parcel]]:
         """Yield lists of ``parcels`` to send at once. A list with several parcels has at most
@@ -215,36 +226,36 @@ class Broadcast:
             nbytes += size
         yield flight
 
-    def _place(self, load: _Load, read: ChunkRead) -> None:
-        """Verify the chunk ``read`` in ``load`` if another rank has sent it. Copy it to the sink,
-        unless ``load`` shares the memory of the target.
+    def _place(self, buffer: _ParcelBuffer, read: ChunkRead) -> None:
+        """Verify the chunk ``read`` in ``buffer`` if another rank has sent it. Copy it to the sink,
+        unless ``buffer`` shares the memory of the target.
         """
-        data = load.places[_mark(read)]
-        if load.parcel.reader != self._rank and checksum(data) != read.checksum:
+        data = buffer.places[_chunk_mark(read)]
+        if buffer.parcel.reader != self._rank and checksum(data) != read.checksum:
             raise RestoreError(
-                f"what rank {load.parcel.reader} read of the file of rank {read.rank} has not "
+                f"what rank {buffer.parcel.reader} read of the file of rank {read.rank} has not "
                 "arrived as it was sent: restore again, or with broadcast=False"
             )
-        if not load.in_place:
+        if not buffer.in_place:
             self._sink.place(read, data)
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _load(self, parcel: Parcel) -> _Load:
+    def _buffer(self, parcel: Parcel) -> _ParcelBuffer:
         """Return ``parcel`` with memory for its chunks: the memory of the target, if the parcel has
         a single chunk and the target has contiguous host memory for it, else a buffer.
         """
         reads = [self._reads[key] for key in parcel.keys]
         target = self._sink.direct(reads[0]) if len(reads) == 1 else None
-        memory = self._borrow(sum(read.nbytes for read in reads)) if target is None else target
-        return _Load(parcel, reads, memory, in_place=target is not None)
+        memory = self._take_memory(sum(read.nbytes for read in reads)) if target is None else target
+        return _ParcelBuffer(parcel, reads, memory, in_place=target is not None)
 
-    def _borrow(self, nbytes: int) -> memoryview:
+    def _take_memory(self, nbytes: int) -> memoryview:
         """Return a free buffer of at least ``nbytes``, or a new one."""
         with self._lock:
-            for index, memory in enumerate(self._free):
+            for index, memory in enumerate(self._free_memory):
                 if memory.nbytes >= nbytes:
-                    return self._free.pop(index)
+                    return self._free_memory.pop(index)
         return aligned_memory(max(nbytes, PARCEL_BYTES))
 
     # -- the end -----------------------------------------------------------------------------------
@@ -259,21 +270,21 @@ class Broadcast:
             # The connections of a process group end when nothing refers to it any more, and the
             # frames of the error do.
             traceback.clear_frames(error.__traceback__)
-            self._part()
+            self._disband()
             if not isinstance(error, RuntimeError):
                 raise
             line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise ConnectionLost(f"it could not share with others what it read: {line}") from error
 
-    def _part(self) -> None:
+    def _disband(self) -> None:
         """Forget all parcels, and destroy the process groups."""
-        self._loads.clear()
-        self._full.clear()
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
+        self._process_groups.clear()
+        self._filled_buffers.clear()
+        while self._created_groups:
+            dist.destroy_process_group(self._created_groups.pop())
 
 
-class _Load:
+class _ParcelBuffer:
     """A parcel and the memory in which its chunks stand one after another.
 
     Attributes:
@@ -281,7 +292,7 @@ class _Load:
         reads: The reads of its chunks.
         memory: The memory, which may be longer than the parcel.
         in_place: True if the memory is that of the target.
-        places: The memory of each chunk, by the chunk's first target (``_mark``).
+        places: The memory of each chunk, by the chunk's first target (``_chunk_mark``).
     """
 
     def __init__(
@@ -292,14 +303,14 @@ class _Load:
         self._nbytes = 0
         for read in reads:
             start, self._nbytes = self._nbytes, self._nbytes + read.nbytes
-            self.places[_mark(read)] = memory[start : self._nbytes]
+            self.places[_chunk_mark(read)] = memory[start : self._nbytes]
 
     @property
     def tensor(self) -> torch.Tensor:
         return torch.frombuffer(self.memory[: self._nbytes], dtype=torch.uint8)
 
 
-class _LoadSink:
+class _BufferSink:
     """A sink that puts each chunk at its place in the memory of its parcel.
 
     A parcel is a group of chunks that one rank reads and broadcasts to the others.
@@ -309,13 +320,13 @@ class _LoadSink:
         self._places = places
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        return self._places[_mark(read)]
+        return self._places[_chunk_mark(read)]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        self._places[_mark(read)][:] = data
+        self._places[_chunk_mark(read)][:] = data
 
 
-def _mark(read: ChunkRead) -> Target:
+def _chunk_mark(read: ChunkRead) -> Target:
     """Return the first target of the chunk, which identifies it in this restore.
 
     The offset of the chunk in its file cannot identify it, since the offset depends on the codec of
@@ -324,7 +335,7 @@ def _mark(read: ChunkRead) -> Target:
     return read.targets[0]
 
 
-def _gather(keys: Keys, group: Any) -> list[Keys]:
+def _gather_keys(keys: Keys, group: Any) -> list[Keys]:
     """Return the ``keys`` of every rank, in the order of ranks."""
     # The device is given, since torch's default device may be an accelerator.
     count = torch.tensor([len(keys)], device="cpu")

@@ -53,14 +53,13 @@ from ckpt.state.walk.objects import (
     declares_state,
     has_only_values,
     is_stateful,
-    look_again,
+    refresh_stand_ins,
     walk_objects,
     walk_tensors,
 )
 from ckpt.state.walk.stand_in import Checkable, ModuleStandIn, Refillable, StandIn
 
-_LIVE: Final = ("module", "optimizer", "object", "per_rank", "subclass")
-_EXTRA: Final = "_extra_state"  # The last part of the key under which torch saves extra state
+_LIVE_TAGS: Final = ("module", "optimizer", "object", "per_rank", "subclass")
 
 
 def match(
@@ -90,8 +89,8 @@ def match(
             ``FakeTensorMode``, or a ``state_dict()`` raises an error.
     """
     if not isinstance(state, MutableMapping):
-        way = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
-        raise RestoreError(f"restore({type(state).__name__}): {way}")
+        advice = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
+        raise RestoreError(f"restore({type(state).__name__}): {advice}")
     try:
         return _Match(state, manifest, rank, world_size, selection).run()
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -101,6 +100,8 @@ def match(
 
 
 class _Match:
+    """One matching of a state with a manifest. ``run`` returns the work of the restore."""
+
     def __init__(
         self,
         state: MutableMapping[str, Any],
@@ -116,7 +117,7 @@ class _Match:
         check_all_bounded(live)
         self._live, self._objects = live, list(walk_objects(live))
         check_mode(live, self._objects)
-        look_again(self._objects)
+        refresh_stand_ins(self._objects)
         for _, value in self._objects:
             if isinstance(value, nn.Module):
                 release(value)
@@ -124,10 +125,11 @@ class _Match:
         selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
         self._matcher = Matcher(self._checkpoint, selection, find_parameters(live, self._objects))
         self._actions = self._matcher.actions
-        self._in_object = False
+        self._is_in_object = False
         self._targets: list[nn.Module | Optimizer] = []
 
     def _rename_rules(self, rules: RenameRules) -> RenameRules:
+        """Return ``rules`` with those for an imported checkpoint (see ``with_prefix``)."""
         if not removed_from(self._checkpoint):
             return rules
         entries = {
@@ -194,6 +196,7 @@ class _Match:
             self._matcher.lack(name, source)
 
     def _exclude(self, value: Any, name: str) -> None:
+        """Record that the tensors of ``value``, which is not restored, keep their values."""
         for path, tensor in walk_tensors(value, name):
             self._matcher.exclude_tensor(path, tensor)
         for path, module in walk_objects(value, name):
@@ -213,13 +216,13 @@ class _Match:
         if node is not ABSENT and not (isinstance(items, list) and len(items) == len(target)):
             raise KindMismatch(path, kind(node), f"{type(target).__name__} of {len(target)}")
         self._matcher.open(path, source)
-        fresh = list(target)
+        new_items = list(target)
         for index, value in enumerate(target):
-            self._child(value, join(path, str(index)), partial(fresh.__setitem__, index))
+            self._child(value, join(path, str(index)), partial(new_items.__setitem__, index))
         if isinstance(target, list):
-            self._actions.append(lambda: target.__setitem__(slice(None), fresh))
+            self._actions.append(lambda: target.__setitem__(slice(None), new_items))
         else:
-            self._actions.append(lambda: put(tuple(fresh)))
+            self._actions.append(lambda: put(tuple(new_items)))
 
     # -- one value ---------------------------------------------------------------------------------
 
@@ -291,15 +294,16 @@ class _Match:
         """
         # The tensors of a ``Refillable`` object keep their shapes. In any other object, the restore
         # replaces a tensor that was saved with another shape (see ``_leaf``).
-        was_in_object, self._in_object = self._in_object, not isinstance(target, Refillable)
+        was_in_object, self._is_in_object = self._is_in_object, not isinstance(target, Refillable)
         self._mapping(live, path, source)
-        self._in_object = was_in_object
+        self._is_in_object = was_in_object
         self._actions.append(lambda: target.load_state_dict(live))
 
     def _leaf(
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
-        if self._in_object and self._is_resized(target, node):
+        """Match a value whose inner values are not matched by names of their own."""
+        if self._is_in_object and self._is_resized(target, node):
             # The restore makes a new tensor in place of one with another shape, such as a queue of
             # samples.
             target = None
@@ -318,7 +322,7 @@ class _Match:
                 # An imported checkpoint has a plain mapping for such an object.
                 if not is_mapping(node):
                     self._matcher.expect(node, path, "object")
-                make_value = self._matcher.values.order(
+                make_value = self._matcher.values.prepare(
                     node["v"] if tag(node) == "object" else node, path
                 )
                 load = target.load_state_dict
@@ -329,6 +333,7 @@ class _Match:
                 self._plain(target, node, path, put)
 
     def _is_resized(self, target: Any, node: Node) -> bool:
+        """Return True if ``target`` is no sharded tensor, and was saved with another shape."""
         if (
             not isinstance(target, torch.Tensor | np.ndarray)
             or has_sharded(target)
@@ -339,9 +344,9 @@ class _Match:
         return record is not None and record.shape != tuple(target.shape)
 
     def _plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
-        if tag(node) in _LIVE or (tag(node) in ("tensor", "array") and target is not None):
+        if tag(node) in _LIVE_TAGS or (tag(node) in ("tensor", "array") and target is not None):
             raise KindMismatch(path, kind(node), type(target).__name__)
-        make_value = self._matcher.values.order(node, path)
+        make_value = self._matcher.values.prepare(node, path)
         self._actions.append(lambda: put(make_value()))
 
     def _array(
@@ -368,7 +373,7 @@ class _Match:
         saved_world = len(node) if isinstance(node, list) else self._checkpoint.manifest.world_size
         source: int | None = self._rank
         if saved_world != self._world:
-            source = self._source(target, path, saved_world)
+            source = self._source_rank(target, path, saved_world)
         if source is None:
             return
         values = (
@@ -388,7 +393,7 @@ class _Match:
             lambda new: setattr(target, "value", new),
         )
 
-    def _source(self, target: PerRank, path: str, saved_world: int) -> int | None:
+    def _source_rank(self, target: PerRank, path: str, saved_world: int) -> int | None:
         """Return the rank whose saved value this rank takes, or None to keep the present value."""
         policy = target.on_resize
         if callable(policy):

@@ -15,10 +15,10 @@ from torch import nn
 
 from ckpt.torch_private import harmless_loads, load_method, module_hooks
 
-_OF_WRAPPERS: Final = ("torch.distributed.fsdp", "torch.nn.utils.parametrizations")
+_WRAPPER_PACKAGES: Final = ("torch.distributed.fsdp", "torch.nn.utils.parametrizations")
 """The packages of hooks that free gathered parameters or rename entries of older releases."""
 Hook = Callable[..., Any]
-_FABRIC: Final = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+_FABRIC_PACKAGES: Final = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,26 @@ def load_code(module: nn.Module, *, without_hooks: bool = False) -> LoadCode:
     readers = {
         f"{name}." if name else ""
         for name, child in modules
-        if _reads(child) and not (without_hooks and is_converted(child))
+        if _reads_state_dict(child) and not (without_hooks and is_converted(child))
     }
-    if loads_alone(module):
+    if has_own_load(module):
         readers.add("")
     return LoadCode(tuple(sorted(readers, key=len)), tuple(_post_hooks(module, "")))
 
 
 def is_converted(module: nn.Module) -> bool:
     """Return True if hooks of ``module`` convert its entries for ``state_dict()`` and back."""
-    hooks = (*_own(module, "state_dict"), *_own(module, "state_dict_pre"))
+    hooks = (*_own_hooks(module, "state_dict"), *_own_hooks(module, "state_dict_pre"))
     return bool(_pre_hooks(module) and hooks) and not _has_own_method(module)
 
 
-def loads_alone(module: nn.Module) -> bool:
+def has_own_load(module: nn.Module) -> bool:
     """Return True if ``module`` has a ``load_state_dict()`` of its own.
 
     Torch calls this method of the outermost module alone.
     """
-    while type(module).__module__ in _FABRIC:  # The method of this wrapper calls that of the model
+    # The method of a wrapper of Fabric calls that of the model.
+    while type(module).__module__ in _FABRIC_PACKAGES:
         module = module._modules["_original_module"] or module
     method: Any = module.load_state_dict
     return getattr(method, "__func__", method) is not nn.Module.load_state_dict
@@ -82,7 +83,7 @@ def has_setter(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
-def _reads(module: nn.Module) -> bool:
+def _reads_state_dict(module: nn.Module) -> bool:
     return _has_own_method(module) or bool(_pre_hooks(module))
 
 
@@ -91,19 +92,19 @@ def _has_own_method(module: nn.Module) -> bool:
 
 
 def _pre_hooks(module: nn.Module) -> list[Any]:
-    return list(_own(module, "load_state_dict_pre"))
+    return list(_own_hooks(module, "load_state_dict_pre"))
 
 
 def _post_hooks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, Hook]]:
     for name, child in module._modules.items():
         if child is not None:
             yield from _post_hooks(child, f"{prefix}{name}.")
-    for hook in _own(module, "load_state_dict_post"):
+    for hook in _own_hooks(module, "load_state_dict_post"):
         yield prefix, module, hook
 
 
-def _own(module: nn.Module, method: str) -> Iterator[Hook]:
+def _own_hooks(module: nn.Module, method: str) -> Iterator[Hook]:
     """Yield the hooks of ``module`` that are not those of a wrapper."""
     for hook in module_hooks(module, method):
-        if not str(getattr(hook, "__module__", "")).startswith(_OF_WRAPPERS):
+        if not str(getattr(hook, "__module__", "")).startswith(_WRAPPER_PACKAGES):
             yield hook

@@ -36,7 +36,7 @@ from ckpt.state.walk.modules import canonical, items_of
 from ckpt.state.walk.stand_in import ModuleStandIn
 from ckpt.torch_private import no_incompatible_keys, own_tensor, version_of
 
-_EXTRA: Final = "_extra_state"  # The last part of the key under which torch saves extra state
+_EXTRA_STATE: Final = "_extra_state"  # The last part of the key under which torch saves extra state
 _Versions = Mapping[str, Mapping[str, Any]]
 
 
@@ -106,7 +106,7 @@ class _Loader:
                     "strict=False"
                 )
             self._check_copy(entry.key, name, source, node)
-            self._values[entry.key] = self._match.values.order(node, name)
+            self._values[entry.key] = self._match.values.prepare(node, name)
         elif self._is_apart(entry, node):
             self._read_apart(entry, name, source, node)
         else:
@@ -119,11 +119,11 @@ class _Loader:
         if self._code.reader(key) is not None:
             return True
         owner, _, name = key.rpartition(".")
-        if name == _EXTRA:
+        if name == _EXTRA_STATE:
             return owner in self._modules and has_setter(self._modules[owner])
-        return self._original(key) is not None
+        return self._original_tensor(key) is not None
 
-    def _original(self, key: str) -> torch.Tensor | None:
+    def _original_tensor(self, key: str) -> torch.Tensor | None:
         """Return the parameter or buffer that torch loads the value ``key`` into; None if there is
         none.
         """
@@ -135,7 +135,7 @@ class _Loader:
         """Raise ``ShapeMismatch`` if the value ``key`` is a copy of a tensor of the module, no code
         of the module takes it, and it was saved with another shape.
         """
-        original = None if self._code.reader(key) is not None else self._original(key)
+        original = None if self._code.reader(key) is not None else self._original_tensor(key)
         if original is None or is_lazy(original) or tag(node) not in ("tensor", "array"):
             return
         record = self._match.checkpoint.tensors.get(node["n"])
@@ -168,22 +168,22 @@ class _Loader:
             return
         versions = self._versions(node)
         if self._sizes:
-            check_sizes(self._module, self._code, self._sizes, self._whole(versions))
+            check_sizes(self._module, self._code, self._sizes, self._state_dict(versions))
         if not self._is_hookless:
             self._match.actions.append(partial(self._load, versions, ""))
             return
-        prefixes = self._outermost()
+        prefixes = self._outermost_readers()
         for prefix in prefixes:
-            self._check_free(prefix)
+            self._check_loadable(prefix)
             self._match.actions.append(partial(self._load, versions, prefix))
         self._match.actions.append(partial(self._set_extra, prefixes))
         self._match.last_actions.append(partial(self._run_post_hooks, prefixes))
 
-    def _outermost(self) -> tuple[str, ...]:
+    def _outermost_readers(self) -> tuple[str, ...]:
         """Return the readers that are inside of no other reader."""
         return tuple(reader for reader in self._code.readers if self._code.reader(reader) == reader)
 
-    def _check_free(self, prefix: str) -> None:
+    def _check_loadable(self, prefix: str) -> None:
         """Raise ``UnsupportedValue`` if the module at ``prefix`` cannot load its part of the state
         dict, since FSDP1 or a framework holds its tensors in another form.
         """
@@ -204,35 +204,39 @@ class _Loader:
                 "take fully_shard() (FSDP2), or do the work in a post-hook of load_state_dict()",
             )
 
-    def _whole(self, versions: _Versions, prefix: str = "") -> OrderedDict[str, Any]:
+    def _state_dict(self, versions: _Versions, prefix: str = "") -> OrderedDict[str, Any]:
         """Return the state dict of the module at ``prefix`` to load: the restored values, and the
         present values of all entries that are not restored.
         """
         items = self.items
         if items.omissions:  # Of a part of a module
             items = items_of(self._path, self._module)
-        whole: Any = OrderedDict(
+        state_dict: Any = OrderedDict(
             (
                 entry.key[len(prefix) :],
-                self._values[entry.key]() if entry.key in self._values else _own(entry),
+                self._values[entry.key]() if entry.key in self._values else _present_value(entry),
             )
             for entry in items.entries
             if entry.key.startswith(prefix)
         )
-        inner_versions = {key: of for key, of in versions.items() if f"{key}.".startswith(prefix)}
-        setattr(whole, VERSIONS, {key[len(prefix) :]: of for key, of in inner_versions.items()})
-        return whole  # type: ignore[no-any-return]
+        inner_versions = {
+            key[len(prefix) :]: version
+            for key, version in versions.items()
+            if f"{key}.".startswith(prefix)
+        }
+        setattr(state_dict, VERSIONS, inner_versions)
+        return state_dict  # type: ignore[no-any-return]
 
     def _load(self, versions: _Versions, prefix: str) -> None:
         module = self._module.get_submodule(prefix[:-1])
         kind = type(module).__qualname__
         with of_own_code(self._path, kind, "load_state_dict()"):
-            whole = self._whole(versions, prefix)
+            state_dict = self._state_dict(versions, prefix)
             if prefix:
-                result: Any = nn.Module.load_state_dict(module, whole, strict=False)
+                result: Any = nn.Module.load_state_dict(module, state_dict, strict=False)
             else:
                 options = {"strict": False} if _takes_strict(module) else {}
-                result = module.load_state_dict(whole, **options)
+                result = module.load_state_dict(state_dict, **options)
         keys = [*getattr(result, "missing_keys", ()), *getattr(result, "unexpected_keys", ())]
         if keys and self._match.selection.strict:
             raise RestoreError(
@@ -321,7 +325,7 @@ class _Loader:
                     continue
                 owner, _, name = key.rpartition(".")
                 module = self._module.get_submodule(owner)
-                if name == _EXTRA and has_setter(module):
+                if name == _EXTRA_STATE and has_setter(module):
                     module.set_extra_state(make())
 
     def _run_post_hooks(self, prefixes: tuple[str, ...]) -> None:
@@ -331,7 +335,8 @@ class _Loader:
                     hook(child, no_incompatible_keys())
 
 
-def _own(entry: Entry) -> Any:
+def _present_value(entry: Entry) -> Any:
+    """Return the value of an entry as a state dict has it."""
     value = entry.value
     if isinstance(value, torch.Tensor) and not is_lazy(value):
         return value.detach()

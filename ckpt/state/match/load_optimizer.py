@@ -52,15 +52,17 @@ from ckpt.state.walk.modules import (
 from ckpt.state.walk.packing import member_like
 from ckpt.state.walk.stand_in import OptimizerStandIn
 
-_VARIANTS: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))
+_IMPLEMENTATION_SETTINGS: Final = frozenset(
+    ("foreach", "fused", "capturable", "differentiable", "maximize")
+)
 """Settings of a parameter group that choose an implementation of the step. They do not show the
 kind of the optimizer.
 """
-_NAMES: Final = "param_names"
+_NAMES_SETTING: Final = "param_names"
 """The setting in which torch keeps the names of a group's parameters. A restore does not change it,
 since the names must be those of the optimizer in the state.
 """
-_OF_SCHEDULERS: Final = frozenset(
+_SCHEDULER_SETTINGS: Final = frozenset(
     ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 )
 """Settings that learning rate schedulers add to parameter groups."""
@@ -100,7 +102,9 @@ def match_optimizer(
     if node is not ABSENT:
         if is_mapping(node):
             groups = part_groups(optimizer, match.parameters)
-            names = [match.source(part.path) for group in groups for own in group for part in own]
+            names = [
+                match.source(part.path) for group in groups for parts in group for part in parts
+            ]
             match.checkpoint.adopt_dict(source, names)
             node = match.checkpoint.node(source)
         match.expect(node, path, "optimizer")
@@ -120,7 +124,7 @@ def match_optimizer(
         and "extra" in node
         and match.takes(f"{path}/extra")
     ):
-        extra = match.values.order(node["extra"])
+        extra = match.values.prepare(node["extra"])
         match.actions.append(lambda: optimizer.load_extra(extra()))
 
 
@@ -163,10 +167,10 @@ class _Loader:
         check_owners(path, optimizer)
         check_state(path, optimizer, self._keeper.state)
         self._completion = Completion(path, optimizer, self._keeper)
-        self._present: dict[int, dict[Any, Any]] = {}
-        self._fresh: dict[int, dict[Any, Any]] = defaultdict(dict)
+        self._present_copies: dict[int, dict[Any, Any]] = {}
+        self._new_states: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._trial_states: dict[int, Mapping[Any, Any]] = {}
-        self._all_targets = list(self._look(source))
+        self._all_targets = list(self._find_targets(source))
         settings = match.takes(f"{path}/param_groups")
         self.targets = [
             target
@@ -174,38 +178,41 @@ class _Loader:
             if target.record and (self._takes(target) or settings)
         ]
 
-    def _look(self, source: str) -> Iterator[_Target]:
+    def _find_targets(self, source: str) -> Iterator[_Target]:
         """Yield the parts of all parameters of the optimizer, which is ``source`` in the
         checkpoint.
         """
         groups = part_groups(self._optimizer, self._match.parameters)
-        for g, (group, group_parts) in enumerate(
+        for group_index, (group, group_parts) in enumerate(
             zip(self._optimizer.param_groups, groups, strict=True)
         ):
             pairs = enumerate(zip(group["params"], group_parts, strict=True))
-            for p, parameter, part in (
-                (p, parameter, part) for p, (parameter, parts) in pairs for part in parts
+            for position, parameter, part in (
+                (position, parameter, part)
+                for position, (parameter, parts) in pairs
+                for part in parts
             ):
-                short, is_here = part.path, part.is_here and self._keeper.keeps(parameter)
-                if short.startswith(PLACELESS) and is_meta(parameter):
+                parameter_path = part.path
+                is_here = part.has_elements and self._keeper.keeps(parameter)
+                if parameter_path.startswith(PLACELESS) and is_meta(parameter):
                     raise RestoreError(
                         f"{self._path!r} owns a parameter on the meta device that no module of "
                         "the state has: build the optimizer after its model was made real, or "
                         "give the model too"
                     )
-                name = f"{self._path}/{short}"
-                weight = self._match.source(short)
+                name = f"{self._path}/{parameter_path}"
+                weight = self._match.source(parameter_path)
                 origin = self._match.source(name)
                 # If no rule of the renaming names this state, it is renamed like its parameter.
-                if origin in (name, f"{source}/{short}"):
+                if origin in (name, f"{source}/{parameter_path}"):
                     origin = f"{source}/{weight}"
                 record = self._match.checkpoint.parameter(origin)
                 if record is None and part.piece is None and self._may_have_place(parameter):
                     # If the saved state did not have the parameter, the name in the checkpoint has
                     # the parameter's position in the optimizer in place of the parameter's path.
-                    older = f"{source}/{placeless(g, p)}"
-                    record = self._match.checkpoint.parameter(older)
-                    origin = older if record else origin
+                    position_name = f"{source}/{placeless(group_index, position)}"
+                    record = self._match.checkpoint.parameter(position_name)
+                    origin = position_name if record else origin
                 yield _Target(group, parameter, part, is_here, name, origin, weight, record)
 
     def _may_have_place(self, parameter: torch.Tensor) -> bool:
@@ -232,8 +239,12 @@ class _Loader:
         own_keys = {part_of(key) for state in self._keeper.state.values() for key in state}
         if own_keys and saved_keys and own_keys - saved_keys and saved_keys - own_keys:
             return "state", sorted(saved_keys - own_keys), sorted(own_keys - saved_keys)
-        saved_settings = settings - _VARIANTS - _OF_SCHEDULERS - {_NAMES}
-        own_settings = {key for key in self._optimizer.defaults if isinstance(key, str)} - _VARIANTS
+        saved_settings = (
+            settings - _IMPLEMENTATION_SETTINGS - _SCHEDULER_SETTINGS - {_NAMES_SETTING}
+        )
+        own_settings = {
+            key for key in self._optimizer.defaults if isinstance(key, str)
+        } - _IMPLEMENTATION_SETTINGS
         group_keys = {key for group in self._optimizer.param_groups for key in group}
         # Each optimizer must have two settings that the other one lacks. A single setting may be a
         # new default of a later torch, or a key that a user has added.
@@ -249,19 +260,21 @@ class _Loader:
         """Match the state and the settings with those of ``node``, the saved optimizer."""
         match = self._match
         match.actions.append(self._completion.begin)
-        self._load()
+        self._match_all()
         settings = match.takes(f"{self._path}/param_groups")
         if not isinstance(self._optimizer, OptimizerStandIn) and (
             settings or any(map(self._takes, self._all_targets))
         ):
-            match.actions.append(self._arrange)
+            match.actions.append(self._restore_order)
             values = node.get("values", {}) if node is not ABSENT and settings else {}
-            match.actions.append(partial(self._completion.end, match.values.order(values)))
+            match.actions.append(partial(self._completion.end, match.values.prepare(values)))
 
     def _takes(self, target: _Target) -> bool:
+        """Return True if the selection takes the state of ``target``."""
         return self._match.takes(target.name, target.name.removeprefix(f"{self._path}/"))
 
-    def _load(self) -> None:
+    def _match_all(self) -> None:
+        """Match the state of each parameter, and the settings of each parameter group."""
         match = self._match
         for target in self._all_targets:
             if not self._takes(target):
@@ -273,10 +286,10 @@ class _Loader:
                 by_position = PLACELESS in target.source and PLACELESS not in target.name
                 match.claim(target.name, target.source, silent=by_position)
                 if target.is_here:
-                    self._state(target, target.record)
+                    self._match_state(target, target.record)
         if match.takes(f"{self._path}/param_groups"):
             for group in self._optimizer.param_groups:
-                self._group(
+                self._match_group(
                     group,
                     [
                         _without_names(target.record.settings)
@@ -285,7 +298,7 @@ class _Loader:
                     ],
                 )
 
-    def _arrange(self) -> None:
+    def _restore_order(self) -> None:
         """Give the parameters in the state the order that they had when they were saved. Those that
         the checkpoint does not have come last.
         """
@@ -301,7 +314,7 @@ class _Loader:
             state.clear()
             state.update(new_state)
 
-    def _group(self, group: dict[str, Any], values: list[Node]) -> None:
+    def _match_group(self, group: dict[str, Any], values: list[Node]) -> None:
         """Match the settings of a parameter group. ``values`` are the saved settings of each of its
         parameters, which must be equal.
         """
@@ -315,11 +328,11 @@ class _Loader:
         node, tensor_settings = values[0], dict[str, Source]()
         tensors = {} if tag(node) else {k: v for k, v in node.items() if tag(v) == "tensor"}
         for key, item in tensors.items():
-            self._match.slots.append(self._setting(group, key, item["n"], tensor_settings))
-        make_settings = self._match.values.order(
+            self._match.slots.append(self._setting_slot(group, key, item["n"], tensor_settings))
+        make_settings = self._match.values.prepare(
             {k: v for k, v in node.items() if k not in tensors}
         )
-        members = self._members(group, node)
+        members = self._enum_members(group, node)
 
         def apply() -> None:
             settings = {**make_settings(), **tensor_settings, **members}
@@ -331,7 +344,7 @@ class _Loader:
 
         self._match.actions.append(apply)
 
-    def _members(self, group: Mapping[str, Any], node: Mapping[str, Node]) -> dict[str, Any]:
+    def _enum_members(self, group: Mapping[str, Any], node: Mapping[str, Node]) -> dict[str, Any]:
         """Return the settings that are members of an enum in ``group``, as the checkpoint has them.
 
         Raises:
@@ -350,7 +363,7 @@ class _Loader:
                 members[key] = member
         return members
 
-    def _setting(
+    def _setting_slot(
         self, group: dict[str, Any], key: str, stored_name: str, settings: dict[str, Source]
     ) -> Slot:
         """Return the slot for the setting ``key`` of a parameter group. ``stored_name`` is the name
@@ -390,40 +403,42 @@ class _Loader:
         ]
         return {name[len(target.source) + 1 :].partition("/")[0] for name in names}
 
-    def _state(self, target: _Target, record: SavedParameter) -> None:
+    def _match_state(self, target: _Target, record: SavedParameter) -> None:
         """Match the state of one parameter, or of one part of it, with the saved values."""
         match, start = self._match, len(target.source) + 1
-        fresh = self._fresh[id(target.parameter)]
+        new_values = self._new_states[id(target.parameter)]
         makers: dict[Any, Callable[[], Any]] = {}
-        current = self._current(target.parameter)
-        keys = {part_of(key): key for key in current}
+        present_state = self._present_state(target.parameter)
+        keys = {part_of(key): key for key in present_state}
         for source in names_below(match.checkpoint.names, target.source):
             part = source[start:]
             if "/" in part:
                 continue  # The tensor is inside of a container, whose node is in ``record.values``
             name = f"{target.name}/{part}"
-            key = _key(name, part, keys)
-            value = fresh.get(key)
+            key = _state_key(name, part, keys)
+            value = new_values.get(key)
             if value is not None and target.part.of(target.name, value) is value:
                 continue  # The value, a step counter for instance, belongs to all parts
-            if is_wrapper(current.get(key)):
+            if is_wrapper(present_state.get(key)):
                 # The saved value is a plain tensor, so this call raises ``KindMismatch``.
-                fill_tensor(match, name, source, current[key], match.checkpoint.node(source))
+                fill_tensor(match, name, source, present_state[key], match.checkpoint.node(source))
             if target.part.piece is None and isinstance(target.parameter, torch.Tensor):
-                match.slots.append(self._slot(target, key, current.get(key), source))
+                match.slots.append(self._state_slot(target, key, present_state.get(key), source))
                 continue
-            present = fresh.get(key, current.get(key))
+            present = new_values.get(key, present_state.get(key))
             tensor = self._target_tensor(target, key, present, match.checkpoint.tensors[source])
-            fresh[key] = tensor
+            new_values[key] = tensor
             match.want(name, source, target.part.of(target.name, tensor))
         for source, node in record.values.items():
             part = source[start:]
-            key = _key(f"{target.name}/{part}", part, keys)
+            key = _state_key(f"{target.name}/{part}", part, keys)
             if tag(node) == "subclass":
-                fresh[key] = self._wrapper(target, key, fresh.get(key, current.get(key)))
-                fill_tensor(match, f"{target.name}/{part}", source, fresh[key], node)
+                new_values[key] = self._wrapper_tensor(
+                    target, key, new_values.get(key, present_state.get(key))
+                )
+                fill_tensor(match, f"{target.name}/{part}", source, new_values[key], node)
             else:
-                makers[key] = match.values.order(node)
+                makers[key] = match.values.prepare(node)
 
         group = self._restored_group(target)
 
@@ -432,16 +447,18 @@ class _Loader:
             values = {key: make() for key, make in makers.items()}
             if isinstance(target.parameter, torch.Tensor) and not is_meta(target.parameter):
                 values = place(values, group, target.parameter)
-            fresh.update(values)
-            if fresh:
-                keys_in_order = in_order(fresh, record.keys, part_of)
-                self._keeper.state[target.parameter] = {key: fresh[key] for key in keys_in_order}
+            new_values.update(values)
+            if new_values:
+                keys_in_order = in_order(new_values, record.keys, part_of)
+                self._keeper.state[target.parameter] = {
+                    key: new_values[key] for key in keys_in_order
+                }
             else:
                 self._keeper.state.pop(target.parameter, None)
 
         match.actions.append(apply)
 
-    def _current(self, parameter: torch.Tensor) -> Mapping[Any, Any]:
+    def _present_state(self, parameter: torch.Tensor) -> Mapping[Any, Any]:
         """Return the present state of ``parameter``, whose tensors the restore may fill in place.
 
         If code of the optimizer may look at the present state, it is a copy.
@@ -449,14 +466,14 @@ class _Loader:
         current = self._keeper.state.get(parameter, {})
         if not self._completion.is_apart:
             return current
-        if id(parameter) not in self._present:
-            self._present[id(parameter)] = {
+        if id(parameter) not in self._present_copies:
+            self._present_copies[id(parameter)] = {
                 key: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for key, value in current.items()
             }
-        return self._present[id(parameter)]
+        return self._present_copies[id(parameter)]
 
-    def _slot(self, target: _Target, key: object, present: Any, source: str) -> Slot:
+    def _state_slot(self, target: _Target, key: object, present: Any, source: str) -> Slot:
         """Return the slot for the value ``key`` of the state of a parameter, which is ``source`` in
         the checkpoint. ``present`` is the present value.
         """
@@ -466,14 +483,14 @@ class _Loader:
         parameter = match.real.like(target.name, target.parameter)
         placed_alike = is_plain(parameter) and record.dtype == stored_tensor.dtype
         view = match.checkpoint.manifest.views.get(stored_tensor.name) if placed_alike else None
-        fresh = self._fresh[id(target.parameter)]
+        new_values = self._new_states[id(target.parameter)]
         name = f"{target.name}/{source[len(target.source) + 1 :]}"
 
         def put(tensor: Source) -> None:
-            fresh[key] = tensor
+            new_values[key] = tensor
             match.want(name, source, tensor)
 
-        fills = self._is_filled(target, key, present, record) and can_fill(present, view)
+        fills = self._fits_present(target, key, present, record) and can_fill(present, view)
         on_device = is_on_device(key, self._restored_group(target))
         device = parameter.device if on_device else torch.device("cpu")
         return Slot(
@@ -482,7 +499,7 @@ class _Loader:
             view=view,
             device=present.device if fills else device,
             present=present if fills else None,
-            make=lambda: self._new(target, key, record),
+            make=lambda: self._new_tensor(target, key, record),
             put=put,
         )
 
@@ -491,10 +508,10 @@ class _Loader:
         ``present`` if it has the right dtype and shape, else a new tensor.
         """
         record = self._as_wanted(target, present, record)
-        if self._is_filled(target, key, present, record):
+        if self._fits_present(target, key, present, record):
             tensor: Source = present
             return tensor
-        return self._new(target, key, record)
+        return self._new_tensor(target, key, record)
 
     def _as_wanted(self, target: _Target, present: Any, record: Tensor) -> Tensor:
         """Return ``record``, a value of the state, with the dtype and the order that it gets."""
@@ -502,11 +519,11 @@ class _Loader:
         target_record = in_present_order(record, weight, target.parameter)
         if self._match.selection.cast:
             target_record = msgspec.structs.replace(
-                target_record, dtype=self._dtype(target, present, target_record)
+                target_record, dtype=self._target_dtype(target, present, target_record)
             )
         return target_record
 
-    def _is_filled(self, target: _Target, key: object, present: Any, record: Tensor) -> bool:
+    def _fits_present(self, target: _Target, key: object, present: Any, record: Tensor) -> bool:
         """Return True if the present value ``present`` can be filled with ``record``.
 
         A present ``step`` is not filled if the saved settings, which replace those of the group,
@@ -516,7 +533,8 @@ class _Loader:
         moves = key == "step" and is_on_device(key, group) != is_on_device(key, target.group)
         return fits(present, record, target.part.piece) and not is_meta(present) and not moves
 
-    def _new(self, target: _Target, key: object, record: Tensor) -> Source:
+    def _new_tensor(self, target: _Target, key: object, record: Tensor) -> Source:
+        """Return a new tensor for the value ``key`` of the state, which ``record`` fills."""
         parameter = self._match.real.like(target.name, target.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
             return self._optimizer.new_state(
@@ -524,7 +542,7 @@ class _Loader:
             )
         is_plain_key = target.record is not None and part_of(key) in target.record.plain
         if isinstance(parameter, DTensor) and not is_plain_key and record.shape:
-            value = None if record.shape == parameter.shape else self._trial(target, key)
+            value = None if record.shape == parameter.shape else self._trial_value(target, key)
             if isinstance(value, torch.Tensor) and fits(value, record, target.part.piece):
                 return value
         group = self._restored_group(target)
@@ -539,7 +557,7 @@ class _Loader:
         settings = target.record.settings
         return {**target.group, **{key: settings.get(key) for key in PLACING_SETTINGS}}
 
-    def _wrapper(self, target: _Target, key: object, present: Any) -> Source:
+    def _wrapper_tensor(self, target: _Target, key: object, present: Any) -> Source:
         """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).
 
         This is the present value ``present``. If ``present`` is no tensor, it is the tensor that a
@@ -550,7 +568,7 @@ class _Loader:
         """
         if isinstance(present, torch.Tensor):
             return present
-        if not isinstance(tensor := self._trial(target, key), torch.Tensor):
+        if not isinstance(tensor := self._trial_value(target, key), torch.Tensor):
             name = state_name(self._path, target.part.path, key)
             raise RestoreError(
                 f"{name!r} is in the checkpoint, and a first step of "
@@ -559,7 +577,7 @@ class _Loader:
             )
         return tensor
 
-    def _trial(self, target: _Target, key: object) -> object:
+    def _trial_value(self, target: _Target, key: object) -> object:
         """Return the value that a trial step (see ``own_step``) makes for ``key`` in the state of a
         parameter; None if it makes none.
 
@@ -573,7 +591,7 @@ class _Loader:
             self._trial_states[id(target.parameter)] = state
         return state.get(key)
 
-    def _dtype(self, target: _Target, present: Any, record: Tensor) -> str:
+    def _target_dtype(self, target: _Target, present: Any, record: Tensor) -> str:
         """Return the dtype that a value gets if the restore may convert it.
 
         This is the dtype of the present value ``present``. If there is no present value, and value
@@ -591,10 +609,10 @@ class _Loader:
 
 
 def _without_names(settings: Node) -> Node:
-    return {key: value for key, value in settings.items() if key != _NAMES}
+    return {key: value for key, value in settings.items() if key != _NAMES_SETTING}
 
 
-def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
+def _state_key(name: str, part: str, present: Mapping[str, Any]) -> object:
     """Return the key of the value ``name`` in the optimizer's state of a parameter.
 
     ``part`` is the last part of the name. ``present`` maps such parts to the keys of the present
@@ -605,6 +623,7 @@ def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
             the present state does not have it.
     """
     key = present.get(part, unescape(part))
+    # A key of another type has a text that begins with "~2" (see ``unescape``).
     if key == part and part.startswith("~2"):
         raise RestoreError(
             f"{name!r} has the key {part[2:]}, which is neither a string nor an int: take one "

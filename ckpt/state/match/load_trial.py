@@ -24,7 +24,8 @@ from ckpt.state.match.load_code import LoadCode
 from ckpt.state.tensors.layout import PLAIN
 from ckpt.torch_private import forget_post_hooks, module_hooks
 
-_SMALL: Final = 1
+_ZEROS_UP_TO: Final = 1
+"""Tensors of at most this many elements have memory on trial, and are zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,10 @@ def _find_refusal(
     if not is_plain or any(map(_refers_to_module, owner.modules())):
         return None
     by_name = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
-    small_ids = {id(by_name[name]) for key in sizes if (name := key[len(prefix) :]) in by_name}
+    # A tensor of another size has no memory at all (see ``_part``).
+    bare_ids = {id(by_name[name]) for key in sizes if (name := key[len(prefix) :]) in by_name}
     memo = {
-        key: _without_memory(tensor, small=0 if key in small_ids else _SMALL)
+        key: _without_memory(tensor, zeros_up_to=0 if key in bare_ids else _ZEROS_UP_TO)
         for key, tensor in tensors.items()
     }
 
@@ -100,23 +102,30 @@ def _find_refusal(
 def _part(
     prefix: str,
     values: Mapping[str, Any],
-    small_keys: Collection[str],
+    bare_keys: Collection[str],
     versions: Mapping[str, Mapping[str, Any]],
 ) -> Any:
     """Return the part of the state dict ``values`` for the module at ``prefix``.
 
-    ``small_keys`` are the keys whose tensors have no memory, however small they are: torch copies
+    ``bare_keys`` are the keys whose tensors have no memory, however small they are: torch copies
     no tensor without memory into one that has some.
     """
     part: Any = OrderedDict(
-        (key[len(prefix) :], _without_memory(value, small=0 if key in small_keys else _SMALL))
+        (
+            key[len(prefix) :],
+            _without_memory(value, zeros_up_to=0 if key in bare_keys else _ZEROS_UP_TO),
+        )
         for key, value in values.items()
         if key.startswith(prefix)
     )
     setattr(
         part,
         VERSIONS,
-        {k[len(prefix) :]: v for k, v in versions.items() if f"{k}.".startswith(prefix)},
+        {
+            key[len(prefix) :]: version
+            for key, version in versions.items()
+            if f"{key}.".startswith(prefix)
+        },
     )
     return part
 
@@ -147,13 +156,13 @@ def _loads(owner: nn.Module, part: Any, memo: dict[int, Any], *, is_inner: bool)
     return True
 
 
-def _without_memory(value: Any, *, small: int) -> Any:
-    """Return a tensor like ``value`` that has no memory, or zeros if it has at most ``small``
+def _without_memory(value: Any, *, zeros_up_to: int) -> Any:
+    """Return a tensor like ``value`` that has no memory, or zeros if it has at most ``zeros_up_to``
     elements. Code may read a single number, such as a version, but hardly all numbers of a weight.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    device = "cpu" if 0 < small >= value.numel() else "meta"
+    device = "cpu" if 0 < zeros_up_to >= value.numel() else "meta"
     empty = torch.zeros_like(value.detach(), device=device)
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 

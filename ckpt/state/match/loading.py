@@ -69,8 +69,8 @@ class Completion:
     def __init__(self, path: str, optimizer: Optimizer, keeper: Keeper) -> None:
         self._path, self._optimizer, self._keeper = path, optimizer, keeper
         self._pre_hooks = optimizer_hooks(optimizer, "load_state_dict_pre")
-        self._loads_alone = _loads_alone(optimizer)
-        self.is_apart = self._loads_alone or bool(self._pre_hooks)
+        self._has_own_load = _has_own_load(optimizer)
+        self.is_apart = self._has_own_load or bool(self._pre_hooks)
         self._groups: list[dict[str, Any]] = []
         self._state: dict[Any, Any] = {}
         self._drops: list[tuple[int, dict[str, Any]]] = []
@@ -111,14 +111,14 @@ class Completion:
         if self.is_apart:
             state_dict = {**pack(self._optimizer, self._keeper.state), **values()}
             self._reset()
-            if self._loads_alone:
+            if self._has_own_load:
                 self._optimizer.load_state_dict(state_dict)
                 self._undo_casts(state_dict)
                 return
             for hook in self._pre_hooks:
                 result = hook(self._optimizer, state_dict)
                 state_dict = state_dict if result is None else result
-            self._take(state_dict)
+            self._take_state_dict(state_dict)
         self._set_state()
         for hook in optimizer_hooks(self._optimizer, "load_state_dict_post"):
             hook(self._optimizer)
@@ -129,19 +129,21 @@ class Completion:
             _replace(group, settings)
         _replace(self._keeper.state, self._state)
 
-    def _take(self, state_dict: Mapping[str, Any]) -> None:
+    def _take_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state and the settings to those of ``state_dict``, the result of the pre-hooks.
 
         The parameter groups and the state stay the same objects.
         """
         groups = self._optimizer.param_groups
-        fresh = [dict(group) for group in state_dict["param_groups"]]
-        if [len(group[_PARAMETERS]) for group in fresh] != [len(g[_PARAMETERS]) for g in groups]:
+        new_groups = [dict(group) for group in state_dict["param_groups"]]
+        if [len(group[_PARAMETERS]) for group in new_groups] != [
+            len(g[_PARAMETERS]) for g in groups
+        ]:
             raise ValueError("a pre-hook returns other parameter groups than the optimizer has")
-        numbers = chain.from_iterable(group[_PARAMETERS] for group in fresh)
-        members = [(parameter, group) for group in groups for parameter in group[_PARAMETERS]]
-        owners: dict[Hashable, Any] = dict(zip(numbers, members, strict=True))
-        for group, settings in zip(groups, fresh, strict=True):
+        numbers = chain.from_iterable(group[_PARAMETERS] for group in new_groups)
+        owner_list = [(parameter, group) for group in groups for parameter in group[_PARAMETERS]]
+        owners: dict[Hashable, Any] = dict(zip(numbers, owner_list, strict=True))
+        for group, settings in zip(groups, new_groups, strict=True):
             names = {_NAMES: group[_NAMES]} if _NAMES in group else {}
             _replace(group, {**names, **settings, _PARAMETERS: group[_PARAMETERS]})
         state: dict[Any, Any] = {}
@@ -183,7 +185,7 @@ class Completion:
                     state[key] = value
 
 
-def _loads_alone(optimizer: Optimizer) -> bool:
+def _has_own_load(optimizer: Optimizer) -> bool:
     """Return True if ``optimizer`` has a ``load_state_dict()`` of its own."""
     method: Any = optimizer.load_state_dict
     return (
@@ -198,6 +200,7 @@ def _set_state(optimizer: Optimizer) -> None:
 
 
 def _is_cast(value: object, reference: object, parameter: torch.Tensor) -> bool:
+    """Return True if torch has converted ``value`` to ``reference``, of the parameter's dtype."""
     return (
         isinstance(value, torch.Tensor)
         and isinstance(reference, torch.Tensor)
@@ -230,6 +233,7 @@ def place(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
 
 
 def _sharded(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a whole ``value`` of the shape of a sharded ``parameter`` as a DTensor like it."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:

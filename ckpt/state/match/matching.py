@@ -34,7 +34,7 @@ from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.wrapped import Layer, is_wrapper, take_apart
 from ckpt.state.walk.modules import Parameters
 
-_ASK: Final = "convert it on the way with restore(cast=True)"
+_CAST_ADVICE: Final = "convert it on the way with restore(cast=True)"
 
 
 @dataclass(slots=True)
@@ -132,6 +132,9 @@ class Matcher:
             *selection.rename_rules.patterns,
         }
         self.fills: dict[Hashable, tuple[str, Source | None]] = {}
+        """The memory of each target -> the name that its bytes are stored under, and the target.
+        The target is None if a module may change the value as it loads it.
+        """
         self._missing_tensors: dict[str, torch.Tensor] = {}
         self._excluded_memory: dict[Hashable, str] = {}
         self._fill_names: dict[Hashable, str] = {}
@@ -248,14 +251,14 @@ class Matcher:
                 the target is on the meta device and cannot be replaced (see ``RealTensors.like``).
             UnsupportedValue: The target cannot be filled (see ``leaf_of``).
         """
-        bytes_of = stored_as or self.checkpoint.stored_as(source)
-        if (tensor := self.checkpoint.tensors.get(bytes_of)) is None:
+        record_name = stored_as or self.checkpoint.stored_as(source)
+        if (tensor := self.checkpoint.tensors.get(record_name)) is None:
             self.lack(name, source)
             return
         if isinstance(target, torch.Tensor):
             target = self.real.to_fill(name, target)
         leaf = leaf_of(name, target, ())
-        stored_name = self.checkpoint.bytes_of(bytes_of)
+        stored_name = self.checkpoint.bytes_of(record_name)
         memory = memory_of(target if of is None else of)
         # A module that loads a value itself may change it, so that nothing else can have it.
         first_name, _ = self.fills.setdefault(memory, (stored_name, target if of is None else None))
@@ -269,17 +272,17 @@ class Matcher:
             raise ShapeMismatch(name, tensor.shape, leaf.shape, source)
         if leaf.dtype != tensor.dtype:
             if not (self.selection.cast and converts(tensor.dtype, leaf.dtype)):
-                way = (
-                    _ASK
+                advice = (
+                    _CAST_ADVICE
                     if converts(tensor.dtype, leaf.dtype)
                     else "one cannot become the other without loss"
                 )
-                raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
+                raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, advice)
             self._conversions.append((name, tensor.dtype, leaf.dtype))
             leaf = replace(leaf, dtype=tensor.dtype)
         self._fill_names.setdefault(memory, name)
         self._names.append(name)
-        self._leaves.append(leaf if name == bytes_of else replace(leaf, name=bytes_of))
+        self._leaves.append(leaf if name == record_name else replace(leaf, name=record_name))
         self._targets.append(target)
 
     def _want(self, name: str, target: torch.Tensor) -> None:
@@ -315,13 +318,14 @@ class Matcher:
             actions=self.actions,
             missing=tuple(self._missing),
             left_alone=tuple(self._left_alone),
-            surplus_names=tuple(filter(self._is_about, surplus_names)),
+            surplus_names=tuple(filter(self._is_included, surplus_names)),
             idle_patterns=tuple(sorted(self._idle_patterns)),
             renames=tuple(self._renames.items()),
             conversions=tuple(self._conversions),
         )
 
     def _check_excluded(self) -> None:
+        """Raise ``RestoreError`` if a tensor that is filled has the memory of an excluded one."""
         for memory, name in self._excluded_memory.items():
             if fill_name := self._fill_names.get(memory):
                 raise RestoreError(
@@ -336,10 +340,11 @@ class Matcher:
         """
         for name, target in self._missing_tensors.items():
             if name in self._missing and (fill := self.fills.get(memory_of(target))):
+                stored_name, _ = fill
                 del self._missing[name]
-                self._renames[name] = fill[0]
+                self._renames[name] = stored_name
 
-    def _is_about(self, source: str) -> bool:
+    def _is_included(self, source: str) -> bool:
         """Return True if the selection includes ``source``, which has no counterpart in the state.
 
         The selection applies to the name that ``source`` would have in the state. This name follows
@@ -353,7 +358,7 @@ class Matcher:
         return any(self.takes(f"{name}{rest}") for name in self._containers.get(container, [""]))
 
 
-_LONG: Final = 200
+_MOST_CHARS: Final = 200
 _encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
@@ -393,8 +398,8 @@ def fill_tensor(match: Matcher, name: str, source: str, target: Source, node: No
         # The integers in a quantised tensor have no meaning in another dtype.
         if f"torch.{record.dtype}" != str(tensor.dtype):
             own_dtype = str(tensor.dtype).removeprefix("torch.")
-            way = "build the target with the class and the settings that were saved"
-            raise DtypeMismatch(f"{name}/{path}", record.dtype, own_dtype, stored_name, way)
+            advice = "build the target with the class and the settings that were saved"
+            raise DtypeMismatch(f"{name}/{path}", record.dtype, own_dtype, stored_name, advice)
         match.want(f"{name}/{path}", f"{source}/{path}", tensor, stored_name)
 
 
@@ -418,7 +423,8 @@ def _stored_names(name: str, path: str, layer: Layer, node: Node) -> Iterator[tu
     )
     if saved_values != own_values:
         raise KindMismatch(
-            name, *(f"{layer.kind} with {value[:_LONG]}" for value in (saved_values, own_values))
+            name,
+            *(f"{layer.kind} with {value[:_MOST_CHARS]}" for value in (saved_values, own_values)),
         )
     for attribute, part in layer.inner.items():
         inner_path = join(path, attribute)

@@ -18,7 +18,9 @@ from ckpt.state.tensors.layout import local
 from ckpt.state.walk.modules import canonical
 from ckpt.torch_private import has_hooks, use_count
 
-_WAY = "materialise the module first, with to_empty(device=...), and build its optimizer after that"
+_ADVICE = (
+    "materialise the module first, with to_empty(device=...), and build its optimizer after that"
+)
 
 
 def is_meta(value: object) -> bool:
@@ -66,7 +68,7 @@ class RealTensors:
         if not is_meta(tensor):
             return tensor
         if id(tensor) not in self._replacements:
-            self._replacements[id(tensor)] = (tensor, _real(name, tensor))
+            self._replacements[id(tensor)] = (tensor, _new_real_tensor(name, tensor))
         return self._replacements[id(tensor)][1]
 
     def change_places(self) -> None:
@@ -91,17 +93,17 @@ class RealTensors:
         ]
 
 
-def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _new_real_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a new replacement for ``tensor``, which is ``name`` in the state (see ``like``)."""
     if weakref.getweakrefs(tensor) or has_hooks(tensor):
         raise RestoreError(
             f"{name!r} is on the meta device and has hooks or weak references, which a real "
-            f"tensor would not take over: {_WAY}"
+            f"tensor would not take over: {_ADVICE}"
         )
     if _is_held(tensor):
         raise RestoreError(
             f"{name!r} is on the meta device, and a graph or a view of it is still alive, which a "
-            f"real tensor would not take over: let go of what was computed with it, or {_WAY}"
+            f"real tensor would not take over: let go of what was computed with it, or {_ADVICE}"
         )
     device = (
         torch.device(tensor.device_mesh.device_type)

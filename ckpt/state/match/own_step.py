@@ -36,8 +36,8 @@ def state_of_step(
     Raises:
         RestoreError: The step fails, or an attribute of the optimizer cannot be copied.
     """
-    kind = type(optimizer)
-    numbers = random.getstate()
+    optimizer_class = type(optimizer)
+    random_state = random.getstate()
     try:
         with torch.random.fork_rng():
             zeros = torch.zeros_like(parameter.detach())
@@ -45,12 +45,12 @@ def state_of_step(
             settings = {key: value for key, value in group.items() if key != "params"}
             stand_in, settings = stand_in_of(optimizer, settings)
             stand_in.param_groups = [{**settings, "params": [zeros]}]
-            kind.step(stand_in)
+            optimizer_class.step(stand_in)
     except Exception as error:  # An optimizer's code may raise anything
         raise RestoreError(
-            f"{name!r} is not there yet, and a step of {kind.__qualname__} that would make it "
-            f"fails ({error!r}): take one optimizer step before restoring"
+            f"{name!r} is not there yet, and a step of {optimizer_class.__qualname__} that would "
+            f"make it fails ({error!r}): take one optimizer step before restoring"
         ) from error
     finally:
-        random.setstate(numbers)
+        random.setstate(random_state)
     return dict(stand_in.state[zeros])

@@ -38,7 +38,7 @@ class Remaker:
         self._new_tensors: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
 
-    def order(self, node: Node, path: str = "") -> Callable[[], Any]:
+    def prepare(self, node: Node, path: str = "") -> Callable[[], Any]:
         """Make the tensors inside of ``node``, and request that they are read. Return a function
         that makes the value of ``node``, to be called after they were read.
 
@@ -49,20 +49,20 @@ class Remaker:
         """
         has_parts = False
 
-        def order(tag: str, inner: Mapping[str, Node]) -> object:
+        def prepare_tagged(tag: str, inner: Mapping[str, Node]) -> object:
             nonlocal has_parts
             has_parts = True
-            return self._order(path, tag, inner)
+            return self._prepare(path, tag, inner)
 
-        trials = [decode(node, order)]
+        values = [decode(node, prepare_tagged)]
         if has_parts:
-            trials.clear()
+            values.clear()
         # A value without tensors inside is made already. Each further call makes another one.
-        return lambda: trials.pop() if trials else decode(node, self.make)
+        return lambda: values.pop() if values else decode(node, self.make)
 
-    def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
+    def _prepare(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
         """Make the tensors inside of a node with a tag, and check that its value can be made.
-        ``decode`` calls this method, and ``order`` ignores the result.
+        ``decode`` calls this method, and ``prepare`` ignores the result.
         """
         if tag in ("module", "optimizer", "per_rank", "subclass"):
             raise KindMismatch(path, f"container with a {tag}", "plain value")
@@ -71,7 +71,7 @@ class Remaker:
             self._new_tensors[name] = self._empty(tensor_named(self._tensors, name))
             self._want(name, self._new_tensors[name])
         elif tag == "object":
-            decode(node["v"], partial(self._order, path))
+            decode(node["v"], partial(self._prepare, path))
         elif tag not in ("tensor", "array"):
             # Make the value on trial, so that a value that cannot be made raises an error now,
             # before the restore changes the state.

@@ -74,20 +74,20 @@ class SavedState:
             raise ManifestCorrupt("tree", "it is not an object")
         self._nodes: dict[str, Node] = {"": self._tree}
         self._children: dict[str, Mapping[str, Node]] = {}
-        self._own: dict[str, Node] = {}
+        self._adopted_nodes: dict[str, Node] = {}
         self._stored_names: dict[
             str, str
         ] = {}  # The tensors of dicts that ``adopt_dict`` has replaced
         self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
         equal = self.metadata.get(EQUAL)
-        self._equal: Mapping[str, Node] = equal if isinstance(equal, dict) else {}
+        self._equal_names: Mapping[str, Node] = equal if isinstance(equal, dict) else {}
 
     def bytes_of(self, stored_name: str) -> str:
         """Return the name that stands for all names with the bytes of the stored tensor
         ``stored_name``: those that are tied to it, and those that an import has found equal to it.
         """
         name = self.manifest.tied.get(stored_name, stored_name)
-        equal = self._equal.get(name, name)
+        equal = self._equal_names.get(name, name)
         return equal if isinstance(equal, str) else name
 
     @property
@@ -123,7 +123,7 @@ class SavedState:
         end = len(path)
         while end > 0:
             end = max(path.rfind("/", 0, end), 0)
-            if (node := self._of(path[:end]).get(path, ABSENT)) is not ABSENT:
+            if (node := self._children_of(path[:end]).get(path, ABSENT)) is not ABSENT:
                 return node
         return ABSENT
 
@@ -131,7 +131,7 @@ class SavedState:
         """Make ``node`` the content of the ``PerRank`` value at ``path``, so that the nodes inside
         of it are found by their names.
         """
-        self._own[path] = node
+        self._adopted_nodes[path] = node
         self._children.pop(path, None)
         self._nodes = {name: child for name, child in self._nodes.items() if child is not ABSENT}
 
@@ -181,9 +181,9 @@ class SavedState:
         """
         if not self._patterns.takes(name) or self._patterns.excludes(parameter):
             return True
-        return self._in_left(name) or self._in_left(parameter)
+        return self._is_in_left(name) or self._is_in_left(parameter)
 
-    def _in_left(self, name: str) -> bool:
+    def _is_in_left(self, name: str) -> bool:
         """Return True if the saved module around ``name`` lists ``name`` as left out."""
         path, node = self._container_with_tag(name, "module")
         return bool(path) and name[len(path) + 1 :] in node.get("left", ())
@@ -209,7 +209,7 @@ class SavedState:
         values = (
             [f"{path}/{fqn}" for fqn in node["values"]]
             if tag(node) == "module"
-            else list(self._of(path))
+            else list(self._children_of(path))
         )
         inner_names = {inner for name in values for inner in names_below(self.names, name)}
         tensors = [name for name in names_below(self.names, path) if name not in inner_names]
@@ -226,18 +226,18 @@ class SavedState:
                 below it.
             containers: The containers whose values were matched one by one.
         """
-        names = sorted(claims)
+        sorted_claims = sorted(claims)
 
-        def look(path: str) -> Iterator[str]:
+        def surplus_below(path: str) -> Iterator[str]:
             if path in claims:
                 return
-            if path and path not in containers and not _some_below(names, path):
+            if path and path not in containers and not _has_name_below(sorted_claims, path):
                 yield path
                 return
             for child in self._child_names(path):
-                yield from look(child)
+                yield from surplus_below(child)
 
-        return list(look(""))
+        return list(surplus_below(""))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -252,14 +252,14 @@ class SavedState:
             case "per_rank" | "tensor" | "array":
                 return ()
             case _:
-                return self._of(path).keys()
+                return self._children_of(path).keys()
 
-    def _of(self, path: str) -> Mapping[str, Node]:
+    def _children_of(self, path: str) -> Mapping[str, Node]:
         """Return the nodes of the children of the container at ``path``, by their full names."""
         children = self._children.get(path)
         if children is None:
             children = self._children[path] = dict(
-                _children(path, self._own.get(path, self.node(path)))
+                _children(path, self._adopted_nodes.get(path, self.node(path)))
             )
         return children
 
@@ -315,6 +315,7 @@ def is_mapping(node: Node) -> bool:
 
 
 def _children(path: str, node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield the full name and the node of each child of the container ``node`` at ``path``."""
     if isinstance(node, list):
         yield from ((join(path, str(index)), item) for index, item in enumerate(node))
     elif not isinstance(node, dict):
@@ -329,6 +330,6 @@ def _children(path: str, node: Node) -> Iterator[tuple[str, Node]]:
         yield from ((f"{path}/{fqn}", value) for fqn, value in node["values"].items())
 
 
-def _some_below(names: list[str], path: str) -> bool:
+def _has_name_below(names: list[str], path: str) -> bool:
     index = bisect_left(names, f"{path}/")
     return index < len(names) and names[index].startswith(f"{path}/")

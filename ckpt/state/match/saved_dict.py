@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
-_OWN: Final = ("params", "param_names")  # The keys of a group that are no settings
+_NAME_KEYS: Final = ("params", "param_names")  # The keys of a group that are no settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +58,26 @@ def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict
         groups = [{"params": [name], **settings} for name, settings in parts[_GROUPS].items()]
     else:
         return None
-    full = _full_names(parameters)
+    full_names = _full_names(parameters)
     tensors: dict[str, str] = {}
     values: dict[str, Node] = {}
     for name, entry in state.items():
         for key, value in entry.items():
-            place = join(f"{path}/{full.get(name, name)}", key)
+            value_name = join(f"{path}/{full_names.get(name, name)}", key)
             if isinstance(value, dict) and value.get("$") == "tensor":
-                tensors[place] = value["n"]
+                tensors[value_name] = value["n"]
             else:
-                values[place] = value
+                values[value_name] = value
     group_nodes = [
         {
-            "params": [full.get(name, name) for name in group["params"]],
-            "values": {key: value for key, value in group.items() if key not in _OWN},
+            "params": [full_names.get(name, name) for name in group["params"]],
+            "values": {key: value for key, value in group.items() if key not in _NAME_KEYS},
         }
         for group in groups
     ]
     keys = {
-        full.get(name, name): tuple(join("", key) for key in entry) for name, entry in state.items()
+        full_names.get(name, name): tuple(join("", key) for key in entry)
+        for name, entry in state.items()
     }
     order = KeyOrder.of(keys).node()
     return OptimizerDict(
@@ -122,10 +123,10 @@ def _full_names(parameters: Iterable[str]) -> dict[str, str]:
 
     A name of parameters of two modules is left out.
     """
-    full: dict[str, str] = {}
-    twice: set[str] = set()
+    full_names: dict[str, str] = {}
+    ambiguous_names: set[str] = set()
     for name in parameters:
         short = name.rpartition("/")[2]
-        if full.setdefault(short, name) != name:
-            twice.add(short)
-    return {short: name for short, name in full.items() if short not in twice}
+        if full_names.setdefault(short, name) != name:
+            ambiguous_names.add(short)
+    return {short: name for short, name in full_names.items() if short not in ambiguous_names}

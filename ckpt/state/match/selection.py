@@ -112,13 +112,14 @@ class RenameRules:
         for rule in self.rules:
             if (source := rule.apply(name)) is not None:
                 return source, rule.pattern
-        return (name if self.function is None else _call(self.function, name)), None
+        return (name if self.function is None else _call_rename(self.function, name)), None
 
 
 NO_RENAME: Final = RenameRules()
 
 
 def _rule(name: Any, source: Any) -> _Rule:
+    """Return the rule from the pattern ``name`` to ``source``, as the user gave them."""
     if not (
         isinstance(name, str) and isinstance(source, str) and name.strip("/") and source.strip("/")
     ):
@@ -135,7 +136,7 @@ def _rule(name: Any, source: Any) -> _Rule:
     return _Rule(name, re.compile(f"{text}(/.*)?", re.DOTALL), tuple(source.rstrip("/").split("*")))
 
 
-def _call(function: Callable[[str], str], name: str) -> str:
+def _call_rename(function: Callable[[str], str], name: str) -> str:
     try:
         source = function(name)
     except Exception as error:

@@ -42,21 +42,23 @@ class TensorSink:
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
         self._leaves = leaves
-        self._conversions = [
+        self._conversion_flags = [
             str(target.dtype) != f"torch.{leaf.dtype}"
             for leaf, target in zip(leaves, targets, strict=True)
         ]
-        self._locals = [
+        self._local_tensors = [
             [
                 memory.detach() if is_converted else copyable(memory.detach(), leaf.dtype)
                 for memory in memories(target, leaf.boxes)
             ]
-            for leaf, target, is_converted in zip(leaves, targets, self._conversions, strict=True)
+            for leaf, target, is_converted in zip(
+                leaves, targets, self._conversion_flags, strict=True
+            )
         ]
-        self._overflows: set[int] = set()  # Indices of targets
-        # The result of ``_memory`` for each (leaf, piece) for which it was called
-        self._memories: dict[tuple[int, int], memoryview | None] = {}
-        all_devices = {memory.device for memories in self._locals for memory in memories}
+        self._overflow_indices: set[int] = set()  # Indices of targets
+        # The result of ``_direct_memory`` for each (leaf, piece) for which it was called
+        self._direct_memories: dict[tuple[int, int], memoryview | None] = {}
+        all_devices = {memory.device for memories in self._local_tensors for memory in memories}
         devices = [device for device in all_devices if device.type != "cpu"]
         refuse_capture(devices, "restore")
         drain(devices)
@@ -69,7 +71,7 @@ class TensorSink:
     @property
     def overflow_names(self) -> list[str]:
         """The tensors that got a value beyond the range of their dtype."""
-        return sorted(self._leaves[index].name for index in self._overflows)
+        return sorted(self._leaves[index].name for index in self._overflow_indices)
 
     def direct(self, read: ChunkRead) -> memoryview | None:
         """Return the memory of the target that the chunk fills, or None if the chunk cannot be read
@@ -79,24 +81,24 @@ class TensorSink:
             return None
         target = read.targets[0]
         piece = (target.leaf, target.piece)
-        if piece not in self._memories:
-            self._memories[piece] = self._memory(*piece)
-        memory, itemsize = self._memories[piece], self._leaves[target.leaf].itemsize
+        if piece not in self._direct_memories:
+            self._direct_memories[piece] = self._direct_memory(*piece)
+        memory, itemsize = self._direct_memories[piece], self._leaves[target.leaf].itemsize
         start = flat_start(read.box, self._leaves[target.leaf].boxes[target.piece])
         if memory is None or start is None or read.box.numel * itemsize != read.nbytes:
             return None
         view = memory[start * itemsize : start * itemsize + read.nbytes]
         return view if view.nbytes == read.nbytes else None
 
-    def _memory(self, leaf: int, piece: int) -> memoryview | None:
+    def _direct_memory(self, leaf: int, piece: int) -> memoryview | None:
         """Return the memory of box number ``piece`` of target number ``leaf`` as bytes.
 
         Return None if saved bytes cannot go there unchanged. This is so if the memory is not
         contiguous host memory, if the target has another dtype than the saved data, or if the
         target is a lazily conjugated or negated view.
         """
-        tensor = self._locals[leaf][piece]
-        if self._conversions[leaf] or not tensor.is_cpu or not tensor.is_contiguous():
+        tensor = self._local_tensors[leaf][piece]
+        if self._conversion_flags[leaf] or not tensor.is_cpu or not tensor.is_contiguous():
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None
@@ -121,7 +123,7 @@ class TensorSink:
         for index, target in enumerate(read.targets):
             # A conversion needs the values in their own dtype. For some dtypes, ``plain`` has an
             # integer dtype, which is enough for copies.
-            is_converted = self._conversions[target.leaf]
+            is_converted = self._conversion_flags[target.leaf]
             chunk = (
                 raw.view(getattr(torch, read.dtype)).view(read.box.shape) if is_converted else plain
             )
@@ -130,12 +132,12 @@ class TensorSink:
             with use_stream(self._streams.get(region.device)):
                 region.copy_(part)
             if is_converted and overflows(part, region.dtype):
-                self._overflows.add(target.leaf)
+                self._overflow_indices.add(target.leaf)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
         """Return a view of the memory that target number ``index`` of ``read`` describes."""
         target = read.targets[index]
-        tensor = self._locals[target.leaf][target.piece]
+        tensor = self._local_tensors[target.leaf][target.piece]
         box = self._leaves[target.leaf].boxes[target.piece]
         return tensor if target.part == box else tensor[target.part.relative_to(box).slices()]
 

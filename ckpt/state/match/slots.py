@@ -119,10 +119,10 @@ class Holders:
             for group in optimizer.param_groups:
                 for key, value in group.items():
                     if key != "params":
-                        self._look(value, in_group(group, key))
+                        self._add_value(value, in_group(group, key))
             for parameter, values in keeper_of(path, optimizer).state.items():
                 for key, value in values.items() if isinstance(values, Mapping) else ():
-                    self._look(value, in_state(optimizer, parameter, key))
+                    self._add_value(value, in_state(optimizer, parameter, key))
 
     def of(self, tensor: torch.Tensor) -> set[Hashable]:
         """Return the places with the storage of ``tensor``. The place None stands for a tensor that
@@ -130,7 +130,7 @@ class Holders:
         """
         return self._places.get(_storage(tensor), set())
 
-    def _look(self, value: Any, place: Hashable) -> None:
+    def _add_value(self, value: Any, place: Hashable) -> None:
         if isinstance(value, torch.Tensor):
             self._add(value, place)
         for tensor in _tensors_in(value):

@@ -96,8 +96,8 @@ def holds_names(target: Any) -> bool:
 
 
 _SHARED_MEMORY: Final = "shares a part of its memory with another tensor of the target"
-_ELEMENTS: Final = "has elements in the target that share their memory"
-_WAY: Final = "give each of them memory of its own"
+_SHARED_ELEMENTS: Final = "has elements in the target that share their memory"
+_OWN_MEMORY_ADVICE: Final = "give each of them memory of its own"
 
 
 def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None] | None:
@@ -113,12 +113,12 @@ def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None
     """
     copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for name, target in zip(names, targets, strict=True):
-        if isinstance(target, LocalShards) and any(map(_meets_itself, target.tensors)):
-            raise RestoreError(f"{name!r} {_ELEMENTS}: {_WAY}")
+        if isinstance(target, LocalShards) and any(map(_may_overlap_itself, target.tensors)):
+            raise RestoreError(f"{name!r} {_SHARED_ELEMENTS}: {_OWN_MEMORY_ADVICE}")
     for index, target in find_overlaps(targets):
-        targets[index] = read = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-        copies.append((names[index], target, read))
-    return partial(_put, copies) if copies else None
+        targets[index] = copy = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        copies.append((names[index], target, copy))
+    return partial(_copy_back, copies) if copies else None
 
 
 def find_overlaps(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
@@ -135,21 +135,27 @@ def find_overlaps(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
             if memory.numel() and memory.data_ptr():  # Tensors without memory have the address 0
                 by_memory.setdefault(memory_of(target), []).append((index, memory))
     groups = list(by_memory.values())
-    first_ones = [memory for (_, memory), *_ in groups]
+    memories = [memory for (_, memory), *_ in groups]
     ranges = sorted(
-        (str(memory.device), *_range(memory), number) for number, memory in enumerate(first_ones)
+        (str(memory.device), *_address_range(memory), number)
+        for number, memory in enumerate(memories)
     )
-    numbers = {number for number, memory in enumerate(first_ones) if _meets_itself(memory)}
-    place, end, last = "", 0, -1
+    overlap_numbers = {
+        number for number, memory in enumerate(memories) if _may_overlap_itself(memory)
+    }
+    last_device, last_stop, last_number = "", 0, -1
+    # Of the ranges so far on a device, ``last_stop`` is the largest end, that of ``last_number``.
     for device, start, stop, number in ranges:
-        if device == place and start < end:
-            numbers |= {number, last}
-        if device != place or stop > end:
-            place, end, last = device, stop, number
-    return sorted((pair for number in numbers for pair in groups[number]), key=itemgetter(0))
+        if device == last_device and start < last_stop:
+            overlap_numbers |= {number, last_number}
+        if device != last_device or stop > last_stop:
+            last_device, last_stop, last_number = device, stop, number
+    return sorted(
+        (pair for number in overlap_numbers for pair in groups[number]), key=itemgetter(0)
+    )
 
 
-def _meets_itself(memory: torch.Tensor) -> bool:
+def _may_overlap_itself(memory: torch.Tensor) -> bool:
     """Return True if two elements of ``memory`` may share memory.
 
     The result is False if the stride of each dimension exceeds the extent of all dimensions with
@@ -166,29 +172,29 @@ def _meets_itself(memory: torch.Tensor) -> bool:
     return False
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
+def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of the first byte of ``tensor``, and the address behind its last byte."""
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.itemsize
 
 
-def _put(copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+def _copy_back(copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
     """Copy the values that were read into the targets, and check after all copies that each target
     has its values.
 
     ``copies`` has the name of each target, the target, and the tensor with the values for it.
     """
-    for _, target, read in copies:
+    for _, target, copy in copies:
         dtype = str(target.dtype).removeprefix("torch.")
         view = _without_repeats(copyable(target.detach(), dtype))
-        view.copy_(copyable(read, dtype)[tuple(map(slice, view.shape))])
-    for name, target, read in copies:
-        if not torch.equal(_bytes(target), _bytes(read)):
+        view.copy_(copyable(copy, dtype)[tuple(map(slice, view.shape))])
+    for name, target, copy in copies:
+        if not torch.equal(_bytes(target), _bytes(copy)):
+            problem = _SHARED_ELEMENTS if _may_overlap_itself(target) else _SHARED_MEMORY
             raise RestoreError(
-                f"{name!r} {_ELEMENTS if _meets_itself(target) else _SHARED_MEMORY}, and the saved "
-                "values "
-                f"differ: {_WAY}. Do not train on with this state"
+                f"{name!r} {problem}, and the saved values differ: {_OWN_MEMORY_ADVICE}. Do not "
+                "train on with this state"
             )
 
 

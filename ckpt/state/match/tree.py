@@ -92,7 +92,7 @@ class StateTree:
         self._by_name, self._safe = by_name, safe
         self._has_names = parameter_names and not by_name
         self._names = sorted(manifest.tensor_map())
-        self._modules: list[str] = []
+        self._module_paths: list[str] = []
         self.notes = Notes()
 
     def build(self) -> dict[str, Any]:
@@ -106,26 +106,27 @@ class StateTree:
         if not isinstance(tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
         with check_structure("tree"):
-            self._modules = sorted(_modules(tree, ""), key=len, reverse=True)
-            state = self._node(tree, "")
+            self._module_paths = sorted(_find_modules(tree, ""), key=len, reverse=True)
+            state = self._convert(tree, "")
         return {} if state is _ABSENT else state
 
-    def _node(self, node: Node, path: str) -> Any:
+    def _convert(self, node: Node, path: str) -> Any:
+        """Return the value of a node in the nested state; ``_ABSENT`` if nothing is included."""
         match node:
             case list():
                 return self._present_items(
-                    [self._node(item, join(path, str(i))) for i, item in enumerate(node)], path
+                    [self._convert(item, join(path, str(i))) for i, item in enumerate(node)], path
                 )
             case {"$": str(tag)}:
-                return self._value_of_tag(tag, node, path)
+                return self._convert_tagged(tag, node, path)
             case dict():
                 return self._mapping(
-                    {key: self._node(item, join(path, key)) for key, item in node.items()}, path
+                    {key: self._convert(item, join(path, key)) for key, item in node.items()}, path
                 )
             case _:
                 return self._plain(node, path)
 
-    def _value_of_tag(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
+    def _convert_tagged(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
         match tag:
             case "tensor":
                 return self._tensor(node["n"])
@@ -138,22 +139,23 @@ class StateTree:
             case "optimizer":
                 return self._optimizer(node, path)
             case "object":
-                return self._node(node["v"], path)
+                return self._convert(node["v"], path)
             case "per_rank":
                 return self._per_rank(path)
             case "dict" | "OrderedDict" | "Counter":
                 pairs = {
-                    key: self._node(item, join(path, key))
+                    key: self._convert(item, join(path, key))
                     for key, item in ((decode(key, torch_value), item) for key, item in node["v"])
                 }
                 mapping = self._mapping(pairs, path, _MAPPINGS[tag])
                 if "m" in node and isinstance(mapping, OrderedDict):
-                    versions = self._node(node["m"], join(path, VERSIONS))
+                    versions = self._convert(node["m"], join(path, VERSIONS))
                     vars(mapping).update({} if versions is _ABSENT else {VERSIONS: versions})
                 return mapping
             case "tuple":
                 items = self._present_items(
-                    [self._node(item, join(path, str(i))) for i, item in enumerate(node["v"])], path
+                    [self._convert(item, join(path, str(i))) for i, item in enumerate(node["v"])],
+                    path,
                 )
                 return items if items is _ABSENT else tuple(items)
             case _:
@@ -169,7 +171,7 @@ class StateTree:
         return self._make(name)
 
     def _subclass(self, node: Mapping[str, Node], path: str) -> Any:
-        inner = {key: self._node(item, join(path, key)) for key, item in node["inner"].items()}
+        inner = {key: self._convert(item, join(path, key)) for key, item in node["inner"].items()}
         tensors = self._mapping(inner, path)
         if tensors is not _ABSENT:
             was = f"a {node['class']}: a dict of the tensors inside of it now"
@@ -204,7 +206,7 @@ class StateTree:
         values: list[Any] = []
         for rank in range(self._manifest.world_size):
             tree = parse(self._manifest.per_rank[str(rank)], "per_rank")
-            values.append(self._node(tree[path], path))
+            values.append(self._convert(tree[path], path))
         items = self._present_items(values, path)
         if items is not _ABSENT:
             ranks = "each rank" if len(values) == 1 else f"each of {len(values)} ranks"
@@ -223,13 +225,13 @@ class StateTree:
             for name in names_below(self._names, path)
             if name not in inner_names
         }
-        entries |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
+        entries |= {fqn: self._convert(item, f"{path}/{fqn}") for fqn, item in values.items()}
         mapping = self._mapping(entries, path, OrderedDict)
         if isinstance(mapping, OrderedDict) and "versions" in node:
             versions = decode(node["versions"], torch_value)
             vars(mapping)[VERSIONS] = {
                 name: dict(versions.get(name, FIRST_VERSION))
-                for name in sorted({*_owners(mapping), *versions})
+                for name in sorted({*_module_names(mapping), *versions})
             }
         return mapping
 
@@ -237,56 +239,62 @@ class StateTree:
         value_nodes: Mapping[str, Node] = node["state"]
         state: dict[Any, Any] = {}
         groups: list[Any] = []
-        paths: dict[str, Any] = {}
-        numbers, plain = count(), sorted(value_nodes)
+        id_by_parameter: dict[str, Any] = {}
+        numbers, value_names = count(), sorted(value_nodes)
         order = KeyOrder.from_node(node)
         for index, group in enumerate(node["groups"]):
             ids: list[Any] = []
-            names = [self._parameter(parameter) for parameter in group["params"]]
+            names = [self._parameter_name(parameter) for parameter in group["params"]]
             for parameter, name, number in zip(group["params"], names, numbers, strict=False):
                 ids.append(name if self._by_name else number)
                 prefix = f"{path}/{parameter}"
                 entries: dict[str | int, Any] = {
-                    unescape(full[len(prefix) + 1 :]): self._tensor(full)
-                    for full in names_below(self._names, prefix)
-                    if "/" not in full[len(prefix) + 1 :]
+                    unescape(full_name[len(prefix) + 1 :]): self._tensor(full_name)
+                    for full_name in names_below(self._names, prefix)
+                    if "/" not in full_name[len(prefix) + 1 :]
                 }
                 entries |= {
-                    unescape(full[len(prefix) + 1 :]): self._node(value_nodes[full], full)
-                    for full in names_below(plain, prefix)
+                    unescape(full_name[len(prefix) + 1 :]): self._convert(
+                        value_nodes[full_name], full_name
+                    )
+                    for full_name in names_below(value_names, prefix)
                 }
                 keys = in_order(entries, order.of_parameter(parameter), partial(join, ""))
                 entry = self._mapping({key: entries[key] for key in keys}, path)
                 if entry is not _ABSENT and entry:
                     state[ids[-1]] = entry
-                    paths[parameter] = ids[-1]
-            values = self._node(group["values"], f"{path}/param_groups/{index}")
+                    id_by_parameter[parameter] = ids[-1]
+            values = self._convert(group["values"], f"{path}/param_groups/{index}")
             name_list = {"param_names": names} if self._has_names else {}
             if values is not _ABSENT:
                 groups.append({**values, "params": ids, **name_list})
-        state = {paths[p]: state[paths[p]] for p in in_order(paths, order.parameters, str)}
+        state = {
+            id_by_parameter[parameter]: state[id_by_parameter[parameter]]
+            for parameter in in_order(id_by_parameter, order.parameters, str)
+        }
         if not state and not groups:
             return _ABSENT
         optimizer = {"state": state, "param_groups": groups} if groups else {"state": state}
-        settings = self._node(node.get("values", {}), f"{path}/values")
+        settings = self._convert(node.get("values", {}), f"{path}/values")
         return optimizer if settings is _ABSENT else {**optimizer, **settings}
 
-    def _parameter(self, path: str) -> str:
+    def _parameter_name(self, path: str) -> str:
         """Return the name of a parameter within its module if the state has only one module, else
         its path.
         """
-        if len(self._modules) == 1 and path.startswith(f"{self._modules[0]}/"):
-            return path[len(self._modules[0]) + 1 :]
+        if len(self._module_paths) == 1 and path.startswith(f"{self._module_paths[0]}/"):
+            return path[len(self._module_paths[0]) + 1 :]
         return path
 
 
-def _owners(fqns: Iterable[str]) -> set[str]:
+def _module_names(fqns: Iterable[str]) -> set[str]:
     """Return the names of the modules that the entries ``fqns`` are in, at any depth."""
     parts = [fqn.split(".")[:-1] for fqn in fqns]
     return {".".join(names[:depth]) for names in parts for depth in range(len(names) + 1)}
 
 
-def _modules(node: Node, path: str) -> list[str]:
+def _find_modules(node: Node, path: str) -> list[str]:
+    """Return the paths of the saved modules in ``node``, which is at ``path``."""
     match node:
         case {"$": "module"}:
             return [path]
@@ -296,13 +304,13 @@ def _modules(node: Node, path: str) -> list[str]:
             return [
                 module_path
                 for key, item in node.items()
-                for module_path in _modules(item, join(path, key))
+                for module_path in _find_modules(item, join(path, key))
             ]
         case list():
             return [
                 module_path
                 for i, item in enumerate(node)
-                for module_path in _modules(item, join(path, str(i)))
+                for module_path in _find_modules(item, join(path, str(i)))
             ]
         case _:
             return []

@@ -9,7 +9,7 @@ import torch
 
 from ckpt.errors import UnsupportedValue
 
-_CLASSES: Final = (np.ndarray, np.memmap)
+_SUPPORTED_CLASSES: Final = (np.ndarray, np.memmap)
 
 
 def tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
@@ -27,7 +27,7 @@ def tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
         raise UnsupportedValue(
             path, "masked array", "save its data and its mask as arrays of their own"
         )
-    if type(array) not in _CLASSES:
+    if type(array) not in _SUPPORTED_CLASSES:
         raise UnsupportedValue(
             path,
             f"NumPy array of the class {type(array).__qualname__}",

@@ -12,7 +12,8 @@ from ckpt.errors import ConfigError
 from ckpt.model.box import Box
 from ckpt.state.tensors.local_shards import LocalShards
 
-_MARK: Final = "_ckpt_part"
+_DECLARATION: Final = "_ckpt_part"
+"""The attribute of a tensor with its declaration."""
 
 
 class DeclaredPart(NamedTuple):
@@ -31,7 +32,7 @@ class DeclaredPart(NamedTuple):
     replicas: tuple[int, ...]
 
     @property
-    def is_here(self) -> bool:
+    def has_elements(self) -> bool:
         """True if the box has any elements."""
         return 0 not in self.own_shape
 
@@ -56,7 +57,7 @@ class DeclaredPart(NamedTuple):
                 f"{name!r} has the shape {list(memory.shape)}, and had {list(self.own_shape)} "
                 "when declare_part() was called: call it again"
             )
-        shards = [(self.offsets, memory)] if self.is_here else []
+        shards = [(self.offsets, memory)] if self.has_elements else []
         return LocalShards(self.shape, shards, self.replicas, dtype=memory.dtype)
 
 
@@ -89,18 +90,18 @@ def declare_part(
             f"{list(shape)}"
         )
     part = DeclaredPart(tuple(shape), box.offsets, box.shape, tuple(sorted(set(replicas))))
-    setattr(tensor, _MARK, part)
+    setattr(tensor, _DECLARATION, part)
 
 
 def declaration_of(value: Any) -> DeclaredPart | None:
     """Return the declaration that ``declare_part`` has attached to ``value``, or None if there is
     none.
     """
-    return getattr(value, _MARK, None) if isinstance(value, torch.Tensor) else None
+    return getattr(value, _DECLARATION, None) if isinstance(value, torch.Tensor) else None
 
 
 def declarations(tensors: Iterable[torch.Tensor]) -> list[DeclaredPart | None]:
     """Return ``declaration_of(tensor)`` for each of ``tensors``. The call is fast for thousands of
     tensors.
     """
-    return list(map(getattr, tensors, repeat(_MARK), repeat(None)))
+    return list(map(getattr, tensors, repeat(_DECLARATION), repeat(None)))

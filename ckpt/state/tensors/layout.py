@@ -60,7 +60,8 @@ def held_in(tensor: torch.Tensor) -> torch.Tensor:
     return wait_for(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
-def _parts(source: Source) -> tuple[torch.Tensor, ...]:
+def _tensors_of(source: Source) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with the parts of ``LocalShards``, or a tensor itself."""
     return source.tensors if isinstance(source, LocalShards) else (source,)
 
 
@@ -69,10 +70,11 @@ def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
 
     ``boxes`` must be those of the leaf that ``leaf_of`` makes of ``source``.
     """
-    return _in_boxes(tuple(map(local, _parts(source))), boxes)
+    return _in_boxes(tuple(map(local, _tensors_of(source))), boxes)
 
 
 def _in_boxes(tensors: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+    """Return a tensor for each of ``boxes``. One local tensor may hold several boxes."""
     if len(boxes) == len(tensors):
         return tensors
     (whole,) = tensors
@@ -107,8 +109,8 @@ class Form(NamedTuple):
 
 def form_of(source: Source) -> Form:
     """Return the form that ``source`` has now."""
-    parts = _parts(source)
-    signature = tuple(_format(held_in(part)) for part in parts)
+    parts = _tensors_of(source)
+    signature = tuple(_memory_format(held_in(part)) for part in parts)
     wrapper: torch.Tensor | None = None
     if isinstance(source, LocalShards):
         signature += (source.dtype, source.shape, source.boxes, source.replicas)
@@ -118,7 +120,8 @@ def form_of(source: Source) -> Form:
     return Form(signature, tuple(local(part).detach() for part in parts), wrapper)
 
 
-def _format(tensor: torch.Tensor) -> Hashable:
+def _memory_format(tensor: torch.Tensor) -> Hashable:
+    """Return a value that is equal for two local tensors whose memory has the same format."""
     shape = None if tensor.is_nested else tensor.shape  # A nested tensor has no shape
     kind = None if is_plain(tensor) else type(tensor)
     return (tensor.dtype, shape, tensor.device, tensor.layout, kind, order_of(tensor))
@@ -134,10 +137,13 @@ def order_of(memory: torch.Tensor) -> tuple[int, ...]:
     """
     if not is_plain(memory) or memory.layout is not torch.strided or memory.is_nested:
         return ()
-    steps = [(stride, n > 1) for stride, n in zip(memory.stride(), memory.shape, strict=True)]
-    if all(map(ge, steps, steps[1:])) or memory.numel() < 2 or is_expanded(memory):
+    ranking = [
+        (stride, length > 1) for stride, length in zip(memory.stride(), memory.shape, strict=True)
+    ]
+    is_row_major = all(map(ge, ranking, ranking[1:]))
+    if is_row_major or memory.numel() < 2 or is_expanded(memory):
         return ()
-    return tuple(sorted(range(len(steps)), key=steps.__getitem__, reverse=True))
+    return tuple(sorted(range(len(ranking)), key=ranking.__getitem__, reverse=True))
 
 
 def is_expanded(memory: torch.Tensor) -> bool:
@@ -261,6 +267,7 @@ def boxes_of(name: str, tensor: DTensor, rank: int | None = None) -> tuple[Box, 
         coordinate = tensor.device_mesh.get_coordinate()
     else:
         places = (ranks_of_mesh(tensor.device_mesh) == rank).nonzero().tolist()
+        # The first index is that of a mesh beside others (see ``ranks_of_mesh``).
         coordinate = places[0][1:] if places else None
     return tuple(cut_boxes(tensor.shape, _cuts(name, tensor, coordinate))) if coordinate else ()
 
@@ -417,7 +424,7 @@ def _ranks_at(
     has the other ranks in ``unit_ranks`` that have these coordinates in the wider mesh.
     """
     mesh = tensor.device_mesh
-    own = (
+    own_mesh_ranks = (
         mesh.mesh[tuple(coordinates.get(dim, slice(None)) for dim in range(mesh.ndim))]
         .flatten()
         .tolist()
@@ -429,13 +436,14 @@ def _ranks_at(
             coordinates.get(names.index(name), slice(None)) if name in names else slice(None)
             for name in root_names
         )
-        wider = set(root.mesh[index].flatten().tolist()) & set(unit_ranks)
-        if wider.issuperset(own):
-            return tuple(sorted(wider))
-    return tuple(sorted(own))
+        wider_ranks = set(root.mesh[index].flatten().tolist()) & set(unit_ranks)
+        if wider_ranks.issuperset(own_mesh_ranks):
+            return tuple(sorted(wider_ranks))
+    return tuple(sorted(own_mesh_ranks))
 
 
 def _cuts(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[Cut]:
+    """Yield the cuts of a DTensor for the rank at ``coordinate`` of its mesh."""
     for dim, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
         parts = tensor.device_mesh.size(dim)
         match placement:

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
         fqn: The parameter's key in the module. Two pieces without elements may differ only in it.
         shape: The shape of the whole parameter.
         start: The index of the range's first element in the flattened parameter.
-        at: The index of the range's first element in the flat memory.
+        flat_start: The index of the range's first element in the flat memory.
         length: The number of elements in the range; 0 if this rank holds none.
         size: The number of elements of the flat memory.
         replicas: The ranks that hold the same piece.
@@ -48,13 +48,13 @@ class Piece(NamedTuple):
     fqn: str
     shape: tuple[int, ...]
     start: int
-    at: int
+    flat_start: int
     length: int
     size: int
     replicas: tuple[int, ...]
 
     @property
-    def is_here(self) -> bool:
+    def has_elements(self) -> bool:
         """True if this rank holds any element of the parameter."""
         return self.length > 0
 
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
         """
         if not self.fits(memory):
             raise gathered_error(name)
-        part = memory[self.at : self.at + self.length]
+        part = memory[self.flat_start : self.flat_start + self.length]
         return LocalShards.of_range(self.shape, self.start, part, self.replicas)
 
 
@@ -105,9 +105,11 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
     empty if the module has no FSDP1 wrapper.
     """
     flats: dict[int, Flat] = {}
-    for lead, wrapper, handle in _handles(module):
+    for key_prefix, wrapper, handle in _handles(module):
         if (flat := fsdp1_flat(handle)) is not None:
-            flats.update(_flats(lead, wrapper, flat, is_sharded=handle.uses_sharded_strategy))
+            flats.update(
+                _flat_tensors(key_prefix, wrapper, flat, is_sharded=handle.uses_sharded_strategy)
+            )
     return flats
 
 
@@ -115,8 +117,8 @@ def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
     """Yield the keys of those parameters that FSDP1 has flattened and that were DTensors before, as
     ``parallelize_module`` makes them.
     """
-    for lead, _, handle in _handles(module):
-        yield from (f"{lead}{fqn}" for fqn in fsdp1_over_dtensors(handle))
+    for key_prefix, _, handle in _handles(module):
+        yield from (f"{key_prefix}{fqn}" for fqn in fsdp1_over_dtensors(handle))
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -131,11 +133,11 @@ def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
     The result has the ranks of the wrapper's process group. With hybrid sharding, it has all ranks
     of the job instead, if shards and copies together occupy all of them.
     """
-    ranks, copies = _groups(wrapper)
+    ranks, copies = _rank_groups(wrapper)
     rank = torch.distributed.get_rank()
     is_first = rank == ranks[0] and (not copies or rank == copies[0])
-    every = tuple(range(torch.distributed.get_world_size()))
-    return (every if len(ranks) * len(copies) == len(every) else ranks), is_first
+    all_ranks = tuple(range(torch.distributed.get_world_size()))
+    return (all_ranks if len(ranks) * len(copies) == len(all_ranks) else ranks), is_first
 
 
 def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
@@ -158,11 +160,11 @@ def check_hooks(path: str, module: nn.Module, state: Mapping[str, Any]) -> None:
         hooks = [hook for hook in module_hooks(child, "state_dict") if not _is_of_torch(hook)]
         prefix = f"{name}." if name else ""
         entries = {key: value for key, value in state.items() if hooks and key.startswith(prefix)}
-        outcome = OrderedDict(entries)
+        hooked_entries = OrderedDict(entries)
         with suppress(Exception):  # A hook that converts tensors may need them whole
             for hook in hooks:
-                hook(child, outcome, prefix, {"version": version_of(child)})
-        for key, value in outcome.items():
+                hook(child, hooked_entries, prefix, {"version": version_of(child)})
+        for key, value in hooked_entries.items():
             if key not in entries and not isinstance(value, torch.Tensor):
                 raise UnsupportedValue(
                     f"{path}/{key.replace(f'{_WRAPPER_NAME}.', '')}",
@@ -195,29 +197,31 @@ def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
             yield f"{name}.{_WRAPPER_NAME}." if name else f"{_WRAPPER_NAME}.", wrapper, handle
 
 
-def _flats(
-    lead: str, wrapper: Any, flat: FlatParameter, *, is_sharded: bool
+def _flat_tensors(
+    key_prefix: str, wrapper: Any, flat: FlatParameter, *, is_sharded: bool
 ) -> Iterator[tuple[int, Flat]]:
     """Yield the identity of each tensor of the flat parameter ``flat``, with the pieces in it.
-    ``lead`` is the prefix of the keys of its parameters.
+    ``key_prefix`` is the prefix of the keys of its parameters.
     """
-    ranks, copies = _groups(wrapper)
+    ranks, copies = _rank_groups(wrapper)
     replicas = copies if is_sharded else ranks
     if flat.size is None:
         for parameter, part in zip(flat.tensors, flat.parts, strict=True):
             fqn, shape, start, _, length = part
-            piece = Piece(f"{lead}{fqn}", shape, start, 0, length, length, replicas)
+            piece = Piece(f"{key_prefix}{fqn}", shape, start, 0, length, length, replicas)
             yield id(parameter), {"": piece}
         return
     pieces: dict[str, Piece] = {}
     for fqn, shape, start, position, length in flat.parts:
-        key = f"{lead}{fqn}"
+        key = f"{key_prefix}{fqn}"
         pieces[key] = Piece(key, shape, start, position, length, flat.size, replicas)
-    pieces |= {f"{lead}{name}": pieces[f"{lead}{target}"] for name, target in flat.ties.items()}
+    pieces |= {
+        f"{key_prefix}{name}": pieces[f"{key_prefix}{target}"] for name, target in flat.ties.items()
+    }
     yield id(flat.tensors[0]), pieces
 
 
-def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _rank_groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks of the process group of an FSDP1 wrapper, and the ranks that hold the same
     shard as this rank (empty without hybrid sharding).
     """

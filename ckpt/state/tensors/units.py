@@ -50,6 +50,7 @@ def units_of(module: nn.Module) -> Callable[[str], Unit]:
     units = dict(_walk(module, "", Unit(), {}))
 
     def unit(key: str) -> Unit:
+        # Go outwards to the innermost module in ``units``. The outermost one has the key "".
         while key and (key := key.rpartition(".")[0]) not in units:
             pass
         return units[key]
@@ -69,11 +70,11 @@ def _walk(
     children: Mapping[str, nn.Module | None] = module._modules
     # A list with None in some places may hold modules that are on this rank alone. Other ranks may
     # have the modules for these places.
-    sparse = isinstance(module, nn.ModuleList | nn.ModuleDict) and None in children.values()
+    is_sparse = isinstance(module, nn.ModuleList | nn.ModuleDict) and None in children.values()
     for name, child in children.items():
         if child is not None:
-            inner = f"{path}.{name}" if path else name
-            yield from _walk(child, inner, Unit() if sparse else unit, units)
+            inner_path = f"{path}.{name}" if path else name
+            yield from _walk(child, inner_path, Unit() if is_sparse else unit, units)
 
 
 def _own_unit(module: nn.Module, units: dict[int, Unit]) -> Unit | None:
@@ -104,7 +105,7 @@ def _own_unit(module: nn.Module, units: dict[int, Unit]) -> Unit | None:
     if not (groups := fsdp2_groups(module)):
         return None
     if id(groups[0]) not in units:
-        places = [
+        mesh_coordinates = [
             getattr(group.mesh_info, f"{kind}_mesh_rank", 0)
             for group in groups
             for kind in ("shard", "replicate")
@@ -112,5 +113,7 @@ def _own_unit(module: nn.Module, units: dict[int, Unit]) -> Unit | None:
         ignored_tensors = [
             parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)
         ]
-        units[id(groups[0])] = Unit((), not any(places), frozenset(map(id, ignored_tensors)))
+        units[id(groups[0])] = Unit(
+            (), not any(mesh_coordinates), frozenset(map(id, ignored_tensors))
+        )
     return units[id(groups[0])]

@@ -38,7 +38,7 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
     """
     if type(value) in PLAIN or not isinstance(value, torch.Tensor):
         return False
-    return _flattens(type(held_in(value)))
+    return _is_wrapper_class(type(held_in(value)))
 
 
 def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
@@ -49,11 +49,11 @@ def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
         return
     kinds = set[type](map(type, tensors))
     kinds.update(type(tensor._local_tensor) for tensor in tensors if isinstance(tensor, DTensor))
-    if any(_flattens(kind) for kind in kinds if kind is not DTensor):
+    if any(_is_wrapper_class(kind) for kind in kinds if kind is not DTensor):
         yield from (index for index, tensor in enumerate(tensors) if is_wrapper(tensor))
 
 
-def _flattens(kind: type) -> bool:
+def _is_wrapper_class(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -162,7 +162,7 @@ class WrapperParts:
                 the inner tensors belong to this rank.
         """
         if isinstance(self.tensor, DTensor):
-            return _sharded(self.name, self.tensor, self.layer, ranks)
+            return _shard_sources(self.name, self.tensor, self.layer, ranks)
         return {path: InnerTensor(leaf, ranks) for path, leaf in self.layer.leaves()}
 
 
@@ -175,7 +175,7 @@ def take_apart(name: str, tensor: torch.Tensor) -> WrapperParts:
             or metadata with a value that is not plain.
     """
     part = held_in(tensor)
-    layer = _layer(name, part, _as_it_is)
+    layer = _layer(name, part, _keep_items)
     if not isinstance(tensor, DTensor):
         return WrapperParts(name, tensor, layer, _aliases(layer), _identities(layer))
     if part.shape != tensor.shape and (size_paths := _size_paths(name, layer)):
@@ -214,7 +214,7 @@ def _aliases(layer: Layer) -> tuple[torch.Tensor, ...]:
 _Resize = Callable[[str, Sequence[Any]], Sequence[Any]]
 
 
-def _as_it_is(_: str, items: Sequence[Any]) -> Sequence[Any]:
+def _keep_items(_: str, items: Sequence[Any]) -> Sequence[Any]:
     return items
 
 
@@ -255,16 +255,16 @@ def _layer(name: str, tensor: torch.Tensor, resize: _Resize) -> Layer:
                 "of it",
                 "correct the class",
             )
-        if not _is_kept(part, second_parts.get(attribute)):
+        if not _is_same_tensor(part, second_parts.get(attribute)):
             raise UnsupportedValue(
                 name,
                 f"{kind} whose {attribute!r} is a new tensor each time it is read",
                 "name the tensors that it keeps in __tensor_flatten__()",
             )
         wraps = is_wrapper(part) and not isinstance(part, DTensor)
-        inner[attribute] = _layer(join(name, attribute), part, _as_it_is) if wraps else part
+        inner[attribute] = _layer(join(name, attribute), part, _keep_items) if wraps else part
     try:
-        values = _values(metadata, _metadata_of(name), resize)
+        values = _metadata_node(metadata, _metadata_of(name), resize)
     except RecursionError:
         raise UnsupportedValue(name, f"{kind} with metadata nested too deeply") from None
     return Layer(kind, values, inner, tensor, alias)
@@ -282,41 +282,42 @@ def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
     return {str(attribute): getattr(tensor, attribute) for attribute in attributes}, metadata
 
 
-def _is_kept(a: torch.Tensor, b: Any) -> bool:
-    """Return True if ``a`` and ``b``, two reads of the same attribute, are tensors with the
-    same memory, so that the attribute does not make a new tensor on each read.
+def _is_same_tensor(first_read: torch.Tensor, second_read: Any) -> bool:
+    """Return True if two reads of the same attribute have returned tensors with the same memory,
+    so that the attribute does not make a new tensor on each read.
     """
-    if a is b:
+    if first_read is second_read:
         return True
-    if not isinstance(b, torch.Tensor) or type(a) is not type(b):
+    if not isinstance(second_read, torch.Tensor) or type(first_read) is not type(second_read):
         return False
-    a, b = held_in(a), held_in(b)
-    if _flattens(type(a)):
-        (parts, _), (second_parts, _) = _flatten(a), _flatten(b)
-        return all(_is_kept(part, second_parts.get(name)) for name, part in parts.items())
+    first_read, second_read = held_in(first_read), held_in(second_read)
+    if _is_wrapper_class(type(first_read)):
+        (parts, _), (second_parts, _) = _flatten(first_read), _flatten(second_read)
+        return all(_is_same_tensor(part, second_parts.get(name)) for name, part in parts.items())
     return (
-        a.layout == b.layout == torch.strided
-        and storage_identity(a) == storage_identity(b)
-        and a.storage_offset() == b.storage_offset()
+        first_read.layout == second_read.layout == torch.strided
+        and storage_identity(first_read) == storage_identity(second_read)
+        and first_read.storage_offset() == second_read.storage_offset()
     )
 
 
 def _has_memory(alias: torch.Tensor) -> bool:
+    """Return True if a wrapper tensor, of which ``alias`` is a plain alias, has memory itself."""
     try:
         return alias.data_ptr() != 0
     except RuntimeError:  # The tensor has symbolic sizes, as a jagged tensor has
         return False
 
 
-def _values(value: Any, path: str, resize: _Resize) -> Node:
+def _metadata_node(value: Any, path: str, resize: _Resize) -> Node:
     """Return the metadata ``value`` as a node of plain values. A restore only compares it.
 
     Devices become None, since a restore leaves a tensor on its device. ``resize`` is that of
     ``_layer``.
     """
 
-    def inside(entries: Mapping[str, Any]) -> Node:
-        return {key: _values(item, f"{path}/{key}", resize) for key, item in entries.items()}
+    def node_of_entries(entries: Mapping[str, Any]) -> Node:
+        return {key: _metadata_node(item, f"{path}/{key}", resize) for key, item in entries.items()}
 
     match value:
         case torch.device():
@@ -325,20 +326,20 @@ def _values(value: Any, path: str, resize: _Resize) -> Node:
             return {"class": _full_name(type(value)), "member": value.name}
         case tuple() if (names := getattr(value, "_fields", None)) is not None:
             members = dict(zip(names, value, strict=True))
-            return {"class": _full_name(type(value)), "fields": inside(members)}
+            return {"class": _full_name(type(value)), "fields": node_of_entries(members)}
         case list() | tuple():
             items = enumerate(resize(path, value))
-            return [_values(item, f"{path}/{i}", resize) for i, item in items]
+            return [_metadata_node(item, f"{path}/{i}", resize) for i, item in items]
         case dict() if all(type(key) is str and not key.startswith("$") for key in value):
-            return inside(value)
+            return node_of_entries(value)
         case _ if is_dataclass(value) and not isinstance(value, type):
             members = {member.name: getattr(value, member.name) for member in fields(value)}
-            return {"class": _full_name(type(value)), "fields": inside(members)}
+            return {"class": _full_name(type(value)), "fields": node_of_entries(members)}
         case _:
-            return encode(value, path, _plain)
+            return encode(value, path, _dtype_node)
 
 
-def _plain(value: object, path: str) -> Node:
+def _dtype_node(value: object, path: str) -> Node:
     """Return the node of a dtype in the metadata, and raise ``UnsupportedValue`` for any other
     value. ``encode`` calls this function for values that are not plain.
     """
@@ -372,9 +373,9 @@ def _size_paths(name: str, layer: Layer) -> frozenset[str]:
         return places
     size_places = _known_sizes.setdefault(type(part), {})
     key = (part.shape, str(layer.values))
-    for _, piece in _slices(part) if key not in size_places else ():
+    for _, row_slice in _slices(part) if key not in size_places else ():
         with suppress(Exception):  # A user's code may raise anything
-            size_places[key] = places & _places_of_size(piece, path, tuple)
+            size_places[key] = places & _places_of_size(row_slice, path, tuple)
             break
     return frozenset(path + place for place in size_places.get(key, ()))
 
@@ -392,14 +393,15 @@ def _places_of_size(tensor: torch.Tensor, path: str, kind: type) -> frozenset[st
             places.add(place.removeprefix(path))
         return items
 
-    _values(_flatten(tensor)[1], path, note)
+    _, metadata = _flatten(tensor)
+    _metadata_node(metadata, path, note)
     return frozenset(places)
 
 
 # -- sharded ---------------------------------------------------------------------------------------
 
 
-def _sharded(
+def _shard_sources(
     name: str, tensor: DTensor, layer: Layer, unit_ranks: tuple[int, ...]
 ) -> dict[str, InnerTensor]:
     """Return the innermost tensors of a DTensor of a wrapper tensor, by their paths.
@@ -419,14 +421,14 @@ def _sharded(
         or boxes[0].shape[1:] != tuple(tensor.shape)[1:]
     ):
         raise _refusal(name, layer.kind, "which is not cut by rows into one part for each rank")
-    start, rows, whole = boxes[0].offsets[0], boxes[0].shape[0], tensor.shape[0]
+    start, rows, all_rows = boxes[0].offsets[0], boxes[0].shape[0], tensor.shape[0]
     cut_paths = _cut_by_rows(name, layer)
     sources: dict[str, InnerTensor] = {}
     for path, leaf in leaves.items():
         if path not in cut_paths:
             sources[path] = InnerTensor(leaf, holders_of(tensor, unit_ranks))
             continue
-        offset, length = leaf.shape[0] * start, leaf.shape[0] * whole
+        offset, length = leaf.shape[0] * start, leaf.shape[0] * all_rows
         if offset % rows or length % rows:
             raise _refusal(name, layer.kind, f"whose {path} is not cut in proportion to its rows")
         box = ((offset // rows, *[0] * (leaf.ndim - 1)), leaf)
@@ -443,14 +445,15 @@ def _cut_by_rows(name: str, layer: Layer) -> set[str]:
     sliced only at the boundaries of blocks.
     """
     leaves = dict(layer.leaves())
-    for parts, piece in _slices(layer.tensor):
+    for slice_count, row_slice in _slices(layer.tensor):
         with suppress(Exception):  # A user's code may raise anything
             shapes = {
-                path: tuple(leaf.shape) for path, leaf in _layer(name, piece, _as_it_is).leaves()
+                path: tuple(leaf.shape)
+                for path, leaf in _layer(name, row_slice, _keep_items).leaves()
             }
             cut_paths = {path for path in leaves if shapes[path] != tuple(leaves[path].shape)}
             if cut_paths and all(
-                (shapes[path][0] * parts, *shapes[path][1:]) == tuple(leaves[path].shape)
+                (shapes[path][0] * slice_count, *shapes[path][1:]) == tuple(leaves[path].shape)
                 for path in cut_paths
             ):
                 return cut_paths
@@ -462,13 +465,13 @@ def _slices(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     slices of this length make up ``tensor``. Lengths that the class cannot slice are left out.
     """
     rows = tensor.shape[0] if tensor.ndim else 0
-    for parts in dict.fromkeys((*_prime_factors(rows), rows)):
-        piece: torch.Tensor | None = None
-        if parts > 1:
+    for slice_count in dict.fromkeys((*_prime_factors(rows), rows)):
+        row_slice: torch.Tensor | None = None
+        if slice_count > 1:
             with suppress(Exception), torch.no_grad():  # A user's code may raise anything
-                piece = torch.ops.aten.slice.Tensor(tensor, 0, 0, rows // parts)
-        if piece is not None:
-            yield parts, piece
+                row_slice = torch.ops.aten.slice.Tensor(tensor, 0, 0, rows // slice_count)
+        if row_slice is not None:
+            yield slice_count, row_slice
 
 
 def _prime_factors(number: int) -> Iterator[int]:

@@ -26,16 +26,16 @@ class Keeper:
 
     Attributes:
         state: The state of each parameter.
-        own: The identities (``id``) of the parameters whose state this rank keeps; None if it keeps
-            the state of all.
+        own_ids: The identities (``id``) of the parameters whose state this rank keeps; None if it
+            keeps the state of all.
     """
 
     state: State
-    own: frozenset[int] | None = None
+    own_ids: frozenset[int] | None = None
 
     def keeps(self, parameter: torch.Tensor) -> bool:
         """Return True if this rank keeps the state of ``parameter``."""
-        return self.own is None or id(parameter) in self.own
+        return self.own_ids is None or id(parameter) in self.own_ids
 
 
 def is_zero(optimizer: Optimizer) -> bool:

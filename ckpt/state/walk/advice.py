@@ -18,24 +18,24 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-_IN_CODE: Final = (
+_REMAKE_ADVICE: Final = (
     "it is made by code, so leave it out of the state, and make it again before the restore"
 )
-_BYTES: Final = (
+_SAVE_BYTES_ADVICE: Final = (
     "save its bytes, .getvalue(), and make it again of them. Extra state is such a value if "
     "get_extra_state() returns the bytes, or a tensor of them as Transformer Engine does from "
     "version 1.14 on"
 )
-_RANDOM: Final = (
+_GENERATOR_ADVICE: Final = (
     "put the generator into the state itself, outside of any state_dict(), or let the state_dict() "
     "give its present state as a plain value"
 )
-_LOADER: Final = (
+_DATA_POSITION_ADVICE: Final = (
     "leave it out, and put the position in the data into the state: an ElasticSampler of "
     "ckpt.data as the sampler of the loader (docs/data.md)"
 )
-_STATELESS: Final = "it has no state, so leave it out"
-_CODE: Final = (
+_STATELESS_ADVICE: Final = "it has no state, so leave it out"
+_CODE_TYPES: Final = (
     types.FunctionType,
     types.BuiltinFunctionType,
     types.MethodType,
@@ -52,18 +52,18 @@ def advice_for(value: object) -> str:
     match value:
         case enum.Enum():
             return "save its .value, and make it again of that"
-        case _ if isinstance(value, _CODE):
-            return _IN_CODE
+        case _ if isinstance(value, _CODE_TYPES):
+            return _REMAKE_ADVICE
         case io.IOBase():  # It counts as an iterator too
-            return _BYTES if isinstance(value, io.BytesIO) else _IN_CODE
+            return _SAVE_BYTES_ADVICE if isinstance(value, io.BytesIO) else _REMAKE_ADVICE
         case Iterator():
             return "save the position that it has reached, as a plain value"
         case DataLoader():
-            return _LOADER
+            return _DATA_POSITION_ADVICE
         case random.SystemRandom():
-            return _STATELESS
+            return _STATELESS_ADVICE
         case torch.Generator() | random.Random() | np.random.Generator() | np.random.RandomState():
-            return _RANDOM
+            return _GENERATOR_ADVICE
         case os.PathLike():
             return "save it as a string: str(...)"
         case dt.date() | dt.time():  # ``datetime`` is a subclass of ``date``

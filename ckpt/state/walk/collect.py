@@ -57,8 +57,8 @@ from ckpt.state.walk.objects import (
     check_mode,
     declares_state,
     is_stateful,
-    look_again,
     named_entries,
+    refresh_stand_ins,
     walk_objects,
     walk_tensors,
 )
@@ -66,19 +66,19 @@ from ckpt.state.walk.packing import after_state_dict, before_state_dict, plain_o
 from ckpt.state.walk.registry import Registry
 from ckpt.state.walk.segments import NamedTensor, Segment, Table, views_of
 from ckpt.state.walk.stand_in import OptimizerStandIn
-from ckpt.state.walk.wrappers import Wrappers, in_module, in_optimizer
+from ckpt.state.walk.wrappers import Wrappers, module_wrappers, optimizer_wrappers
 
 _log = logging.getLogger("ckpt")
-_REMADE: Final = (
+_REMAKE_ADVICE: Final = (
     "let the class of the object inherit from torch.distributed.checkpoint.stateful.Stateful, or "
     "put the value into the state itself"
 )
 
-_IN_STATE_DICT: Final = (
+_STATE_DICT_ADVICE: Final = (
     "let the state_dict() give its parts as plain values, and let load_state_dict() make it again "
     "of them"
 )
-_IN_OPTIMIZER: Final = (
+_OPTIMIZER_ADVICE: Final = (
     "put an object into the state whose state_dict() gives the optimizer's own with the parts of "
     "this value as plain values, and whose load_state_dict() makes the value again of them before "
     "it calls the optimizer's own"
@@ -168,7 +168,7 @@ def collect(
     last_walk = last_walk or LastWalk()
     objects = list(walk_objects(live))
     check_mode(state, objects)
-    look_again(objects)
+    refresh_stand_ins(objects)
     optimizers = _Optimizers(
         [unwrap(value) for _, value in objects if isinstance(value, Optimizer)], captured
     )
@@ -215,12 +215,12 @@ class _Optimizers:
         only if ``holds`` returns True for each optimizer that has it.
         """
         late_ids: set[int] = set()
-        eager: set[int] = set()
+        eager_ids: set[int] = set()
         for optimizer in self.members:
-            ids = late_ids if self.holds(optimizer) else eager
+            ids = late_ids if self.holds(optimizer) else eager_ids
             for group in optimizer.param_groups:
                 ids.update(map(id, group["params"]))
-        return late_ids - eager
+        return late_ids - eager_ids
 
 
 def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:
@@ -270,7 +270,7 @@ class _Walk:
                 return self._tensor_node(path, value)
             case LocalShards():
                 if self._is_remade:
-                    raise UnsupportedValue(path, "LocalShards in a state_dict()", _REMADE)
+                    raise UnsupportedValue(path, "LocalShards in a state_dict()", _REMAKE_ADVICE)
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # A subclass of dict is not plain
                 return self._table(value, path)
@@ -295,25 +295,25 @@ class _Walk:
                 content = value.state_dict()  # type: ignore[attr-defined]
             was_remade = self._is_remade
             self._is_remade = was_remade or not declares_state(value)
-            hook = self.made_node if self._is_remade else self.leaf_node
+            inner_node = self.made_node if self._is_remade else self.leaf_node
             try:
-                return {"$": "object", "v": encode(content, path, hook)}
+                return {"$": "object", "v": encode(content, path, inner_node)}
             finally:
                 self._is_remade = was_remade
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedValue(path, kind, advice_for(value))
 
-    def made_node(self, value: object, path: str, way: str = _IN_STATE_DICT) -> Node:
+    def made_node(self, value: object, path: str, advice: str = _STATE_DICT_ADVICE) -> Node:
         """Return the node of a value that is not plain, and that a restore must make itself.
 
         This is so for values inside of a ``state_dict()``, for example. ``encode`` calls this
         method for them in place of ``leaf_node``. The method refuses a wrapper tensor, a
         ``PerRank`` value and every object with a ``state_dict()``, since a restore cannot make one.
-        ``way`` is the advice for a value that no advice is known for.
+        ``advice`` is the text for a value that no advice is known for.
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
-            raise UnsupportedValue(path, kind, _REMADE)
+            raise UnsupportedValue(path, kind, _REMAKE_ADVICE)
         if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
             kind = "module" if isinstance(value, nn.Module) else "optimizer"
             raise UnsupportedValue(
@@ -325,13 +325,13 @@ class _Walk:
                 path, kind, advice_for(value) or "give its own state_dict() there"
             )
         if isinstance(value, PerRank):
-            raise UnsupportedValue(path, "PerRank in a state_dict()", _REMADE)
+            raise UnsupportedValue(path, "PerRank in a state_dict()", _REMAKE_ADVICE)
         try:
             return self.leaf_node(value, path)
         except UnsupportedValue as error:
             if error.name != path or error.detail:
                 raise
-            raise UnsupportedValue(path, error.kind, way) from None
+            raise UnsupportedValue(path, error.kind, advice) from None
 
     # -- tensors alone -----------------------------------------------------------------------------
 
@@ -431,12 +431,12 @@ class _Walk:
             for entry in items.value_entries
             if self._choice.takes(f"{path}/{entry.fqn}")
         }
-        wrappers = in_module(path, items, self._choice)
+        wrappers = module_wrappers(path, items, self._choice)
         values |= {name[len(path) + 1 :]: node for name, node in wrappers.nodes.items()}
         late_flags = list(map(self._late_parameters.__contains__, map(id, items.tensors)))
 
         def make() -> Iterator[NamedTensor]:
-            # All names of a tensor get the same source, so that ``_stored`` ties them.
+            # All names of a tensor get the same source, so that ``Registry`` ties them.
             sources: dict[tuple[int, object], Source] = {}
             rows = zip(items.tensor_entries, items.tensors, late_flags, strict=True)
             for index, (entry, tensor, is_late) in enumerate(rows):
@@ -455,11 +455,11 @@ class _Walk:
         if items.omissions:
             node["left"] = dict.fromkeys(items.omissions, True)
         if items.versions is not None:
-            memo = self._last_walk.versions.get(path)
-            if memo is None or memo[0] is not items:
+            known_items, versions_node = self._last_walk.versions.get(path, (None, None))
+            if known_items is not items:
                 versions_node = encode(items.versions, f"{path}/versions", self.made_node)
-                memo = self._last_walk.versions[path] = (items, versions_node)
-            node["versions"] = memo[1]
+                self._last_walk.versions[path] = (items, versions_node)
+            node["versions"] = versions_node
         return node
 
     def _check_pieces(self, items: ModuleItems, path: str) -> None:
@@ -501,11 +501,13 @@ class _Walk:
         structure = Structure(optimizer.param_groups, keeper.state)
         items, wrappers = self._state_of(path, optimizer, keeper, structure)
         state = wrappers.nodes | {
-            name: encode(structure.values[index], name, partial(self.made_node, way=_IN_OPTIMIZER))
+            name: encode(
+                structure.values[index], name, partial(self.made_node, advice=_OPTIMIZER_ADVICE)
+            )
             for index, name in items.value_items
         }
         settings, values = after_state_dict(path, optimizer, keeper.state)
-        groups = self._groups(settings, items.names, path)
+        groups = self._group_nodes(settings, items.names, path)
         node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.keys.node()}
         if items.plain:
             node["plain"] = list(items.plain)
@@ -525,7 +527,7 @@ class _Walk:
         is_late = optimizer in self._optimizers.members and self._optimizers.holds(optimizer)
         last = self._last_walk.optimizers.get(path)
         if last is not None and last.is_of(keeper, self._parameters, structure, self._choice):
-            wrappers = in_optimizer(path, last)
+            wrappers = optimizer_wrappers(path, last)
             key = (is_late, last, *wrappers.key)
             if self._registry.add_known(path, key, wrappers.tensors):
                 return last, wrappers
@@ -533,9 +535,9 @@ class _Walk:
         # may now belong to another part of a parameter.
         items = OptimizerItems(path, optimizer, keeper, self._parameters, structure, self._choice)
         self._last_walk.optimizers[path] = items
-        wrappers = in_optimizer(path, items)
+        wrappers = optimizer_wrappers(path, items)
         is_flat = isinstance(optimizer, OptimizerStandIn)
-        is_partial = keeper.own is not None
+        is_partial = keeper.own_ids is not None
         tensors = self._state_tensors(path, items, is_late, is_partial=is_partial, is_flat=is_flat)
         candidates = (
             inner for index, item in enumerate(tensors) for inner in wrappers.expand(index, item)
@@ -573,7 +575,7 @@ class _Walk:
                 ", ".join(methods[:4]) + (", ..." if len(methods) > 4 else ""),
             )
 
-    def _groups(
+    def _group_nodes(
         self, settings: Sequence[Mapping[str, Any]], names: list[list[str]], path: str
     ) -> list[Node]:
         return [

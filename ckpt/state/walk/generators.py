@@ -40,7 +40,7 @@ class GeneratorState(Checkable):
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
         try:
-            _set_state(_trial(self._generator), state_dict["state"])
+            _set_state(_other_generator(self._generator), state_dict["state"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise RestoreError(
                 f"a {type(self._generator).__name__} of the state cannot take what the checkpoint "
@@ -73,7 +73,7 @@ def _set_state(generator: Generator, state: Any) -> None:
             generator.setstate(state)
 
 
-def _trial(generator: Generator) -> Generator:
+def _other_generator(generator: Generator) -> Generator:
     """Return another generator of the kind of ``generator``."""
     if isinstance(generator, torch.Generator):
         return torch.Generator(generator.device)

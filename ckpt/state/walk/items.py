@@ -55,9 +55,9 @@ class Part(NamedTuple):
     piece: AnyPiece | None = None
 
     @property
-    def is_here(self) -> bool:
+    def has_elements(self) -> bool:
         """True if this rank holds any part of the parameter."""
-        return self.piece is None or self.piece.is_here
+        return self.piece is None or self.piece.has_elements
 
     def all_of(self, parameter: Source) -> Source:
         """Return the piece of the named parameter in the tensor ``parameter``, as ``LocalShards``.
@@ -74,7 +74,7 @@ class Part(NamedTuple):
         that hold elements of the parameter. On any other rank, the optimizer does not step the
         parameter.
         """
-        return self.is_here or (
+        return self.has_elements or (
             isinstance(value, torch.Tensor) and self.piece is not None and self.piece.fits(value)
         )
 

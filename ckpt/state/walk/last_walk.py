@@ -45,15 +45,16 @@ _TABLES: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffer
 _HOOKS: Final = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _METHODS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
 """The methods by which a module may change the result of its ``state_dict()``."""
-_KINDS: Final = {dict, OrderedDict, set}
+_TABLE_TYPES: Final = {dict, OrderedDict, set}
 
-_attributes: Final = attrgetter("__dict__")
-_tables: Final = itemgetter(*_TABLES, *_HOOKS)
-_hooks: Final = itemgetter(*_HOOKS)
+# Functions that ``map`` calls at the speed of C.
+_attributes_of: Final = attrgetter("__dict__")
+_tables_of: Final = itemgetter(*_TABLES, *_HOOKS)
+_hooks_of: Final = itemgetter(*_HOOKS)
 _has_no_method: Final = methodcaller("isdisjoint", _METHODS)
-_methods: Final = attrgetter(*_METHODS)
-_MODULE_METHODS: Final = _methods(nn.Module)
-_values: Final = methodcaller("values")
+_methods_of: Final = attrgetter(*_METHODS)
+_MODULE_METHODS: Final = _methods_of(nn.Module)
+_values_of: Final = methodcaller("values")
 
 
 class _KnownModule(NamedTuple):
@@ -175,7 +176,7 @@ class Structure:
         entries = list(state.values())
         self.objects = [*chain.from_iterable(parameters), *state, *chain.from_iterable(entries)]
         self.sizes = [*map(len, parameters), -1, *map(len, entries)]
-        self.values: list[Any] = list(chain.from_iterable(map(_values, entries)))
+        self.values: list[Any] = list(chain.from_iterable(map(_values_of, entries)))
         self.kinds = list(map(type, self.values))
 
     def is_as(self, structure: Structure, sources: Iterable[int]) -> bool:
@@ -198,11 +199,11 @@ def _plain_keys(
     """Return the keys for ``OptimizerItems.plain``. A tensor without a dimension does not count,
     since a restore makes it plain in any case.
     """
-    plain: dict[bool, set[str]] = {True: set(), False: set()}
+    keys_by_plainness: dict[bool, set[str]] = {True: set(), False: set()}
     for (_, key, parameter), tensor in zip(owners, tensors, strict=True):
         if isinstance(parameter, DTensor) and tensor.shape:
-            plain[is_plain(tensor)].add(part_of(key))
-    return tuple(sorted(plain[True] - plain[False]))
+            keys_by_plainness[is_plain(tensor)].add(part_of(key))
+    return tuple(sorted(keys_by_plainness[True] - keys_by_plainness[False]))
 
 
 class OptimizerItems:
@@ -247,7 +248,7 @@ class OptimizerItems:
         choice: Choice,
     ) -> None:
         check_owners(path, optimizer)
-        self._structure, self._own, self._choice = structure, keeper.own, choice
+        self._structure, self._own, self._choice = structure, keeper.own_ids, choice
         self._items, self._loose = parameters.items, dict(parameters.loose)
         self._sources = [
             index for index, value in enumerate(structure.values) if isinstance(value, Source)
@@ -257,11 +258,11 @@ class OptimizerItems:
         self.tensors: list[Source] = []
         self.value_items: list[tuple[int, str]] = []
         orders: dict[str, tuple[str, ...]] = {}
-        places: dict[str, int] = {}
-        index_of, position = dict[int, int](), 0
-        for parameter, entry in keeper.state.items():
-            index_of[id(parameter)] = position
-            position += len(entry)
+        start_by_path: dict[str, int] = {}
+        start_by_id, position = dict[int, int](), 0
+        for parameter, values in keeper.state.items():
+            start_by_id[id(parameter)] = position
+            position += len(values)
         groups = part_groups(optimizer, parameters)
         for group, all_parts in zip(optimizer.param_groups, groups, strict=True):
             group_parts = [
@@ -270,12 +271,12 @@ class OptimizerItems:
             ]
             self.names.append([part.path for parts in group_parts for part in parts])
             for parameter, parts in zip(group["params"], group_parts, strict=True):
-                entry = keeper.state.get(parameter, {})
-                keys = tuple(map(part_of, entry))
-                start = index_of.get(id(parameter), 0)
+                values = keeper.state.get(parameter, {})
+                keys = tuple(map(part_of, values))
+                start = start_by_id.get(id(parameter), 0)
                 orders |= {part.path: keys for part in parts if keys}
-                places |= {part.path: start for part in parts}
-                for index, (key, value) in enumerate(entry.items(), start):
+                start_by_path |= {part.path: start for part in parts}
+                for index, (key, value) in enumerate(values.items(), start):
                     for part in parts:
                         if part.piece is not None and not part.keeps(value):
                             continue
@@ -284,7 +285,7 @@ class OptimizerItems:
                             self.tensors.append(value)
                         else:
                             self.value_items.append((index, state_name(path, part.path, key)))
-        self.keys = KeyOrder.of(orders, sorted(orders, key=places.__getitem__))
+        self.keys = KeyOrder.of(orders, sorted(orders, key=start_by_path.__getitem__))
         self.plain = _plain_keys(self.owners, self.tensors)
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 
@@ -302,7 +303,7 @@ class OptimizerItems:
             self._choice is choice
             and self._items == parameters.items
             and self._loose == parameters.loose
-            and self._own == keeper.own
+            and self._own == keeper.own_ids
             and structure.is_as(self._structure, self._sources)
         )
 
@@ -336,22 +337,24 @@ class ModuleTree:
         self._modules = _modules_of(module)
         self._kinds = list(map(type, self._modules))
         self._classes = frozenset(self._kinds)
-        self._attributes = list(map(_attributes, self._modules))
-        self._tables: list[Any] = list(chain.from_iterable(map(_tables, self._attributes)))
+        self._attributes = list(map(_attributes_of, self._modules))
+        self._tables: list[Any] = list(chain.from_iterable(map(_tables_of, self._attributes)))
         self._sizes = list(map(len, self._tables))
         # Most tables are empty, and ``_sizes`` shows whether they stay empty. The contents of only
         # the other tables are compared.
         self._contents = [table for table in self._tables if table]
         self._dicts = [table for table in self._contents if not isinstance(table, set)]
         self._names = list(chain.from_iterable(self._contents))
-        self._values = list(chain.from_iterable(map(_values, self._dicts)))
+        self._values = list(chain.from_iterable(map(_values_of, self._dicts)))
 
     def is_usual(self) -> bool:
         """Return True if all modules inherit their ``state_dict()``, have no hooks for it, and have
         tables of the usual types. Only then the result of ``is_unchanged`` is meaningful.
         """
-        hooks = chain.from_iterable(map(_hooks, self._attributes))
-        return self._inherits() and _KINDS.issuperset(map(type, self._tables)) and not any(hooks)
+        hooks = chain.from_iterable(map(_hooks_of, self._attributes))
+        return (
+            self._inherits() and _TABLE_TYPES.issuperset(map(type, self._tables)) and not any(hooks)
+        )
 
     def is_unchanged(self) -> bool:
         """Return True if the tables hold the same objects as when they were recorded, so that
@@ -360,11 +363,13 @@ class ModuleTree:
         try:
             return (
                 all(map(is_, map(type, self._modules), self._kinds))
-                and all(map(is_, map(_attributes, self._modules), self._attributes))
-                and all(map(is_, chain.from_iterable(map(_tables, self._attributes)), self._tables))
+                and all(map(is_, map(_attributes_of, self._modules), self._attributes))
+                and all(
+                    map(is_, chain.from_iterable(map(_tables_of, self._attributes)), self._tables)
+                )
                 and list(map(len, self._tables)) == self._sizes
                 and all(map(is_, chain.from_iterable(self._contents), self._names))
-                and all(map(is_, chain.from_iterable(map(_values, self._dicts)), self._values))
+                and all(map(is_, chain.from_iterable(map(_values_of, self._dicts)), self._values))
                 and self._inherits()
             )
         except KeyError:
@@ -372,7 +377,7 @@ class ModuleTree:
 
     def _inherits(self) -> bool:
         """Return True if no class and no module overrides a method in ``_METHODS``."""
-        return all(_methods(kind) == _MODULE_METHODS for kind in self._classes) and all(
+        return all(_methods_of(kind) == _MODULE_METHODS for kind in self._classes) and all(
             map(_has_no_method, map(dict.keys, self._attributes))
         )
 

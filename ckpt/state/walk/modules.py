@@ -54,18 +54,19 @@ from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.torch_private import has_step_hooks
 
 PLACELESS: Final = "~param/"
+"""The prefix of the names of parameters that are not in the state (see ``placeless``)."""
 OWN_STATE: Final = (
     "put an object into the state whose state_dict() and load_state_dict() call the optimizer's "
     "own. Under sharded parameters, let it give each DTensor whole (full_tensor()) beside its "
     "placements, and distribute it so again, with Replicate() for a partial one"
 )
-_LOADS: Final[tuple[object, ...]] = (nn.Module.load_state_dict, Optimizer.load_state_dict)
+_TORCH_LOADS: Final[tuple[object, ...]] = (nn.Module.load_state_dict, Optimizer.load_state_dict)
 """The methods of torch, which take a state dict alone."""
 PLACING_SETTINGS: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
 _WRAPPER_PACKAGES: Final = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
 """The packages whose wrappers of optimizers have no state of their own."""
-_DICT: Final = frozenset({dict})
+_DICT_TYPE: Final = frozenset({dict})
 WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The children of wrapper modules, whose names a state dict may have inside of other names."""
 
@@ -78,14 +79,15 @@ def unwrap(optimizer: Any) -> Optimizer:
     wrapper of another package may have these too, and more state beside them.
     """
     core: Optimizer = optimizer
-    while (inner := _inner(core)) is not None and (
+    while (inner := _inner_optimizer(core)) is not None and (
         core.state is inner.state and core.param_groups is inner.param_groups
     ):
         core = inner
     return core
 
 
-def _inner(optimizer: Optimizer) -> Optimizer | None:
+def _inner_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer inside of a wrapper of ``_WRAPPER_PACKAGES``; None for no wrapper."""
     if not any(
         candidate.__module__.partition(".")[0] in _WRAPPER_PACKAGES
         for candidate in type(optimizer).__mro__
@@ -120,14 +122,19 @@ def is_capturable(optimizer: Optimizer) -> bool:
 
 @cache
 def _own_methods(kind: type) -> tuple[str, ...]:
-    unknown = [
+    """Return what ``methods_beyond_step`` returns for an optimizer of the class ``kind``."""
+    foreign_bases = [
         base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "ckpt")
     ]
-    members = {name: value for base in unknown for name, value in vars(base).items()}
+    members = {name: value for base in foreign_bases for name, value in vars(base).items()}
     methods = (
         name for name, value in members.items() if callable(value) or isinstance(value, classmethod)
     )
-    return tuple(sorted(n for n in methods if not n.startswith("_") and not hasattr(Optimizer, n)))
+    return tuple(
+        sorted(
+            name for name in methods if not name.startswith("_") and not hasattr(Optimizer, name)
+        )
+    )
 
 
 def check_kind(path: str, optimizer: Optimizer) -> None:
@@ -142,7 +149,7 @@ def check_kind(path: str, optimizer: Optimizer) -> None:
         raise UnsupportedValue(
             path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE
         )
-    if type(optimizer).load_state_dict not in _LOADS:
+    if type(optimizer).load_state_dict not in _TORCH_LOADS:
         check_load(path, optimizer)
     if not has_step_hooks(optimizer):
         raise UnsupportedValue(
@@ -198,7 +205,7 @@ def check_state(path: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> No
     """Raise ``UnsupportedValue`` if ``state``, the state of the optimizer at ``path``, has a value
     that is no dict.
     """
-    if not _DICT.issuperset(map(type, state.values())):
+    if not _DICT_TYPE.issuperset(map(type, state.values())):
         for values in state.values():
             if not isinstance(values, dict):
                 check_owners(path, optimizer)
@@ -234,7 +241,7 @@ def state_dict_errors(path: str, value: object) -> Generator[None]:
     The block calls ``value.state_dict()``. If it raises an ``UnsupportedValue``, ``path`` is put
     before the name in this error. Any other ``CkptError`` passes unchanged.
     """
-    if getattr(type(value), "load_state_dict", None) not in _LOADS:
+    if getattr(type(value), "load_state_dict", None) not in _TORCH_LOADS:
         check_load(path, value)
     try:
         yield
@@ -275,19 +282,23 @@ def entries(path: str, module: nn.Module) -> Iterator[Entry]:
 
 
 def _entries(module: nn.Module, raw: Mapping[str, Any]) -> Iterator[Entry]:
+    """Yield the entries of ``raw``, the state dict of ``module``. See ``entries``."""
     prefixes = _wrapper_prefixes(module)
     flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
     for key, value in raw.items():
         for name, piece in flats.get(id(value), {"": declaration_of(value)}).items():
             yield Entry(
-                key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece
+                key=name or key,
+                fqn=_canonical_name(name or key, prefixes),
+                value=value,
+                piece=piece,
             )
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
     """Return a function that converts a key of the module's state dict to its canonical name."""
     prefixes = _wrapper_prefixes(module)
-    return lambda key: _clean(key, prefixes)
+    return lambda key: _canonical_name(key, prefixes)
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
@@ -296,19 +307,23 @@ def _wrapper_prefixes(module: nn.Module) -> list[str]:
     """
     prefixes: list[str] = []
     for name, child in module.named_modules(remove_duplicate=False):
-        lead = f"{name}." if name else ""
+        outer_prefix = f"{name}." if name else ""
         if isinstance(child, DistributedDataParallel | DataParallel):
-            prefixes.append(f"{lead}module.")
-        prefixes += [f"{lead}{segment}." for segment in WRAPPERS if segment in child._modules]
+            prefixes.append(f"{outer_prefix}module.")
+        prefixes += [
+            f"{outer_prefix}{child_name}."
+            for child_name in WRAPPERS
+            if child_name in child._modules
+        ]
     return sorted(prefixes, key=len, reverse=True)
 
 
-def _clean(key: str, prefixes: list[str]) -> str:
+def _canonical_name(key: str, prefixes: list[str]) -> str:
     """Return ``key`` without the insertions of wrappers."""
     for prefix in prefixes:
         if key.startswith(prefix):
-            lead = prefix[:-1].rpartition(".")[0]
-            key = (f"{lead}." if lead else "") + key[len(prefix) :]
+            outer_name = prefix[:-1].rpartition(".")[0]
+            key = (f"{outer_name}." if outer_name else "") + key[len(prefix) :]
     return key
 
 
@@ -338,7 +353,7 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
             holders.setdefault(id(value), ranks)
     return ModuleItems(
         entries=all_entries[: len(entries)],
-        parts={key: tuple(of.values()) for key, of in parts.items()},
+        parts={key: tuple(by_piece.values()) for key, by_piece in parts.items()},
         holders=holders,
         versions=_versions(module, raw),
     )
@@ -352,8 +367,11 @@ def _versions(module: nn.Module, raw: Mapping[str, Any]) -> Mapping[str, Mapping
     if (metadata := vars(raw).get(VERSIONS) if hasattr(raw, "__dict__") else None) is None:
         return None
     name = canonical(module)
-    by_name = {name(f"{key}." if key else "").rstrip("."): of for key, of in metadata.items()}
-    return {fqn: of for fqn, of in by_name.items() if of != FIRST_VERSION}
+    # A key ends with a dot here, as the prefixes of wrappers do.
+    by_name = {
+        name(f"{key}." if key else "").rstrip("."): version for key, version in metadata.items()
+    }
+    return {fqn: version for fqn, version in by_name.items() if version != FIRST_VERSION}
 
 
 def _unlisted_entries(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:
@@ -508,8 +526,11 @@ def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple
     ``optimizer.param_groups``.
     """
     return [
-        [parameters.parts_of(parameter, g, p) for p, parameter in enumerate(group["params"])]
-        for g, group in enumerate(optimizer.param_groups)
+        [
+            parameters.parts_of(parameter, group_index, position)
+            for position, parameter in enumerate(group["params"])
+        ]
+        for group_index, group in enumerate(optimizer.param_groups)
     ]
 
 
@@ -543,6 +564,7 @@ def fits(present: Any, record: Tensor, piece: AnyPiece | None) -> bool:
 
 
 def _has_order(tensor: torch.Tensor, order: tuple[int, ...]) -> bool:
+    """Return True if the dimensions of a tensor have this order in memory (see ``order_of``)."""
     memory = local(tensor)
     return memory.numel() < 2 or order_of(memory) == order
 
@@ -561,8 +583,15 @@ def in_present_order(record: Tensor, weight: Tensor | None, parameter: Source) -
     parameter, ``weight``, gets the order that the parameter has now, since optimizers make their
     values like the parameters.
     """
-    like = weight is not None and (weight.shape, weight.order) == (record.shape, record.order)
-    if not like or not isinstance(parameter, torch.Tensor) or not _has_shape(parameter, record):
+    is_like_parameter = weight is not None and (weight.shape, weight.order) == (
+        record.shape,
+        record.order,
+    )
+    if (
+        not is_like_parameter
+        or not isinstance(parameter, torch.Tensor)
+        or not _has_shape(parameter, record)
+    ):
         return record
     return msgspec.structs.replace(record, order=order_of(local(parameter)))
 

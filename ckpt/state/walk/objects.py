@@ -23,11 +23,11 @@ from ckpt.state.tensors.layout import PLAIN
 from ckpt.state.walk.stand_in import StandIn
 
 _MAX_DEPTH: Final = 100
-_VALUES: Final[frozenset[type]] = frozenset(
+_VALUE_TYPES: Final[frozenset[type]] = frozenset(
     {int, float, str, bool, type(None), bytes, bytearray, complex, set, frozenset}
 )
 """Types whose values contain no tensor."""
-_LEAVES: Final[frozenset[type]] = _VALUES | PLAIN
+_LEAF_TYPES: Final[frozenset[type]] = _VALUE_TYPES | PLAIN
 """Types whose values contain no module, optimizer or other object."""
 
 
@@ -57,10 +57,10 @@ def has_only_values(value: object) -> bool:
     values in its lists, tuples and dicts are. These are looked at level by level, at the speed of
     C.
     """
-    return is_plain(value, _VALUES, _MAX_DEPTH)
+    return is_plain(value, _VALUE_TYPES, _MAX_DEPTH)
 
 
-def look_again(objects: Sequence[tuple[str, Any]]) -> None:
+def refresh_stand_ins(objects: Sequence[tuple[str, Any]]) -> None:
     """Bring each stand-in among ``objects`` up to date with the object that it stands for. Call
     this before any other use of the stand-ins.
     """
@@ -75,6 +75,7 @@ def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> 
 
     ``objects`` are the modules and optimizers of ``state``, with their paths.
     """
+    # In this mode, even a tensor on the CPU has a storage on the meta device.
     if torch.empty(0, device="cpu").untyped_storage().device.type != "meta":
         return
     modules = (
@@ -167,11 +168,11 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
             yield path, value
     elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
         for key, item in value.items():
-            if not is_plain(item, _LEAVES, _MAX_DEPTH):
+            if not is_plain(item, _LEAF_TYPES, _MAX_DEPTH):
                 yield from walk_objects(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < _MAX_DEPTH:
         for index, item in enumerate(value):
-            if not is_plain(item, _LEAVES, _MAX_DEPTH):
+            if not is_plain(item, _LEAF_TYPES, _MAX_DEPTH):
                 yield from walk_objects(item, join(path, index), depth + 1)
 
 

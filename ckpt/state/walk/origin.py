@@ -21,7 +21,7 @@ from ckpt.model.keys import StepRef
 from ckpt.state.tensors.layout import local
 from ckpt.state.walk.objects import walk_objects, walk_tensors, without_plain
 
-_SAMPLE: Final = 4
+_SAMPLE_TENSORS: Final = 4
 """How many tensors of a saved state are remembered. Looking at all of them would cost each save."""
 _PATIENCE_SECONDS: Final = 300.0
 """How long a rank waits for the leader's decision after a restore."""
@@ -85,8 +85,9 @@ class Origin:
         self.is_certain = False
         self._last_mark: StateMark | None = None
         self._restores: list[tuple[StepRef, StateMark]] = []
-        self._point: StepRef | None = None
-        self._decisions = 0
+        self._restored_ref: StepRef | None = None
+        """The step that the job continues from, by the restores since its last save."""
+        self._decision_count = 0
 
     def restore(self, ref: StepRef, state: object, *, is_part: bool, is_first: bool) -> bool:
         """Note that ``state`` was filled with the step ``ref``. Return True if the job continues
@@ -109,20 +110,25 @@ class Origin:
         if is_part:
             return is_first
         mark = StateMark(state)
-        rivals = [self._last_mark] if self._last_mark else [mark for _, mark in self._restores]
-        self.is_certain = not any(rival.is_apart(mark) for rival in rivals)
+        other_marks = (
+            [self._last_mark]
+            if self._last_mark
+            else [restored_mark for _, restored_mark in self._restores]
+        )
+        self.is_certain = not any(other_mark.is_apart(mark) for other_mark in other_marks)
         self._restores.append((ref, mark))
         is_of_job = self._last_mark is None or not self._last_mark.is_apart(mark)
         if self._last_mark is not None and self._coordinator.world_size > 1:
-            is_of_job = self._agree(is_of_job)
+            is_of_job = self._ask_leader(is_of_job)
         if is_of_job:
-            self._point = ref
+            self._restored_ref = ref
         return is_of_job
 
-    def _agree(self, is_of_job: bool) -> bool:
-        self._decisions += 1
+    def _ask_leader(self, is_of_job: bool) -> bool:
+        """Return ``is_of_job`` as the leader has it, since all ranks need the same answer."""
+        self._decision_count += 1
         wait = Wait(_PATIENCE_SECONDS, "whether the job continues from the restored step")
-        subject = f"origin/{self._decisions}"
+        subject = f"origin/{self._decision_count}"
         return leader_decides(self._coordinator, subject, lambda: is_of_job, wait, bool)
 
     def save(self, state: object) -> StepRef | None:
@@ -131,13 +137,14 @@ class Origin:
         continues; else None.
         """
         restores, self._restores = self._restores, []
-        point, self._point = self._point, None
-        self._last_mark = StateMark(state, _SAMPLE)
+        restored_ref, self._restored_ref = self._restored_ref, None
+        self._last_mark = StateMark(state, _SAMPLE_TENSORS)
         mark = StateMark(state) if restores else self._last_mark
         origin = next(
-            (ref for ref, restored_mark in reversed(restores) if restored_mark.meets(mark)), point
+            (ref for ref, restored_mark in reversed(restores) if restored_mark.meets(mark)),
+            restored_ref,
         )
-        return origin if origin != point else None
+        return origin if origin != restored_ref else None
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -82,19 +82,19 @@ def after_state_dict(
     return result[_GROUPS], values
 
 
-def _has_same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _has_same_state(result: Mapping[str, Any], other_result: Mapping[str, Any]) -> bool:
     """Return True if two results of ``pack`` have the same parameters, and the same objects as
     their state.
     """
-    groups, groups_b = a[_GROUPS], b[_GROUPS]
-    state, values = a[_STATE], b[_STATE]
+    groups, other_groups = result[_GROUPS], other_result[_GROUPS]
+    state, other_state = result[_STATE], other_result[_STATE]
     return (
-        [group[_PARAMETERS] for group in groups] == [group[_PARAMETERS] for group in groups_b]
-        and state.keys() == values.keys()
+        [group[_PARAMETERS] for group in groups] == [group[_PARAMETERS] for group in other_groups]
+        and state.keys() == other_state.keys()
         and all(
-            state[number].keys() == values[number].keys()
-            and all(state[number][key] is value for key, value in values[number].items())
-            for number in values
+            state[number].keys() == other_state[number].keys()
+            and all(state[number][key] is value for key, value in other_state[number].items())
+            for number in other_state
         )
     )
 

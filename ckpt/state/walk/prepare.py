@@ -85,7 +85,7 @@ class PreparedPlan:
         """
         for slot in slots:
             with self.lock:
-                _, batches = self._lay(slot, parts, overlap)
+                _, batches = self._image_and_batches(slot, parts, overlap)
                 if check == "sampled":
                     for batch in batches:
                         batch.sample.build()
@@ -113,10 +113,12 @@ class PreparedPlan:
             check: The ``check`` of ``SaveConfig``.
         """
         with self.lock:
-            image, batches = self._lay(slot, parts, overlap)
+            image, batches = self._image_and_batches(slot, parts, overlap)
             return Snapshot(step, batches, image.window(), check=check)
 
-    def _lay(self, slot: Slot, parts: Sequence[Part], overlap: bool) -> tuple[Image, list[Batch]]:
+    def _image_and_batches(
+        self, slot: Slot, parts: Sequence[Part], overlap: bool
+    ) -> tuple[Image, list[Batch]]:
         """Return the image in ``slot``, and the copies of each of ``parts`` into it. The image and
         the copies of segments are kept with the slot.
         """
@@ -129,13 +131,13 @@ class PreparedPlan:
         part_batches: list[Batch] = []
         leaf_index = 0
         for index, part in enumerate(parts):
-            entry = batches.get((index, overlap))
-            if entry is None or entry[0] is not part:
-                entry = (part, self._batch(image, part, leaf_index, overlap))
+            known_part, batch = batches.get((index, overlap), (None, None))
+            if batch is None or known_part is not part:
+                batch = self._batch(image, part, leaf_index, overlap)
                 # A tensor outside of a segment may be temporary, so it is not kept alive.
                 if isinstance(part, Segment):
-                    batches[(index, overlap)] = entry
-            part_batches.append(entry[1])
+                    batches[(index, overlap)] = (part, batch)
+            part_batches.append(batch)
             leaf_index += len(part.named_tensors) if isinstance(part, Segment) else 1
         return image, part_batches
 
@@ -152,28 +154,30 @@ class PreparedPlan:
             # These tensors are aliases of the memory that the source has when the save is called.
             # If ``parameter.data = other`` replaces this memory during the copy, the old memory is
             # still copied.
-            parts = form.memories(leaf.boxes)
+            memories = form.memories(leaf.boxes)
             # A cached plan guarantees shapes, but not that the memory still exists.
-            for memory in parts:
+            for memory in memories:
                 check_storage(entry.name, memory)
             is_late = (
-                overlap and entry.is_late and all(map(_may_be_late, (*parts, *entry.outer_tensors)))
+                overlap
+                and entry.is_late
+                and all(map(_may_be_late, (*memories, *entry.outer_tensors)))
             )
             for item, piece, region in self.by_leaf[leaf_index + offset]:
-                memory = parts[piece]
+                memory = memories[piece]
                 source = copyable(memory, leaf.dtype)
                 source = source if region is None else source[region]
                 address = source.data_ptr()
                 (late_copies if is_late else eager).extend(
-                    Copy(entry.name, source, view, memory, end, cut, address)
-                    for view, end, cut in image.targets(item, flat=source.is_contiguous())
+                    Copy(entry.name, source, view, memory, end, part_range, address)
+                    for view, end, part_range in image.targets(item, flat=source.is_contiguous())
                 )
             if is_late:
-                own = () if form.wrapper is None else (form.wrapper,)
-                wrappers += [(entry.name, outer) for outer in (*own, *entry.outer_tensors)]
+                own_wrappers = () if form.wrapper is None else (form.wrapper,)
+                wrappers += [(entry.name, outer) for outer in (*own_wrappers, *entry.outer_tensors)]
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
-                checks.append(Check(leaf.name, boxes, tuple(parts), is_late))
+                checks.append(Check(leaf.name, boxes, tuple(memories), is_late))
         # The snapshot sorts the late copies of all batches together. This is fast if each batch is
         # sorted already.
         late_copies.sort(key=attrgetter("end"))
@@ -206,7 +210,7 @@ class PlanCache:
         self._rank, self._chunk_bytes, self._node_of = rank, chunk_bytes, node_of
         # Even with "one", each node writes a copy of tensors below this size, such as counters and
         # buffers.
-        self._from_bytes = SPLIT_FROM_BYTES if copies == "one" else float("inf")
+        self._node_copy_bytes = SPLIT_FROM_BYTES if copies == "one" else float("inf")
         self._structure: list[Segment | Hashable] = []
         self._plan: PreparedPlan | None = None
 
@@ -230,7 +234,7 @@ class PlanCache:
             for part in walk_result.parts
         ]
         if self._plan is None or not _same_structure(self._structure, structure):
-            self._plan = self._new(walk_result.named_tensors)
+            self._plan = self._make_plan(walk_result.named_tensors)
         self._structure = structure
         refuse_capture(self._plan.devices, "save_async")
         return self._plan
@@ -240,7 +244,7 @@ class PlanCache:
         self._plan = None
         self._structure = []
 
-    def _new(self, tensors: Sequence[NamedTensor]) -> PreparedPlan:
+    def _make_plan(self, tensors: Sequence[NamedTensor]) -> PreparedPlan:
         names: set[str] = set()
         for item in tensors:
             if item.name in names:
@@ -252,12 +256,12 @@ class PlanCache:
         leaves = tuple(self._leaf(item) for item in tensors)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
         by_leaf: list[list[_Place]] = [[] for _ in leaves]
-        regions = [BoxIndex(leaf.boxes) for leaf in leaves]
+        box_indices = [BoxIndex(leaf.boxes) for leaf in leaves]
         for index, write in enumerate(plan.items):
             if write.nbytes:
                 boxes = leaves[write.leaf].boxes
-                near = regions[write.leaf].search(write.box)
-                piece = next(i for i in near if boxes[i].contains(write.box))
+                candidates = box_indices[write.leaf].search(write.box)
+                piece = next(i for i in candidates if boxes[i].contains(write.box))
                 whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append(_Place(index, piece, region))
@@ -274,7 +278,7 @@ class PlanCache:
                 f"LocalShards whose replicas lack this rank ({self._rank})",
                 "give the numbers of all ranks that hold the same shards",
             )
-        node_of = self._node_of if leaf.nbytes < self._from_bytes else ()
+        node_of = self._node_of if leaf.nbytes < self._node_copy_bytes else ()
         if len(leaf.boxes) > BOXES_PER_RANK:
             raise UnsupportedValue(
                 item.name,
@@ -335,12 +339,13 @@ def growth_of(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
     ``leaves`` are those of ``walk_result.named_tensors``, in the same order.
     """
     pairs = zip(walk_result.named_tensors, leaves, strict=True)
-    shares = {id(item.tensor): len(leaf.replicas) or 1 for item, leaf in pairs}
+    replica_counts = {id(item.tensor): len(leaf.replicas) or 1 for item, leaf in pairs}
     growth = 0
     for optimizer in walk_result.optimizers:
         keeper = keeper_of("", optimizer)
         for group in optimizer.param_groups:
-            copies = (
+            # Adam has two moments, and a third one with amsgrad. SGD has a buffer with momentum.
+            tensor_count = (
                 (3 if group.get("amsgrad") else 2)
                 if "betas" in group
                 else 1
@@ -350,7 +355,7 @@ def growth_of(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
             for parameter in group["params"]:
                 if keeper.keeps(parameter) and not keeper.state.get(parameter):
                     growth += (
-                        copies * _nbytes(parameter) // shares.get(id(parameter), 1)
+                        tensor_count * _nbytes(parameter) // replica_counts.get(id(parameter), 1)
                         + _SMALL_STATE_BYTES
                     )
     return growth

@@ -34,7 +34,7 @@ class Registry:
         self._segments: Final = segments
         self._names_by_id: dict[int, str] = {}
         self._by_address: TensorsByAddress = {}
-        self._pending: list[
+        self._pending_segments: list[
             Segment
         ] = []  # Segments that are not yet in ``_names_by_id`` and ``_by_address``
 
@@ -81,17 +81,17 @@ class Registry:
         segment = self._segments.get(path)
         if segment is None or not segment.closed or not segment.is_unchanged(key, tensors):
             return None
-        earlier = self._segments_before()
+        earlier_segments = self._segments_before()
         # Segments compare by identity. If the segments before this one are the same as in the last
         # walk, they are known to share no memory with this one.
-        if earlier is None or earlier != segment.apart_from:
-            self._read()
+        if earlier_segments is None or earlier_segments != segment.apart_from:
+            self._index_pending()
             if not (
                 self._names_by_id.keys().isdisjoint(segment.names_by_id)
                 and self._by_address.keys().isdisjoint(segment.by_address)
             ):
                 return None
-            segment.apart_from = earlier
+            segment.apart_from = earlier_segments
         return self._add(path, segment)
 
     def add_new(
@@ -118,8 +118,9 @@ class Registry:
             else:
                 check_name(item.name, item.name)  # A save plan checks the names of all others
                 ties[item.name] = stored_name
-        self._read()  # ``_stored_name`` has not called this method if there are no candidates
-        # A later call of ``_read`` replaces the list at each of these addresses by the list of this
+        # ``_stored_name`` has not called this method if there are no candidates.
+        self._index_pending()
+        # A later call of it replaces the list at each of these addresses by the list of this
         # segment. So this list must have the earlier tensors too.
         for address in by_address.keys() & self._by_address.keys():
             by_address[address] = [*self._by_address[address], *by_address[address]]
@@ -136,7 +137,7 @@ class Registry:
 
     def _add(self, path: str, segment: Segment) -> Segment:
         self._segments[path] = segment
-        self._pending.append(segment)
+        self._pending_segments.append(segment)
         self.ties.update(segment.ties)
         self.parts.append(segment)
         return segment
@@ -148,16 +149,16 @@ class Registry:
         segments = [part for part in self.parts if isinstance(part, Segment)]
         return segments if len(segments) == len(self.parts) else None
 
-    def _read(self) -> None:
+    def _index_pending(self) -> None:
         """Add the tensors of all segments so far to ``_names_by_id`` and ``_by_address``.
 
         The registry calls this method as late as possible, since it needs neither table if the walk
         takes all segments of the last walk in the same order.
         """
-        for segment in self._pending:
+        for segment in self._pending_segments:
             self._names_by_id.update(segment.names_by_id)
             self._by_address.update(segment.by_address)
-        self._pending.clear()
+        self._pending_segments.clear()
 
     def _stored_name(
         self, name: str, tensor: Source, names_by_id: dict[int, str], by_address: TensorsByAddress
@@ -171,7 +172,7 @@ class Registry:
         other tensor can have the same identity.
         """
         check_initialized(name, tensor)
-        self._read()
+        self._index_pending()
         stored_name = self._names_by_id.get(id(tensor)) or names_by_id.get(id(tensor))
         if stored_name is None:
             stored_name = name

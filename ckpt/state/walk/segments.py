@@ -76,7 +76,7 @@ class Segment:
         closed: True if no tensor is tied to a tensor outside of the segment. Only then the segment
             may be used again.
         is_made: True if a restore may have to make the tensors. It never makes those of a module.
-        parts_of_buffers: Whether one of ``named_tensors`` may be a view of a buffer (see
+        has_parts_of_buffers: Whether one of ``named_tensors`` may be a view of a buffer (see
             ``is_part``).
         apart_from: The segments that came before this one in the last walk, and that are known to
             share no tensor and no memory with it; None if this is not known.
@@ -90,10 +90,10 @@ class Segment:
         "by_address",
         "closed",
         "forms",
+        "has_parts_of_buffers",
         "is_made",
         "named_tensors",
         "names_by_id",
-        "parts_of_buffers",
         "ties",
     )
 
@@ -116,7 +116,7 @@ class Segment:
         self.closed = {item.name for item in named_tensors}.issuperset(ties.values())
         self.apart_from: list[Segment] | None = None
         self.is_made = True
-        self.parts_of_buffers = any(is_part(item.tensor) for item in self.named_tensors)
+        self.has_parts_of_buffers = any(is_part(item.tensor) for item in self.named_tensors)
         self._key, self._tensors = tuple(key), tuple(tensors)
         self._facts = Facts(self._tensors)
         self.forms = tuple(form_of(item.tensor) for item in self.named_tensors)
@@ -190,7 +190,7 @@ class Facts:
             self._addresses = list(map(torch.Tensor.data_ptr, memories))
             self._sizes = list(map(torch.Tensor.size, memories))
             self._strides = list(map(torch.Tensor.stride, memories))
-            self._dtypes = list(map(_dtype, memories))
+            self._dtypes = list(map(_dtype_of, memories))
             self._neg = list(map(torch.Tensor.is_neg, memories))
             self._conj = list(map(torch.Tensor.is_conj, memories))
             self._guards = guards_of(memories)
@@ -221,7 +221,7 @@ class Facts:
         is_same = (
             all(map(eq, map(torch.Tensor.size, memories), self._sizes))
             and all(map(eq, map(torch.Tensor.stride, memories), self._strides))
-            and all(map(is_, map(_dtype, memories), self._dtypes))
+            and all(map(is_, map(_dtype_of, memories), self._dtypes))
             and all(map(is_, map(torch.Tensor.is_neg, memories), self._neg))
             and all(map(is_, map(torch.Tensor.is_conj, memories), self._conj))
         )
@@ -249,17 +249,17 @@ def _memories(
             layouts.append((tensor.shape, tensor.boxes, tensor.dtype, tensor.replicas))
         elif isinstance(tensor, DTensor):
             memories.append(tensor._local_tensor)
-            layouts.append(_layout(tensor))
+            layouts.append(_layout_of(tensor))
         else:
             memories.append(tensor)
     return memories, layouts
 
 
-_layout: Final = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
+_layout_of: Final = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
 """A function that returns the layout of a DTensor as values, since its spec may be changed in
 place.
 """
-_dtype: Final = attrgetter("dtype")
+_dtype_of: Final = attrgetter("dtype")
 
 
 def is_part(tensor: Source) -> bool:
@@ -314,30 +314,32 @@ def views_of(parts: Sequence[Segment | NamedTensor]) -> dict[str, View]:
     """
     # Nearly every tensor is all of its storage, so that there is nothing to do.
     if not any(
-        (part.is_made and part.parts_of_buffers)
+        (part.is_made and part.has_parts_of_buffers)
         if isinstance(part, Segment)
         else is_part(part.tensor)
         for part in parts
     ):
         return {}
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    for name, tensor in _plain(parts):
+    for name, tensor in _plain_tensors(parts):
         by_storage[storage_identity(tensor)].append((name, tensor))
     views: dict[str, View] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for group in by_storage.values():
         if len(group) == 1:
             continue
-        start = group[0][1].untyped_storage().data_ptr()
+        buffer_name, any_tensor = group[0]
+        start = any_tensor.untyped_storage().data_ptr()
         base = min(tensor.data_ptr() - start for _, tensor in group) // _ALIGNMENT * _ALIGNMENT
         for name, tensor in group:
             offset = tensor.data_ptr() - start - base
-            views[name] = View(group[0][0], offset, tensor.stride())
+            views[name] = View(buffer_name, offset, tensor.stride())
             kinds[name] = dtype_name(name, tensor.dtype), tuple(tensor.shape)
     return without_sparse(views, kinds)
 
 
-def _plain(parts: Sequence[Segment | NamedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(parts: Sequence[Segment | NamedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the tensor of each dense tensor that a restore may have to make."""
     for part in parts:
         if isinstance(part, Segment):
             items: Sequence[NamedTensor] = part.named_tensors if part.is_made else ()

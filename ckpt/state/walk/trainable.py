@@ -45,7 +45,12 @@ class _Trainable(ModuleStandIn):
         super().__init__()
         self.model = model
         self._last_walk = LastWalk()
-        self._last_items: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
+        self._last_items: tuple[ModuleItems | None, Sequence[bool], ModuleItems | None] = (
+            None,
+            (),
+            None,
+        )
+        """The items of the model at the last call, which of them are trained, and the result."""
 
     def look(self) -> None:
         """Do nothing, since ``items`` reads the model on every call."""
@@ -63,13 +68,11 @@ class _Trainable(ModuleStandIn):
         """
         whole = self._last_walk.items(path, self.model)
         flags = [_is_trained(entry.value) for entry in whole.entries]
-        if (
-            self._last_items is None
-            or self._last_items[0] is not whole
-            or self._last_items[1] != flags
-        ):
-            self._last_items = whole, flags, _part_of(whole, flags)
-        return self._last_items[2]
+        last_whole, last_flags, part = self._last_items
+        if part is None or last_whole is not whole or last_flags != flags:
+            part = _part_of(whole, flags)
+            self._last_items = whole, flags, part
+        return part
 
 
 def _part_of(whole: ModuleItems, flags: Sequence[bool]) -> ModuleItems:
@@ -77,21 +80,22 @@ def _part_of(whole: ModuleItems, flags: Sequence[bool]) -> ModuleItems:
     is a trained parameter.
     """
     pairs = list(zip(whole.entries, flags, strict=True))
-    homes = {_home(entry) for entry, is_trained in pairs if is_trained}
-    keeps = [
-        is_trained or (id(entry.value) not in whole.parts and _home(entry) in homes)
+    trained_modules = {_module_name(entry) for entry, is_trained in pairs if is_trained}
+    keep_flags = [
+        is_trained
+        or (id(entry.value) not in whole.parts and _module_name(entry) in trained_modules)
         for entry, is_trained in pairs
     ]
     return replace(
         whole,
-        entries=tuple(entry for (entry, _), keep in zip(pairs, keeps, strict=True) if keep),
+        entries=tuple(entry for (entry, _), keep in zip(pairs, keep_flags, strict=True) if keep),
         omissions=tuple(
-            entry.fqn for (entry, _), keep in zip(pairs, keeps, strict=True) if not keep
+            entry.fqn for (entry, _), keep in zip(pairs, keep_flags, strict=True) if not keep
         ),
     )
 
 
-def _home(entry: Entry) -> str:
+def _module_name(entry: Entry) -> str:
     """Return the canonical name of the module that directly holds the entry."""
     return entry.fqn.rpartition(".")[0]
 

@@ -67,11 +67,11 @@ class Wrappers:
                 parts_by_id[id(tensor)] = take_apart(name, tensor)
             parts = self._parts[index] = parts_by_id[id(tensor)]
             self.nodes[name] = parts.layer.node(name, str)
-        rest = set(indices) - self._parts.keys()
+        unsaved_indices = set(indices) - self._parts.keys()
         self.tensors = [
             inner
             for index, tensor in enumerate(tensors)
-            if index not in rest
+            if index not in unsaved_indices
             for inner in self._innermost(index, tensor)
         ]
         self.key = tuple((index, parts.key) for index, parts in self._parts.items())
@@ -96,7 +96,7 @@ class Wrappers:
             )
 
 
-def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
+def module_wrappers(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
     """Return the wrapper tensors of the module at ``path`` that ``choice`` takes."""
 
     def name_of(index: int) -> NameAndPiece | None:
@@ -107,7 +107,7 @@ def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
     return Wrappers(items.tensors, name_of)
 
 
-def in_optimizer(path: str, items: OptimizerItems) -> Wrappers:
+def optimizer_wrappers(path: str, items: OptimizerItems) -> Wrappers:
     """Return the wrapper tensors in the state of the optimizer at ``path``."""
 
     def name_of(index: int) -> NameAndPiece:

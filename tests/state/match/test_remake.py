@@ -31,7 +31,7 @@ def node_of(value: Any) -> Any:
 
 def test_each_call_makes_another_value_of_a_node() -> None:
     value = [{"a": [1], "b": (2, {3: [4]})}, []]
-    make_value = remaker().order(node_of(value))
+    make_value = remaker().prepare(node_of(value))
     values = [make_value() for _ in range(3)]
     values[0][0]["a"].append(5)
     assert values[1:] == [value, value]
@@ -61,6 +61,6 @@ def seconds(work: Callable[[], object]) -> float:
 )
 def test_a_long_history_is_made_again_in_at_most_ten_times_what_json_takes(history: Any) -> None:
     raw, text = msgspec.Raw(dumps(node_of(history), "v")), json.dumps(history)
-    assert remaker().order(parse(raw))() == history
-    duration = seconds(lambda: remaker().order(parse(raw))())
+    assert remaker().prepare(parse(raw))() == history
+    duration = seconds(lambda: remaker().prepare(parse(raw))())
     assert duration < 10 * seconds(lambda: json.loads(text))
