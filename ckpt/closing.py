@@ -69,7 +69,7 @@ class Closer:
         self._holdings = holdings
         self._shutdown = Shutdown(holdings.listers)
         # ``close`` ignores an exception that was already being handled at this point.
-        self._earlier = sys.exception()
+        self._earlier_error = sys.exception()
         self._has_ended = self._is_interrupted = False
 
     def check(self, timeout: float | None, *, detach: bool) -> BaseException | None:
@@ -80,7 +80,7 @@ class Closer:
         check_timeout(timeout)
         if detach and not self._holdings.guard.is_closed:
             check_detach(self._holdings.config.agent, self._holdings.agent)
-        error = ending_error(but=self._earlier)
+        error = ending_error(but=self._earlier_error)
         if self._has_ended and self._is_interrupted and error is None:
             wait_and_log(self._shutdown.outcome, (), timeout)
         return error
@@ -112,6 +112,7 @@ class Closer:
             timeout = holdings.config.exit_seconds if reason and timeout is None else timeout
             detach = detach or bool(reason and holdings.agent)
             work = partial(self._detach if detach else self._finish, reason)
+            # If Ctrl-C has interrupted an earlier call, its work goes on with its ``detach``.
             detach, future = self._shutdown.begin(work, detaches=detach), self._shutdown.outcome
             in_time = wait_and_log(future, ledger.pending, timeout)
             self._is_interrupted = isinstance(error, KeyboardInterrupt) and not in_time
@@ -152,8 +153,8 @@ class Closer:
         finally:
             if reason:
                 holdings.coordinator.leave(reason)  # The other ranks need not wait for what follows
-            rest = Workers("end", 1).submit(self._finish, reason)
-            await_at_exit(rest, holdings.config.exit_seconds)
+            end_of_work = Workers("end", 1).submit(self._finish, reason)
+            await_at_exit(end_of_work, holdings.config.exit_seconds)
 
     def _finish(self, reason: str) -> None:
         """Finish all saves, free the memory, and close the coordinator and the tiers.
@@ -214,7 +215,8 @@ class Shutdown:
         if self._lister_end is None:  # Otherwise a tier that hangs could block two of the threads
             self._lister_end = self._workers.submit(self._listers.close)
         self._workers.submit(self._run)
-        return self._work[1]
+        _, begun_detaches = self._work
+        return begun_detaches
 
     def leave(self, coordinator: DepartingCoordinator, reason: str) -> None:
         """Leave the other ranks, and wait some seconds for the work to end.

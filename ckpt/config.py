@@ -65,7 +65,7 @@ AGENT_SCRUB_VARIABLE: Final = "CKPT_AGENT_SCRUB_SECONDS"
 DOMAIN_VARIABLE: Final = "CKPT_FAILURE_DOMAIN"
 MEMORY: Final = "memory"
 AUTO: Final = "auto"
-_MULTIPLE: Final = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)x")
+_MULTIPLE_PATTERN: Final = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)x")
 _MOST_IMAGES: Final = 100
 
 OnBusy = Literal["wait", "skip"]
@@ -81,6 +81,7 @@ Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
 _NOT_FOR_AGENT: Final = ("CUDA_", "NVIDIA_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "OMPI_", "PMI")
+"""The beginnings of the names of variables that the agent does not get."""
 _MAX_CHUNK_BYTES: Final = 64 << 20
 
 
@@ -298,7 +299,8 @@ def _check_host_memory(name: str, value: int | str) -> None:
 
 
 def _share_of(host_memory: int | str) -> float | None:
-    match = _MULTIPLE.fullmatch(host_memory) if isinstance(host_memory, str) else None
+    """Return the number of a multiple such as "0.5x"; None if ``host_memory`` is no valid one."""
+    match = _MULTIPLE_PATTERN.fullmatch(host_memory) if isinstance(host_memory, str) else None
     share = None if match is None else float(match[1])
     return share if share is None or 0 < share <= _MOST_IMAGES else None
 
@@ -489,13 +491,15 @@ def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
         ConfigError: A setting is unknown, or has a wrong value.
     """
     if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-        near = get_close_matches(unknown[0], Settings.__annotations__, n=1, cutoff=0.5)
-        way = f"did you mean {near[0]}? " if near else ""
-        way += f"there are {', '.join(Settings.__annotations__)}"
+        matches = get_close_matches(unknown[0], Settings.__annotations__, n=1, cutoff=0.5)
+        advice = f"did you mean {matches[0]}? " if matches else ""
+        advice += f"there are {', '.join(Settings.__annotations__)}"
         if unknown[0] in Tier.__dataclass_fields__:
             addition = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
-            way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{addition}))"
-        raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
+            advice = (
+                f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{addition}))"
+            )
+        raise ConfigError(f"unknown setting {unknown[0]!r}; {advice}")
     return replace(config, **settings)
 
 
@@ -528,18 +532,18 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
     """
     if path is None and not os.path.exists(CONFIG_NAME):
         return Config()
-    place = os.fspath(path) if path is not None else CONFIG_NAME
+    file_path = os.fspath(path) if path is not None else CONFIG_NAME
     try:
-        with open(place, "rb") as file:
+        with open(file_path, "rb") as file:
             table = tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"{place} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{file_path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place} is not valid TOML: {error}") from None
+        raise ConfigError(f"{file_path} is not valid TOML: {error}") from None
     try:
-        return _config(table, place)
+        return _config_of(table, file_path)
     except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{file_path}: {error}") from None
 
 
 def root_of_environment() -> str:
@@ -551,7 +555,7 @@ def ranks_on_this_node() -> int:
     """Return the number of ranks on this node, from the variables of the launcher (torchrun, Slurm,
     MPI, Horovod). Return 1 if no variable is set.
     """
-    numbers = _numbers(
+    numbers = _number_variables(
         "LOCAL_WORLD_SIZE",
         "SLURM_NTASKS_PER_NODE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -562,15 +566,15 @@ def ranks_on_this_node() -> int:
 
 def rank_of_this_process() -> int:
     """Return the rank, from the variables of the launcher; 0 if no variable is set."""
-    return next(_numbers("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0)
+    return next(_number_variables("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0)
 
 
 def local_rank_of_this_process() -> int:
     """Return the rank within the node, from the variables of the launcher; 0 if none is set."""
-    return next(_numbers("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), 0)
+    return next(_number_variables("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), 0)
 
 
-def _numbers(*variables: str) -> Iterator[int]:
+def _number_variables(*variables: str) -> Iterator[int]:
     """Return the values of those of ``variables`` that are set to a whole number, in order."""
     texts = (os.environ.get(variable, "") for variable in variables)
     return (int(text) for text in texts if text.isdecimal())
@@ -602,7 +606,7 @@ def agent_idle_seconds() -> float:
     Raises:
         ConfigError: The variable is no number of seconds.
     """
-    return _seconds(AGENT_IDLE_VARIABLE, 600.0)
+    return _seconds_variable(AGENT_IDLE_VARIABLE, 600.0)
 
 
 def agent_memory_seconds() -> float:
@@ -614,7 +618,7 @@ def agent_memory_seconds() -> float:
     Raises:
         ConfigError: The variable is no number of seconds.
     """
-    return _seconds(AGENT_MEMORY_VARIABLE, 300.0)
+    return _seconds_variable(AGENT_MEMORY_VARIABLE, 300.0)
 
 
 def agent_scrub_seconds() -> float:
@@ -625,7 +629,7 @@ def agent_scrub_seconds() -> float:
     Raises:
         ConfigError: The variable is no number of seconds.
     """
-    return _seconds(AGENT_SCRUB_VARIABLE, 86400.0)
+    return _seconds_variable(AGENT_SCRUB_VARIABLE, 86400.0)
 
 
 def failure_domain() -> str:
@@ -656,12 +660,12 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _seconds(variable: str, default: float) -> float:
+def _seconds_variable(variable: str, default: float) -> float:
     text = os.environ.get(variable, "")
     try:
         value = float(text or default)
     except ValueError:
-        value = -1.0
+        value = -1.0  # No number of seconds, so that the check below raises
     if not 0 <= value < float("inf"):
         raise ConfigError(f"{variable}={text_of(text)}: give a number of seconds, such as 600")
     return value
@@ -672,7 +676,7 @@ def debug_wanted() -> bool:
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 
-def _config(table: Mapping[str, Any], place: str) -> Config:
+def _config_of(table: Mapping[str, Any], file_path: str) -> Config:
     known_only("", table, ("root", "tiers", "save", "tls", "metadata"))
     if "root" in table and "tiers" in table:
         raise ConfigError(
@@ -681,18 +685,18 @@ def _config(table: Mapping[str, Any], place: str) -> Config:
     rows: object = table.get("tiers", [{"url": table["root"]}] if "root" in table else [])
     if not isinstance(rows, list):
         raise ConfigError("tiers is a list: write [[tiers]], with two brackets")
-    metadata, folder = _table("metadata", table), os.path.dirname(place)
+    metadata, folder = _section("metadata", table), os.path.dirname(file_path)
     json_only("metadata", metadata)
-    tls = _tls(_table("tls", table), folder) if "tls" in table else None
+    tls = _tls_of(_section("tls", table), folder) if "tls" in table else None
     return Config(
-        tiers=tuple(_tier(row, folder) for row in rows),
-        save=replace(_save(_table("save", table)), tls=tls),
+        tiers=tuple(_tier_of(row, folder) for row in rows),
+        save=replace(_save_config_of(_section("save", table)), tls=tls),
         metadata=metadata,
-        path=place,
+        path=file_path,
     )
 
 
-def _tier(row: object, folder: str) -> Tier:
+def _tier_of(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
     known_only("tiers.", row, tuple(Tier.__dataclass_fields__))
@@ -707,13 +711,13 @@ def _tier(row: object, folder: str) -> Tier:
     return tier
 
 
-def _tls(table: Mapping[str, Any], folder: str) -> Tls:
+def _tls_of(table: Mapping[str, Any], folder: str) -> Tls:
     known_only("tls.", table, tuple(Tls.__dataclass_fields__))
     tls = Tls(**{name: table.get(name, "") for name in Tls.__dataclass_fields__})
     return Tls(**{name: os.path.join(folder, path) for name, path in tls.paths.items()})
 
 
-def _save(table: Mapping[str, Any]) -> SaveConfig:
+def _save_config_of(table: Mapping[str, Any]) -> SaveConfig:
     known_only("save.", table, [name for name in Settings.__annotations__ if name != "tls"])
     settings: dict[str, Any] = dict(table)
     if isinstance(cpus := table.get("cpus"), list):
@@ -722,7 +726,7 @@ def _save(table: Mapping[str, Any]) -> SaveConfig:
     return SaveConfig(**settings)
 
 
-def _table(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
+def _section(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
     section = table.get(name, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{name} is a table: write [{name}]")

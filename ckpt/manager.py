@@ -110,13 +110,13 @@ class CheckpointManager:
         warn_of_untested(torch.__version__)
         self._guard = CallGuard()
         self._config = with_settings(config or SaveConfig(), settings)
-        self._jobs = SaveRequests(metadata or {})
+        self._requests = SaveRequests(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
         with closed_on_error(self._tiers):
             self._coordinator = DepartingCoordinator(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
-            make = partial(default_journal, self._tiers, self._coordinator.rank)
-            journals = journals_of(self, observers, make if self._config.journal else None)
+            make_journal = partial(default_journal, self._tiers, self._coordinator.rank)
+            journals = journals_of(self, observers, make_journal if self._config.journal else None)
             self._observers = Observers(list(dict.fromkeys((*observers, *journals))))
             self._ledger = SaveLedger(self._observers, self._config, self._tiers)
             self._listing = Listing([tier.backend for tier in self._tiers], self._guard.check_open)
@@ -133,15 +133,15 @@ class CheckpointManager:
                 raise
         attend(self._coordinator.attempt, self, self._ledger)
         self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
-        walk, captured_state = self._last_walk, self._fence.captured_optimizers
+        walk, captured = self._last_walk, self._fence.captured_optimizers
         rank = self._coordinator.rank
-        self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured_state)
+        self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         collect_lasting = partial(self._collect, lasting=True)
         self._reserver = Reserver(self._saver, self._plans, collect_lasting, self._config)
         self._last_step: int | None = None
         self._newest_ref: StepRef | None = None  # The newest save that the saver has begun
-        self._restores = 0
+        self._restore_count = 0
         self._stop = StopListener(self._coordinator)
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
@@ -478,8 +478,8 @@ class CheckpointManager:
                 claim_of=self._saver.claim_of, set_chosen=self._saver.set_chosen,
                 rollback=self._saver.steps.rollback,
             )  # fmt: skip
-            restorer = Restorer(context, options, workers, serial=self._restores)
-            self._restores += 1
+            restorer = Restorer(context, options, workers, serial=self._restore_count)
+            self._restore_count += 1
             report = restorer.restore(state, selector)
             if restorer.outdated_tiers:
                 share_rollback(restorer.outdated_tiers, self._listers, restorer.rollback)
@@ -510,7 +510,7 @@ class CheckpointManager:
             trial=self._ledger.next_branch_trial,
             is_certain=self._origin.is_certain,
         )
-        subject = f"branch/{self._restores}"
+        subject = f"branch/{self._restore_count}"
         rollback = begin_branch(context, point, subject=subject, discards=discards)
         if rollback is not None:
             self._saver.steps.rollback = rollback
@@ -709,7 +709,7 @@ class CheckpointManager:
             snapshot = preparation.snapshot(
                 slot, collection.parts, ref.step, overlap=overlap, check=check
             )
-            job = self._jobs.request(ref, trial, preparation, snapshot, collection, notes)
+            job = self._requests.request(ref, trial, preparation, snapshot, collection, notes)
             trainable = self._saver.suspicions.trainable(collection)
             self._fence.guard(collection.optimizers)
             snapshot.copy_eager()

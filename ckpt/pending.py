@@ -74,12 +74,15 @@ class PendingSave:
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
         self._held_seconds = snapshot.held_seconds if snapshot else []
-        self._names = dict(tiers or {})
-        self._began, self._total = began, nbytes * len(self._names)
+        self._user_urls = dict(tiers or {})
+        """By the URL of each tier, the URL as the user gave it."""
+        self._began, self._total_bytes = began, nbytes * len(self._user_urls)
         self._written_bytes = 0
-        self._open_tiers = set(self._names)
-        self._ends: dict[str, CkptError | None] = {}
-        self._refusals: dict[str, CkptError] = {}
+        self._open_tiers = set(self._user_urls)
+        self._outcomes: dict[str, CkptError | None] = {}
+        """By URL, how the save has ended on a tier: None if the step is a checkpoint there."""
+        self._failures: dict[str, CkptError] = {}
+        """Those of the errors that fail the save."""
         self._change = Condition()
         self._pid = os.getpid()
         self._is_finished = False
@@ -89,12 +92,12 @@ class PendingSave:
     @property
     def progress(self) -> float:
         """The part of this rank's bytes that has been written to the tiers, from 0 to 1."""
-        return min(1.0, self._written_bytes / self._total) if self._total else 1.0
+        return min(1.0, self._written_bytes / self._total_bytes) if self._total_bytes else 1.0
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """The URLs of the tiers that the save goes to, nearest first."""
-        return tuple(self._names)
+        return tuple(self._user_urls)
 
     @property
     def open_tiers(self) -> list[str]:
@@ -159,17 +162,19 @@ class PendingSave:
         return self._error
 
     def _wait_for_tier(self, tier: str, timeout: float | None) -> CkptError | None:
-        url = next((url for url, name in self._names.items() if tier in (url, name)), None)
+        url = next(
+            (url for url, user_url in self._user_urls.items() if tier in (url, user_url)), None
+        )
         if url is None:
             raise ConfigError(
                 f"step {self.step} does not go to {tier!r}; it goes to "
-                f"{', '.join(self._names.values())}"
+                f"{', '.join(self._user_urls.values())}"
             )
-        if not self._await(lambda: url in self._ends or self._is_finished, timeout):
+        if not self._await(lambda: url in self._outcomes or self._is_finished, timeout):
             raise TimeoutError(
                 f"step {self.step} is not committed on {tier} after {timeout} s; it goes on"
             )
-        return self._ends.get(url, self._error)
+        return self._outcomes.get(url, self._error)
 
     def _await(self, is_over: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until ``is_over`` returns True. Return False if ``timeout`` seconds pass before. If
@@ -189,6 +194,7 @@ class PendingSave:
             return False
         _log_open_tiers([self])
         with self._change:
+            # None stays None, for no limit.
             return self._change.wait_for(is_over, timeout and timeout - _LONG_SECONDS)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -241,12 +247,12 @@ class SaveRecord(PendingSave):
             save, or None. An error that only skips the save is returned if there is no other one.
         """
         with self._change:
-            self._ends[tier] = error
+            self._outcomes[tier] = error
             self._open_tiers.discard(tier)
             if error is not None and required:
-                self._refusals[tier] = error
+                self._failures[tier] = error
             # No later call raises an error that only skips the save, so it must hide no other.
-            failure = min(self._refusals.values(), key=_skips, default=None)
+            failure = min(self._failures.values(), key=_is_skip, default=None)
             # If ``close`` has given the save up, its error stays.
             if not self._is_finished:
                 self._error = failure
@@ -272,16 +278,16 @@ class SaveRecord(PendingSave):
     @property
     def is_kept(self) -> bool:
         """Whether some tier has the step."""
-        return None in self._ends.values()
+        return None in self._outcomes.values()
 
     def wait_kept(self, timeout: float, urls: Collection[str] | None = None) -> bool:
         """Wait until one of the tiers ``urls`` (None: any tier) has the step, or until the save is
         over. Return False if ``timeout`` seconds pass before.
         """
-        urls, ends = self._names if urls is None else urls, self._ends
+        urls, outcomes = self._user_urls if urls is None else urls, self._outcomes
 
         def is_kept() -> bool:
-            return any(url in ends and ends[url] is None for url in urls)
+            return any(url in outcomes and outcomes[url] is None for url in urls)
 
         return self._await(lambda: is_kept() or self._is_finished, timeout)
 
@@ -290,10 +296,10 @@ class SaveRecord(PendingSave):
         on the tier yet. Tiers are left out if their errors do not fail the save.
         """
         with self._change:
-            return {**self._refusals, **dict.fromkeys(sorted(self._open_tiers))}
+            return {**self._failures, **dict.fromkeys(sorted(self._open_tiers))}
 
 
-def _skips(error: CkptError) -> bool:
+def _is_skip(error: CkptError) -> bool:
     return isinstance(error, SaveSkipped | TierBehind)
 
 
@@ -345,7 +351,8 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
     missing: dict[str, list[int]] = {}
     for save, tier, _ in losses:
         missing.setdefault(tier, []).append(save.step)
-    error = StepsMissing(missing, losses[0][2], nearer=all(save.is_kept for save, _, _ in losses))
+    _, _, first_reason = losses[0]
+    error = StepsMissing(missing, first_reason, nearer=all(save.is_kept for save, _, _ in losses))
     for save in {save for save, _, _ in losses}:
         if save.done():
             save.exception()  # Marks the error as raised

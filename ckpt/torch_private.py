@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from ckpt.errors import ConfigError
 
 _log = logging.getLogger("ckpt")
-_warned: Final[set[str]] = set()
+_releases_with_warning: Final[set[str]] = set()
 TESTED_TORCH: Final = ((2, 9), (2, 15))
 """The first and the last release of torch that the tests run on (docs/versions.md)."""
 REQUIRED: Final = (
@@ -57,7 +57,7 @@ REQUIRED: Final = (
     "torch.utils.data._utils:worker",
 )
 """The names of torch without which ckpt cannot work, as ``module:attribute.attribute``."""
-_FSDP1: Final = "_fsdp_wrapped_module"
+_FSDP1_CHILD: Final = "_fsdp_wrapped_module"
 
 
 def tested_range() -> str:
@@ -78,8 +78,8 @@ def warn_of_untested(version: str) -> None:
     The warning appears once in a process for each release.
     """
     release = ".".join(version.split(".")[:2])
-    if not is_tested(version) and release not in _warned:
-        _warned.add(release)
+    if not is_tested(version) and release not in _releases_with_warning:
+        _releases_with_warning.add(release)
         _log.warning(
             "ckpt: torch %s is installed, and this version of ckpt was tested with torch %s only: "
             "save and restore once and compare before you rely on it",
@@ -108,9 +108,12 @@ def find(name: str) -> Any:
         raise missing(name.replace(":", ".")) from None
 
 
-_classes: Final = {name.rpartition(".")[2].rpartition(":")[2]: find(name) for name in REQUIRED}
-StridedShard: Final[Any] = _classes["_StridedShard"]
-get_default_store: Final[Callable[[], Any]] = _classes["_get_default_store"]
+# Each required object by the last part of its name.
+_private_objects: Final = {
+    name.rpartition(".")[2].rpartition(":")[2]: find(name) for name in REQUIRED
+}
+StridedShard: Final[Any] = _private_objects["_StridedShard"]
+get_default_store: Final[Callable[[], Any]] = _private_objects["_get_default_store"]
 
 
 # -- loaders ---------------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ def outside_of_workers() -> Generator[None]:
     """Make ``torch.utils.data.get_worker_info()`` return None within the block, as it does outside
     of the workers of a ``DataLoader``.
     """
-    worker = _classes["worker"]
+    worker = _private_objects["worker"]
     info, worker._worker_info = worker._worker_info, None
     try:
         yield
@@ -136,7 +139,7 @@ def wait_for(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``. If it is the result of an asynchronous collective, wait for the collective
     and return the tensor with the result.
     """
-    if isinstance(tensor, _classes["AsyncCollectiveTensor"]):
+    if isinstance(tensor, _private_objects["AsyncCollectiveTensor"]):
         return cast("Any", tensor).wait()  # type: ignore[no-any-return]
     return tensor
 
@@ -200,8 +203,8 @@ def always_unknown(*_: torch.Tensor) -> bool:
 
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that ``mesh`` was cut from, or ``mesh`` itself if it is not a part of one."""
-    if (ask := getattr(mesh, "_get_root_mesh", None)) is not None:
-        return ask()
+    if (get_root := getattr(mesh, "_get_root_mesh", None)) is not None:
+        return get_root()
     # Torch up to 2.9 has this function instead of the method.
     return find("torch.distributed.device_mesh:_mesh_resources.get_root_mesh")(mesh)
 
@@ -367,14 +370,15 @@ class FlatPart(NamedTuple):
         fqn: The name of the parameter in the wrapped module.
         shape: The shape of the whole parameter.
         start: The index of the part's first element in the flattened parameter.
-        at: The index of the part's first element in this rank's shard of the flat parameter.
+        shard_start: The index of the part's first element in this rank's shard of the flat
+            parameter.
         length: The number of elements of the part; 0 if this rank holds none.
     """
 
     fqn: str
     shape: tuple[int, ...]
     start: int
-    at: int
+    shard_start: int
     length: int
 
 
@@ -401,7 +405,7 @@ def fsdp1_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and the object of each FSDP1 wrapper in ``module``."""
     if "torch.distributed.fsdp" in sys.modules:
         for name, child in module.named_modules():
-            if _FSDP1 in child._modules:
+            if _FSDP1_CHILD in child._modules:
                 yield name, child
 
 
@@ -455,13 +459,15 @@ def fsdp1_flat(handle: Any) -> FlatParameter | None:
         return FlatParameter(flat._params, parts, None, {})
     size = flat._sharded_size if is_sharded else flat._unpadded_unsharded_size
     ties = {
-        _name(info.module_name, info.param_name): _name(info.prim_module_name, info.prim_param_name)
+        _joined_name(info.module_name, info.param_name): _joined_name(
+            info.prim_module_name, info.prim_param_name
+        )
         for info in flat._shared_param_infos
     }
     return FlatParameter((flat,), parts, size.numel(), ties)
 
 
-def _name(*parts: str) -> str:
+def _joined_name(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 

@@ -269,9 +269,8 @@ class Restorer:
                 return self._restore_proposal(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skips and self._is_overwritten:
-                    raise RestoreError(
-                        f"{misfit} ({_reasons_of(skips)}{_OVERWRITE_NOTE})"
-                    ) from misfit
+                    reasons = f"{_reasons_of(skips)}{_OVERWRITE_NOTE}"
+                    raise RestoreError(f"{misfit} ({reasons})") from misfit
                 raise
             except DamageError as damage:
                 _log.warning(
@@ -529,18 +528,13 @@ class Restorer:
         stored_step = origin.fill(stored_step, state_match.leaves)
         plan = plan_restore(stored_step.manifest, state_match.leaves)
         # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
-        distance_of_rank = (
-            dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
-        )
-        if distance_of_rank and any(distance_of_rank.get(read.rank) != 0 for read in plan.reads):
+        distances = dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
+        if distances and any(distances.get(read.rank) != 0 for read in plan.reads):
             # A copy of the data on a nearer node may be in the file of any rank. Only the fragments
             # name such copies.
             stored_step = origin.fill(stored_step, None)
-            plan = nearest_copies(
-                plan_restore(stored_step.manifest, state_match.leaves),
-                stored_step.manifest,
-                distance_of_rank,
-            )
+            plan = plan_restore(stored_step.manifest, state_match.leaves)
+            plan = nearest_copies(plan, stored_step.manifest, distances)
         return stored_step, state_match, plan
 
 
@@ -578,9 +572,10 @@ class _Reader:
         self._fit.cache.mend()
 
     def read(self, plan: RestorePlan, sink: Sink) -> None:
-        """Read ``plan`` into ``sink``, and count the bytes by the tiers from which they came."""
+        """Read ``plan`` into ``sink``, and count the bytes by the tiers from which they came. A
+        file that was fetched into a cache before came from a farther tier.
+        """
         parts = self._origin.read(plan, sink, workers=self._workers)
-        # Chunks of a file that was fetched into a cache count for the tier that it came from.
         for position, part in enumerate(parts):
             for read in part.reads:
                 self._nbytes[max(position, self._fit.cache.source_by_rank.get(read.rank, 0))] += (

@@ -433,9 +433,8 @@ class _Loader:
             part = source[start:]
             key = _state_key(f"{target.name}/{part}", part, keys)
             if tag(node) == "subclass":
-                new_values[key] = self._wrapper_tensor(
-                    target, key, new_values.get(key, present_state.get(key))
-                )
+                present = new_values.get(key, present_state.get(key))
+                new_values[key] = self._wrapper_tensor(target, key, present)
                 fill_tensor(match, f"{target.name}/{part}", source, new_values[key], node)
             else:
                 makers[key] = match.values.prepare(node)
@@ -450,9 +449,8 @@ class _Loader:
             new_values.update(values)
             if new_values:
                 keys_in_order = in_order(new_values, record.keys, part_of)
-                self._keeper.state[target.parameter] = {
-                    key: new_values[key] for key in keys_in_order
-                }
+                state = {key: new_values[key] for key in keys_in_order}
+                self._keeper.state[target.parameter] = state
             else:
                 self._keeper.state.pop(target.parameter, None)
 
