@@ -240,6 +240,7 @@ class Shutdown:
             self._workers.close()
 
     def _run(self) -> None:
+        """Do the work once, and set ``outcome``."""
         if self._work is None or not self._begin_lock.acquire(blocking=False):
             return
         work, detaches = self._work

@@ -306,6 +306,7 @@ def _share_of(host_memory: int | str) -> float | None:
 
 
 def _check_cpus(name: str, value: object) -> None:
+    """Raise ``ConfigError`` unless ``value`` is None or a list of core numbers."""
     if value is None:
         return
     if not isinstance(value, Collection) or isinstance(value, str | bytes):
@@ -653,6 +654,7 @@ def environment_for_agent() -> dict[str, str]:
 
 
 def _is_unicode(text: str) -> bool:
+    """Return False if ``text`` has bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:  # The interpreter has read the bytes as surrogates
@@ -661,6 +663,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _seconds_variable(variable: str, default: float) -> float:
+    """Return the number of seconds in an environment variable, or ``default`` if it is not set."""
     text = os.environ.get(variable, "")
     try:
         value = float(text or default)
@@ -677,6 +680,7 @@ def debug_wanted() -> bool:
 
 
 def _config_of(table: Mapping[str, Any], file_path: str) -> Config:
+    """Return the configuration in ``table``, the content of the file ``file_path``."""
     known_only("", table, ("root", "tiers", "save", "tls", "metadata"))
     if "root" in table and "tiers" in table:
         raise ConfigError(
@@ -697,6 +701,7 @@ def _config_of(table: Mapping[str, Any], file_path: str) -> Config:
 
 
 def _tier_of(row: object, folder: str) -> Tier:
+    """Return the tier of a row of ``[[tiers]]``. Its path is relative to ``folder``."""
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
     known_only("tiers.", row, tuple(Tier.__dataclass_fields__))
@@ -712,12 +717,14 @@ def _tier_of(row: object, folder: str) -> Tier:
 
 
 def _tls_of(table: Mapping[str, Any], folder: str) -> Tls:
+    """Return the files that the section ``[tls]`` names. Their paths are relative to ``folder``."""
     known_only("tls.", table, tuple(Tls.__dataclass_fields__))
     tls = Tls(**{name: table.get(name, "") for name in Tls.__dataclass_fields__})
     return Tls(**{name: os.path.join(folder, path) for name, path in tls.paths.items()})
 
 
 def _save_config_of(table: Mapping[str, Any]) -> SaveConfig:
+    """Return the settings in the section ``[save]``."""
     known_only("save.", table, [name for name in Settings.__annotations__ if name != "tls"])
     settings: dict[str, Any] = dict(table)
     if isinstance(cpus := table.get("cpus"), list):
@@ -727,6 +734,7 @@ def _save_config_of(table: Mapping[str, Any]) -> SaveConfig:
 
 
 def _section(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section ``name`` of a file; empty if there is none."""
     section = table.get(name, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{name} is a table: write [{name}]")

@@ -683,6 +683,7 @@ class CheckpointManager:
         notes: Metadata,
         patterns: Patterns,
     ) -> PendingSave:
+        """Make the snapshot of the state, and hand the save to the background threads."""
         tiers = self._saver.tier_names_of(ref.step)
         if not tiers:  # This is the same on all ranks
             pending = SaveRecord(ref.step, 0, None, began=began)

@@ -162,6 +162,7 @@ class PendingSave:
         return self._error
 
     def _wait_for_tier(self, tier: str, timeout: float | None) -> CkptError | None:
+        """Do the work of ``exception`` for one tier, which ``tier`` names by either of its URLs."""
         url = next(
             (url for url, user_url in self._user_urls.items() if tier in (url, user_url)), None
         )

@@ -123,6 +123,7 @@ class Position(Checkable):
         raise NotImplementedError
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
+        """Raise ``ConfigError`` if ``batches`` cannot loop over the loader."""
         if not self._reads(loader):
             raise ConfigError(
                 f"the loader does not take its samples from this {self._class_name}: build it with "

@@ -142,12 +142,14 @@ class LastStep:
             self._coordinator.set_once(f"stop/bell/{self._rank}", _FAREWELL)
 
     def _make_promise(self) -> None:
+        """Promise a step, unless that was done before, and post it (see the module)."""
         with self._lock:
             if self._promise is None:
                 self._promise = self._latest_step + 1
         self._coordinator.post("stop/promise", str(self._promise).encode())
 
     def _gather(self) -> _Agreement:
+        """Return the largest promise of all ranks, or the ranks whose promise is missing."""
         try:
             promises = gather(
                 self._coordinator, "stop/promise", Wait(self._patience, "the promise")

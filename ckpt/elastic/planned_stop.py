@@ -213,6 +213,7 @@ class StopSignals:
     # -- signals, in the main thread ---------------------------------------------------------------
 
     def _install(self) -> None:
+        """Install the handlers, and let the pipe get the signals too."""
         global _active
         _active = self
         for signum in self._signals:
@@ -252,6 +253,9 @@ class StopSignals:
     # -- in the background -------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        """Read the pipe until ``close``. At the first signal or request, begin the agreement on the
+        last step. End the process when its time is over.
+        """
         has_begun, grace_ends = False, math.inf
         while (seconds := min(grace_ends - time.monotonic(), self._deadline - time.time())) > 0:
             byte = self._next_byte(None if math.isinf(seconds) else min(seconds, _POLL_SECONDS))
@@ -276,6 +280,7 @@ class StopSignals:
         )
 
     def _agree(self) -> None:
+        """Agree on the last step with all ranks. End the process if that fails."""
         request = (
             _STOP_MESSAGE
             if math.isinf(self._deadline)
@@ -289,6 +294,7 @@ class StopSignals:
         _log.info("ckpt: step %d is the last", step)
 
     def _listen(self) -> None:
+        """Pass on the signal or the request of another rank to the pipe of this one."""
         if (message := self._last_step.listen()) is None:
             return
         if message.startswith(_STOP_MESSAGE):
@@ -322,6 +328,7 @@ class StopSignals:
 
 
 def _check_arguments(signals: tuple[int, ...], grace_seconds: float) -> None:
+    """Raise ``ConfigError`` if ``signals`` cannot be handled here."""
     if not signals:
         return
     if threading.current_thread() is not threading.main_thread():

@@ -99,6 +99,7 @@ def begin_branch(
     durable = [tier for tier in context.tiers if not tier.in_memory] or list(context.tiers)
 
     def decide() -> _Decision:
+        """Put the rollback on the tiers, unless another job may own the root."""
         try:
             rollback = _roll_back(durable, context, point) if point.is_certain else None
             rivals = _rivals(durable, context) if rollback is not None else []

@@ -45,6 +45,7 @@ class Discard:
                 _log.warning("ckpt: abandoned steps stay on %s for now: %s", tier.url, error)
 
     def _remove_from(self, tier: OpenTier) -> None:
+        """Remove the steps from ``tier``, and log how many."""
         context = self.context
         attempt = context.coordinator.attempt
         claim = context.claim_of(tier.url) or Claim(tier.backend, Owner.of_this_process(attempt))

@@ -458,6 +458,7 @@ class Restorer:
         """
 
         def on_all_ranks(action: str, work: Callable[[], object]) -> None:
+            """Do ``work`` on each rank. No names are compared between ranks."""
             self._rounds.do(action, step, work, lambda _: ())
 
         if not self._is_broadcast:

@@ -121,6 +121,7 @@ class Backfill:
         self._watcher.close()
 
     def _run(self, restored_ref: StepRef) -> None:
+        """List the steps of earlier jobs, and copy to each farther tier what it lacks."""
         try:
             lineages = [
                 self._lineage(index, restored_ref) for index in range(len(self._farther_writers))
@@ -224,6 +225,7 @@ class Backfill:
         return missing
 
     def _copier(self, writer: TierWriter) -> StepCopier:
+        """Return the object that copies a step to the tier of ``writer`` from the other tiers."""
         sources = [
             self._nearest.tier,
             *(candidate.tier for candidate in self._farther_writers if candidate is not writer),

@@ -220,7 +220,9 @@ class DeltaWriter:
                     leaves.append(Leaf(tensor.name, tensor.dtype, tensor.shape, (shard.box,)))
         try:
             manifest, _ = read_packed(self._backend, ref)
-            parts = Parts(manifest, lambda *of: load_fragment(self._backend, ref, *of)[0])
+            parts = Parts(
+                manifest, lambda *arguments: load_fragment(self._backend, ref, *arguments)[0]
+            )
             manifest = parts.fill(leaves, key=ref.manifest)
             with Workers("delta", _READERS) as workers:
                 StepReader(self._backend, ref, manifest, workers).read(requests)
@@ -244,6 +246,9 @@ class DeltaWriter:
             self._error = error
 
     def _compare(self, chunk: _DeltaChunk, parts: Sequence[memoryview]) -> None:
+        """Keep the difference of a chunk to the last step, and then its bytes as those of the last
+        step.
+        """
         data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
         last_bytes = self._last_bytes[chunk.position : chunk.position + chunk.end - chunk.start]
         if self._base_ref is not None:

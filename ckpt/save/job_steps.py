@@ -294,6 +294,7 @@ class JobSteps:
         )
 
     def _has(self, tier: OpenTier, ref: StepRef) -> bool:
+        """Return True if ``tier`` has ``ref``, or a newer step of this job."""
         with self._change:
             newest = self._newest.get(tier.url)
         if newest is not None and newest.step < ref.step:

@@ -124,12 +124,13 @@ class SaveLedger:
         """
         saves = [save for save in self.pending if save.step == step]
         if saves and self.has(step):
-            has_verdict = saves[-1].wait_kept(self._patience_seconds)
-            if saves[-1].is_kept or not has_verdict:
-                return saves[-1]
+            last_save = saves[-1]
+            has_verdict = last_save.wait_kept(self._patience_seconds)
+            if last_save.is_kept or not has_verdict:
+                return last_save
         for save in saves:
             if save.done():
-                save.exception()
+                save.exception()  # Marks the error as raised
         return None
 
     def next_trial(self, step: int) -> int:
@@ -176,8 +177,8 @@ class SaveLedger:
         """Remove the save ``ref``, if there is one. It was called off before it began."""
         with self._lock:
             for save in list(self._pending):
-                entry = self._entries.get(id(save))
-                if entry is not None and entry[0] == ref:
+                save_ref, _ = self._entries.get(id(save), (None, None))
+                if save_ref == ref:
                     del self._entries[id(save)]
                     self._pending.remove(save)
                     self._refs[ref.step].remove(ref)

@@ -295,6 +295,7 @@ class RankFiles:
         return tail.file(self._rank, chunks, encoding) if tail else WrittenFile(chunks, encoding)
 
     def _fragment(self, job: SaveRequest, file: WrittenFile) -> Fragment:
+        """Return the fragment that describes this rank's part of ``job``."""
         return Fragment(
             format=FORMAT,
             step=job.ref.step,
@@ -322,6 +323,8 @@ class RankFiles:
         If the plan is the same as for the last save, its frames are used again, since it takes some
         time to make them.
         """
-        if self._frames is None or self._frames[0] is not plan:
-            self._frames = plan, frames_of(plan.tensors, plan.chunks)
-        return self._frames[1]
+        last_plan, frames = self._frames or (None, None)
+        if frames is None or last_plan is not plan:
+            frames = frames_of(plan.tensors, plan.chunks)
+            self._frames = plan, frames
+        return frames

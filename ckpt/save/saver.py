@@ -380,6 +380,7 @@ class Saver:
             self._commit(writers, save)
 
     def _commit(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
+        """Commit a save on the tier of the first of ``writers``. The others follow."""
         writer, farther_writers = writers[0], writers[1:]
         try:
             known_chunks = writer.commit(save.job, on_bytes=save.outcome.pending.add_written)
@@ -477,6 +478,7 @@ class Saver:
             is_awaited = is_awaited and not abort.writer.tier.required
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
+        """After a commit, start copies on other nodes, the backfill and pruning."""
         if self._replicas is not None:
             self._replicas.committed(writer.tier, ref, partial(self._remove_earlier_steps, writer))
         if not writer.in_memory:
@@ -501,6 +503,7 @@ class Saver:
         self.slots.reconsider()
 
     def _perform(self, task: Task) -> None:
+        """Perform the task of a step whose turn has come in the queue of its tier."""
         try:
             match task:
                 case FromImage(writers, save):
@@ -524,6 +527,7 @@ class Saver:
             raise LeftToAgent(ref.step)
 
     def _fail(self, task: Task, error: BaseException) -> None:
+        """Report that the task of a step has failed with ``error``."""
         match task:
             case FromImage(writers, save):
                 self._miss(writers, save, error)

@@ -107,9 +107,10 @@ class SlotSteps:
     def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
         """Return the steps that ``tier`` keeps, by the paths of their slots."""
         with self._lock:
-            return {
-                path: steps[tier.url][1] for path, steps in self._steps.items() if tier.url in steps
+            kept_steps = {
+                path: steps[tier.url] for path, steps in self._steps.items() if tier.url in steps
             }
+        return {path: ref for path, (_, ref) in kept_steps.items()}
 
     def newest(self) -> int:
         """Return the number of the newest step of the branch in a slot; -1 if there is none."""

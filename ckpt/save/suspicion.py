@@ -191,6 +191,7 @@ class Suspicions:
             self._last_comparison = self._waiter.submit(self._compare, ref, subject)
 
     def _compare(self, ref: StepRef, subject: str) -> None:
+        """Report the finding of all ranks. The waiting thread calls this."""
         try:
             finding = self._joint_finding(ref, subject)
         except CkptError as error:
@@ -199,6 +200,7 @@ class Suspicions:
             self._report(ref, finding)
 
     def _report(self, ref: StepRef, finding: _Finding) -> None:
+        """Report the step to the ledger if ``finding`` is suspicious."""
         if finding.not_finite or finding.changed is False:
             suspicion = SuspiciousState(
                 ref.step,
@@ -258,6 +260,7 @@ def _decode(messages: Iterable[bytes]) -> list[_Finding]:
 
 
 def _combine(findings: Sequence[_Finding]) -> _Finding:
+    """Return the finding of all ranks together."""
     verdicts = [finding.changed for finding in findings if finding.changed is not None]
     return _Finding(
         any(verdicts) if verdicts else None,

@@ -201,6 +201,7 @@ class TierQueue(Generic[T]):
             self._change.notify_all()
 
     def _next_turn(self) -> Turn[T]:
+        """Return the turn that the leader has chosen. Other ranks wait for its order."""
         subject = f"order/{self._index}/{self._serial + 1}"
         if not self.is_shared or self._coordinator.rank == LEADER:
             if (order := self._choose()) is None:

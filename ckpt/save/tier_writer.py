@@ -106,25 +106,27 @@ class TierWriter:
             steps,
             slots,
         )
-        self._node_ranks = on_node(coordinator, tier.nodes)  # Connects those that share the store
+        self._node_coordinator = on_node(
+            coordinator, tier.nodes
+        )  # Of the ranks that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         # The leader reads fragments with these threads.
         reader_count = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", reader_count, nice=config.nice, cpus=config.cpus)
-        self._takeover = TakeoverPost(self._node_ranks, tier.index)
-        takeover = None if self._node_ranks.rank == LEADER else self._takeover
+        self._takeover = TakeoverPost(self._node_coordinator, tier.index)
+        takeover = None if self._node_coordinator.rank == LEADER else self._takeover
         self.root = Claim(
             self._backend, Owner.of_this_process(coordinator.attempt), takeover_post=takeover
         )
         self._pruner: Pruner | None = None
         if not self.in_memory:
             self._pruner = Pruner(
-                tier, self.root, steps, config, leads=self._node_ranks.rank == LEADER
+                tier, self.root, steps, config, leads=self._node_coordinator.rank == LEADER
             )
         self._quota: Quota | None = None
         if tier.tier.capacity is not None:
             timeout = config.commit_timeout_seconds
-            self._quota = Quota(tier, self._node_ranks, self.root, steps, timeout=timeout)
+            self._quota = Quota(tier, self._node_coordinator, self.root, steps, timeout=timeout)
         self._when_full = RetryWhenFull(self._quota, self._pruner, steps)
         self._hurry_event, self._departure = threading.Event(), threading.Event()
         self._discard_lock = threading.Lock()
@@ -162,6 +164,7 @@ class TierWriter:
             return self._commit(job, on_bytes)
 
     def _commit(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[Chunk, ...]:
+        """Do the work of ``commit``. The caller holds ``_turn_lock``."""
         # A step that a nearer tier has can wait until a store answers again.
         self._retry = self._patient_retry if job.source is not None else RetryPolicy()
         committer = self._committer(job.trial)
@@ -249,7 +252,7 @@ class TierWriter:
         Raises:
             StorageError: The store has failed.
         """
-        if self._node_ranks.rank == LEADER and not self.root.is_claimed:
+        if self._node_coordinator.rank == LEADER and not self.root.is_claimed:
             self.root.warn()
 
     def remove_earlier_steps(self, restored: StepRef | None = None) -> None:
@@ -262,7 +265,7 @@ class TierWriter:
             restored: The step that this job continues from, as long as it has committed no step.
                 That step stays, and so does the newest step on the tier.
         """
-        if self.in_memory and self._node_ranks.rank == LEADER:
+        if self.in_memory and self._node_coordinator.rank == LEADER:
             with contextlib.suppress(CkptError):
                 remove_earlier_steps(
                     self._backend,
@@ -282,7 +285,7 @@ class TierWriter:
             self._vote_failure(ref, trial, reason)
 
     def _vote_failure(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Do the work of ``abort`` without the lock."""
+        """Vote that this rank's part of ``ref`` has failed. The caller holds ``_turn_lock``."""
         abort = PeerFailed(ref.step, {LEADER: reason}) if self._coordinator.rank == LEADER else None
         try:
             self._committer(trial).commit(ref, Failure(reason), abort=abort)
@@ -386,6 +389,7 @@ class TierWriter:
     # -- inside ------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
+        """Return the committer for try number ``trial`` of a step on this tier."""
         name = f"save/{self.tier.index}/{trial}"
         store = SharedStore(
             self._backend, self._request, confirm=self.root.confirm, pins=self._leases.keep
@@ -410,7 +414,7 @@ class TierWriter:
         If the tier has a capacity, wait until the leader has made room for ``job``. The error is an
         objection of the leader (see ``_objection``), or says why no room was made.
         """
-        abort = self._objection(job) if self._node_ranks.rank == LEADER else None
+        abort = self._objection(job) if self._node_coordinator.rank == LEADER else None
         if self._quota is not None:
             try:
                 self._files.has_room_for_base = self._quota.agree(
@@ -470,7 +474,7 @@ class TierWriter:
             listing = self._request(self.root.take)
             self._put_rollback()
             takeover = self.root.takeover
-            if self._node_ranks.world_size > 1 and takeover is not None:
+            if self._node_coordinator.world_size > 1 and takeover is not None:
                 self._takeover.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
                 self._pruner.remove_remains(self._steps.restored)
@@ -500,6 +504,7 @@ class TierWriter:
         self._rollback = rollback
 
     def _warn_of_later(self, foreign_refs: Sequence[StepRef]) -> None:
+        """Log a warning if another job has a later step than the restored one."""
         restored_ref = self._steps.restored
         if restored_ref is None or self.in_memory:
             return
@@ -535,6 +540,7 @@ class TierWriter:
                 self._discard_files(job)
 
     def _discard_files(self, job: SaveRequest) -> None:
+        """Do the work of ``_discard``. If the store does not answer, ``close`` tries again."""
         try:
             self._files.discard_unfinished(job.ref)
             keys = self._files.keys(job.ref)

@@ -402,6 +402,7 @@ def _own_cgroup(controller: str) -> PurePosixPath:
 
 
 def _meminfo_available() -> int:
+    """Return the bytes that the machine has available; all of its memory if that is unknown."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):

@@ -100,10 +100,15 @@ class Spill:
         self.frame_bytes = frame_bytes
         self._is_wanted = is_wanted
         self._free: list[Frame] = []
-        self._count = self._limit = self._allowance = self._reserve_bytes = 0
-        self._ranks = 1
+        self._count = 0
+        """The number of frames, with those that are being made."""
+        self._limit = self._allowance = 0
+        """The most frames by the budget, and the most that the free memory allows to keep."""
+        self._reserve_bytes, self._ranks = 0, 1
         self._is_refused = False
+        """True if there was no memory for a frame since the last save began."""
         self._needs: deque[int] = deque(maxlen=SAVES)
+        """How many frames each of the last saves needed."""
 
     @property
     def nbytes(self) -> int:

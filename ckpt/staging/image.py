@@ -117,6 +117,7 @@ class Image:
         ]
 
     def _view(self, start: int, leaf: Leaf, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the place at ``start`` as a tensor of ``shape`` with the dtype of ``leaf``."""
         view = self._views.get(leaf.dtype)
         if view is None:
             memory = self.slot.tensor

@@ -252,6 +252,7 @@ def check_wanted(is_wanted: Callable[[], bool]) -> None:
 
 
 def _map_file(path: str, nbytes: int, is_wanted: Callable[[], bool]) -> tuple[mmap.mmap, _File]:
+    """Create a file in /dev/shm with all of its pages, and map it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         for start in range(0, nbytes, _ALLOCATION_BYTES):
@@ -268,6 +269,7 @@ def _map_file(path: str, nbytes: int, is_wanted: Callable[[], bool]) -> tuple[mm
 
 
 def _map_anonymous(nbytes: int) -> mmap.mmap:
+    """Map anonymous memory, with huge pages if the kernel has them."""
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -452,6 +452,7 @@ class SlotPool:
                 )
             if not fits:
                 return False
+        # A slot without a step comes first, and then the slot with the oldest step.
         request.slot = min(
             spare or fits,
             key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1,
@@ -567,6 +568,7 @@ class SlotPool:
         return slot
 
     def _new(self, nbytes: int) -> Slot:
+        """Return a new slot, in /dev/shm if the budget says so and there is room."""
         with self._change:
             budget, spill = self._budget, self._spill
         is_ring = budget is not None and nbytes == budget.slot_bytes < budget.nbytes

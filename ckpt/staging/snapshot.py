@@ -175,6 +175,7 @@ class Snapshot:
         # The copying thread joins and sorts these, so that the training thread need not.
         self._late_copies = [batch.late_copies for batch in batches if batch.late_copies]
         self._checks = [check for batch in batches for check in batch.checks]
+        # The version counters at the call of the save, to compare with those after the copies
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
         self._settle_lock = threading.Lock()
         self._begin_lock = threading.Lock()
@@ -254,6 +255,7 @@ class Snapshot:
             self._comparison_end.set()
 
     def _copy_late(self) -> None:
+        """Copy the late sources, and compare their version counters."""
         launches = self._copy_in_order()
         finish_digests = self._begin_digests(is_late=True)
         if self._device_copies:
@@ -483,6 +485,7 @@ class Snapshot:
         return finish
 
     def _on_stream(self, check: Check) -> AbstractContextManager[None]:
+        """Return the context manager in which the sources of ``check`` are read."""
         return (
             self._device_copies.on_stream(check.sources[0])
             if check.is_late and self._device_copies

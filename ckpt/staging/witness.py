@@ -242,10 +242,10 @@ class Subset:
         )
 
     def _differs(self, copy: Copy, placed_copy: Copy, source_bytes: bytes) -> bool:
-        return id(copy) in self._spans and (
-            b"".join(self._views_in_image(copy, placed_copy))
-            != source_bytes[self._spans[id(copy)][1]]
-        )
+        if id(copy) not in self._spans:
+            return False
+        _, span = self._spans[id(copy)]
+        return b"".join(self._views_in_image(copy, placed_copy)) != source_bytes[span]
 
     def _views_in_image(self, copy: Copy, placed_copy: Copy) -> Iterator[Any]:
         address, (places, _) = placed_copy.target.data_ptr(), self._spans[id(copy)]

@@ -84,9 +84,12 @@ class Broadcast:
         self._process_groups: list[tuple[Group, Any]] = []
         """Each group of ranks that share chunks, with its process group."""
         self._own_keys: frozenset[int] = frozenset()
+        """The keys of the chunks that this rank does not share with others."""
         self._rounds = 0
         self._filled_buffers: dict[Parcel, _ParcelBuffer] = {}
+        """The parcels that this rank has read and not yet sent."""
         self._free_memory: list[memoryview] = []
+        """The memory of buffers that can be used again."""
         self._lock = threading.Lock()
         self.read_bytes = 0
         """The bytes that this rank has read from storage, where chunks may be encoded."""
@@ -127,6 +130,7 @@ class Broadcast:
         self._own_keys, self._rounds = shares.own_keys, int(round_count.item())
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
+        """Return a new process group of ``ranks``, which these ranks alone create."""
         group = dist.new_group(
             list(ranks), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
         )

@@ -140,6 +140,7 @@ class _Match:
         return with_prefix(rules, self._checkpoint, entries)
 
     def run(self) -> StateMatch:
+        """Match all values, and return the work of the restore."""
         modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]
         self._actions.append(self._matcher.real.change_places)
         self._mapping(self._state, "", "")
@@ -158,6 +159,7 @@ class _Match:
         return state_match
 
     def _fill_slots(self, modules: Sequence[nn.Module]) -> None:
+        """Choose the tensors of optimizers that the restore fills (see ``match.slots``)."""
         if not self._matcher.slots:
             return
         optimizers = [
@@ -205,6 +207,7 @@ class _Match:
                     self._matcher.exclude_tensor(path, tensor)
 
     def _mapping(self, target: MutableMapping[Any, Any], path: str, source: str) -> None:
+        """Match the values of a dict one by one."""
         self._matcher.open(path, source)
         for key, value in target.items():
             self._child(value, join(path, key), partial(target.__setitem__, key))
@@ -212,6 +215,7 @@ class _Match:
     def _sequence(
         self, target: Sequence[Any], node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
+        """Match the values of a list or tuple one by one. A tuple is replaced by a new one."""
         items = node["v"] if tag(node) == "tuple" else node
         if node is not ABSENT and not (isinstance(items, list) and len(items) == len(target)):
             raise KindMismatch(path, kind(node), f"{type(target).__name__} of {len(target)}")
@@ -344,6 +348,7 @@ class _Match:
         return record is not None and record.shape != tuple(target.shape)
 
     def _plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
+        """Request that the saved plain value replaces ``target``."""
         if tag(node) in _LIVE_TAGS or (tag(node) in ("tensor", "array") and target is not None):
             raise KindMismatch(path, kind(node), type(target).__name__)
         make_value = self._matcher.values.prepare(node, path)
@@ -357,6 +362,7 @@ class _Match:
         source: str,
         put: Callable[[Any], None],
     ) -> None:
+        """Request that an array is filled, or is replaced if its memory cannot be filled."""
         self._matcher.expect(node, path, "array", "tensor")
         array = target
         if not is_fillable(target):

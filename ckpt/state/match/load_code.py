@@ -84,10 +84,12 @@ def has_setter(module: nn.Module) -> bool:
 
 
 def _reads_state_dict(module: nn.Module) -> bool:
+    """Return True if code of ``module`` gets the state dict."""
     return _has_own_method(module) or bool(_pre_hooks(module))
 
 
 def _has_own_method(module: nn.Module) -> bool:
+    """Return True if ``module`` loads its own part of a state dict by a method of its class."""
     return load_method(module) not in harmless_loads()
 
 
@@ -96,6 +98,7 @@ def _pre_hooks(module: nn.Module) -> list[Any]:
 
 
 def _post_hooks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, Hook]]:
+    """Yield the post-hooks of ``module`` and its children, children first as torch calls them."""
     for name, child in module._modules.items():
         if child is not None:
             yield from _post_hooks(child, f"{prefix}{name}.")

@@ -154,6 +154,7 @@ class _Loader:
         )
 
     def _read_apart(self, entry: Entry, name: str, source: str, node: Node) -> None:
+        """Request that the saved tensor is read into memory of its own (see ``_is_apart``)."""
         target, record = entry.value, self._match.checkpoint.tensors[node["n"]]
         if is_lazy(target) or tuple(target.shape) != record.shape:
             present = () if is_lazy(target) else tuple(target.shape)
@@ -228,6 +229,7 @@ class _Loader:
         return state_dict  # type: ignore[no-any-return]
 
     def _load(self, versions: _Versions, prefix: str) -> None:
+        """Let the module at ``prefix`` load its state dict, and check that it takes all keys."""
         module = self._module.get_submodule(prefix[:-1])
         kind = type(module).__qualname__
         with of_own_code(self._path, kind, "load_state_dict()"):
@@ -311,6 +313,7 @@ class _Loader:
             return None, {}
         if tag(node) == "module":
             return decode(node["versions"], torch_value), FIRST_VERSION
+        # The node of an ``OrderedDict`` has its attribute with the versions under "m".
         versions = decode(node["m"], torch_value) if "m" in node else {}
         return (versions if isinstance(versions, Mapping) else {}), {}
 
@@ -329,6 +332,7 @@ class _Loader:
                     module.set_extra_state(make())
 
     def _run_post_hooks(self, prefixes: tuple[str, ...]) -> None:
+        """Run the post-hooks of the modules outside of ``prefixes``."""
         with of_own_code(self._path, type(self._module).__qualname__, "load_state_dict()"):
             for prefix, child, hook in self._code.post_hooks:
                 if not prefix.startswith(prefixes):
@@ -344,6 +348,7 @@ def _present_value(entry: Entry) -> Any:
 
 
 def _takes_strict(module: nn.Module) -> bool:
+    """Return True if the ``load_state_dict()`` of ``module`` has the parameter ``strict``."""
     parameters = inspect.signature(module.load_state_dict).parameters.values()
     return any(
         parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD

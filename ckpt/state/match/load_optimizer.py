@@ -171,11 +171,11 @@ class _Loader:
         self._new_states: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._trial_states: dict[int, Mapping[Any, Any]] = {}
         self._all_targets = list(self._find_targets(source))
-        settings = match.takes(f"{path}/param_groups")
+        takes_settings = match.takes(f"{path}/param_groups")
         self.targets = [
             target
             for target in self._all_targets
-            if target.record and (self._takes(target) or settings)
+            if target.record and (self._takes(target) or takes_settings)
         ]
 
     def _find_targets(self, source: str) -> Iterator[_Target]:
@@ -192,19 +192,19 @@ class _Loader:
                 for position, (parameter, parts) in pairs
                 for part in parts
             ):
-                parameter_path = part.path
+                part_path = part.path
                 is_here = part.has_elements and self._keeper.keeps(parameter)
-                if parameter_path.startswith(PLACELESS) and is_meta(parameter):
+                if part_path.startswith(PLACELESS) and is_meta(parameter):
                     raise RestoreError(
                         f"{self._path!r} owns a parameter on the meta device that no module of "
                         "the state has: build the optimizer after its model was made real, or "
                         "give the model too"
                     )
-                name = f"{self._path}/{parameter_path}"
-                weight = self._match.source(parameter_path)
+                name = f"{self._path}/{part_path}"
+                weight = self._match.source(part_path)
                 origin = self._match.source(name)
                 # If no rule of the renaming names this state, it is renamed like its parameter.
-                if origin in (name, f"{source}/{parameter_path}"):
+                if origin in (name, f"{source}/{part_path}"):
                     origin = f"{source}/{weight}"
                 record = self._match.checkpoint.parameter(origin)
                 if record is None and part.piece is None and self._may_have_place(parameter):
@@ -261,12 +261,12 @@ class _Loader:
         match = self._match
         match.actions.append(self._completion.begin)
         self._match_all()
-        settings = match.takes(f"{self._path}/param_groups")
+        takes_settings = match.takes(f"{self._path}/param_groups")
         if not isinstance(self._optimizer, OptimizerStandIn) and (
-            settings or any(map(self._takes, self._all_targets))
+            takes_settings or any(map(self._takes, self._all_targets))
         ):
             match.actions.append(self._restore_order)
-            values = node.get("values", {}) if node is not ABSENT and settings else {}
+            values = node.get("values", {}) if node is not ABSENT and takes_settings else {}
             match.actions.append(partial(self._completion.end, match.values.prepare(values)))
 
     def _takes(self, target: _Target) -> bool:
@@ -335,6 +335,7 @@ class _Loader:
         members = self._enum_members(group, node)
 
         def apply() -> None:
+            """Set the settings of the group."""
             settings = {**make_settings(), **tensor_settings, **members}
             if tensors:
                 settings = {key: settings[key] for key in node}
@@ -448,9 +449,9 @@ class _Loader:
                 values = place(values, group, target.parameter)
             new_values.update(values)
             if new_values:
-                keys_in_order = in_order(new_values, record.keys, part_of)
-                state = {key: new_values[key] for key in keys_in_order}
-                self._keeper.state[target.parameter] = state
+                self._keeper.state[target.parameter] = {
+                    key: new_values[key] for key in in_order(new_values, record.keys, part_of)
+                }
             else:
                 self._keeper.state.pop(target.parameter, None)
 
@@ -607,6 +608,7 @@ class _Loader:
 
 
 def _without_names(settings: Node) -> Node:
+    """Return ``settings`` without the names of the parameters."""
     return {key: value for key, value in settings.items() if key != _NAMES_SETTING}
 
 

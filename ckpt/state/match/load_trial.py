@@ -89,6 +89,7 @@ def _find_refusal(
     }
 
     def takes(keys: Iterable[str]) -> bool:
+        """Return True if the module loads ``keys`` in their saved sizes."""
         present = {key: size for key, size in sizes.items() if key not in keys}
         values = {**state_dict, **_in_present_size(present, state_dict)}
         part = _part(prefix, values, sizes, vars(state_dict)[VERSIONS])
@@ -133,6 +134,7 @@ def _part(
 def _in_present_size(
     sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
+    """Return tensors without memory in the present shapes of ``sizes``."""
     return {
         key: torch.empty(size.present_shape, dtype=state_dict[key].dtype, device="meta")
         for key, size in sizes.items()

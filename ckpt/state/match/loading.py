@@ -108,6 +108,7 @@ class Completion:
                 self._optimizer.param_groups[index].setdefault(name, value)
 
     def _load(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Run the hooks and methods by which the optimizer loads a state dict."""
         if self.is_apart:
             state_dict = {**pack(self._optimizer, self._keeper.state), **values()}
             self._reset()
@@ -196,6 +197,7 @@ def _has_own_load(optimizer: Optimizer) -> bool:
 
 
 def _set_state(optimizer: Optimizer) -> None:
+    """Call ``__setstate__`` with the present state and groups."""
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -210,6 +212,7 @@ def _is_cast(value: object, reference: object, parameter: torch.Tensor) -> bool:
 
 
 def _replace(mapping: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> None:
+    """Give ``mapping`` the content ``items``. It stays the same object."""
     mapping.clear()
     mapping.update(items)
 

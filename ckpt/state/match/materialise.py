@@ -69,7 +69,8 @@ class RealTensors:
             return tensor
         if id(tensor) not in self._replacements:
             self._replacements[id(tensor)] = (tensor, _new_real_tensor(name, tensor))
-        return self._replacements[id(tensor)][1]
+        _, real = self._replacements[id(tensor)]
+        return real
 
     def change_places(self) -> None:
         """Swap each tensor for which ``to_fill`` was called with its replacement.
@@ -84,10 +85,10 @@ class RealTensors:
         """Return the names of those tensors of the module at ``path`` that stay on the meta device,
         since ``to_fill`` was not called for them.
         """
-        names = canonical(module)
+        canonical_name = canonical(module)
         tensors = (*module.named_parameters(), *module.named_buffers())
         return [
-            f"{path}/{names(key)}"
+            f"{path}/{canonical_name(key)}"
             for key, tensor in tensors
             if is_meta(tensor) and tensor not in self
         ]
@@ -136,7 +137,7 @@ def _is_held(tensor: torch.Tensor) -> bool:
         return count > 1
     # The second reference may be that of the node which accumulates the gradient, and a swap is
     # allowed then. If there was no such node, this call makes one, and the count rises.
-    accumulates = torch.autograd.graph.get_gradient_edge(tensor).node
+    gradient_node = torch.autograd.graph.get_gradient_edge(tensor).node
     count = use_count(tensor)
-    del accumulates
+    del gradient_node
     return count != 2

@@ -229,6 +229,7 @@ class SavedState:
         sorted_claims = sorted(claims)
 
         def surplus_below(path: str) -> Iterator[str]:
+            """Yield the names at ``path`` and below it that have no counterpart."""
             if path in claims:
                 return
             if path and path not in containers and not _has_name_below(sorted_claims, path):
@@ -315,7 +316,10 @@ def is_mapping(node: Node) -> bool:
 
 
 def _children(path: str, node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the full name and the node of each child of the container ``node`` at ``path``."""
+    """Yield the full name and the node of each child of the container ``node`` at ``path``.
+
+    A container other than a list or a plain dict has its tag under "$", and its content under "v".
+    """
     if isinstance(node, list):
         yield from ((join(path, str(index)), item) for index, item in enumerate(node))
     elif not isinstance(node, dict):
@@ -331,5 +335,6 @@ def _children(path: str, node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _has_name_below(names: list[str], path: str) -> bool:
+    """Return True if a name of the sorted ``names`` is below ``path``."""
     index = bisect_left(names, f"{path}/")
     return index < len(names) and names[index].startswith(f"{path}/")

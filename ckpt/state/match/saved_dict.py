@@ -112,6 +112,7 @@ def split_flat(
     }
     for path, value in items.items():
         part, _, rest = path.partition(".")
+        # The dots of ``rest`` at which the name of the parameter may end, the last one first
         ends = (index for index in range(len(rest) - 1, 0, -1) if rest[index] == ".")
         end = next((index for index in ends if rest[:index] in parameters), rest.rfind("."))
         parts[part][rest[: max(end, 0)]][rest[end + 1 :]] = value

@@ -137,6 +137,7 @@ def _rule(name: Any, source: Any) -> _Rule:
 
 
 def _call_rename(function: Callable[[str], str], name: str) -> str:
+    """Return what the user's function returns for ``name``."""
     try:
         source = function(name)
     except Exception as error:

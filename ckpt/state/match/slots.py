@@ -131,6 +131,7 @@ class Holders:
         return self._places.get(_storage(tensor), set())
 
     def _add_value(self, value: Any, place: Hashable) -> None:
+        """Add the tensor at ``place``, or the tensors inside of a container there."""
         if isinstance(value, torch.Tensor):
             self._add(value, place)
         for tensor in _tensors_in(value):
@@ -166,6 +167,7 @@ def fill_slots(
     slot_at = {slot.place: slot for slot in slots}
 
     def is_free(slot: Slot) -> bool:
+        """Return True if the present tensor of ``slot`` can be filled in place."""
         if slot.present is None:
             return False
         stored_name, _ = targets.get(memory_of(slot.present), (None, None))

@@ -127,6 +127,7 @@ class StateTree:
                 return self._plain(node, path)
 
     def _convert_tagged(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
+        """Do the work of ``_convert`` for a node with ``tag``."""
         match tag:
             case "tensor":
                 return self._tensor(node["n"])
@@ -148,6 +149,7 @@ class StateTree:
                     for key, item in ((decode(key, torch_value), item) for key, item in node["v"])
                 }
                 mapping = self._mapping(pairs, path, _MAPPINGS[tag])
+                # A state dict has an attribute with module versions, which is under "m".
                 if "m" in node and isinstance(mapping, OrderedDict):
                     versions = self._convert(node["m"], join(path, VERSIONS))
                     vars(mapping).update({} if versions is _ABSENT else {VERSIONS: versions})
@@ -164,6 +166,7 @@ class StateTree:
     # -- leaves ------------------------------------------------------------------------------------
 
     def _tensor(self, name: str, was: str = "") -> Any:
+        """Return the object that represents a tensor. ``was`` says what it was in the state."""
         if not is_selected(name, self._globs):
             return _ABSENT
         if was:
@@ -171,6 +174,7 @@ class StateTree:
         return self._make(name)
 
     def _subclass(self, node: Mapping[str, Node], path: str) -> Any:
+        """Return a wrapper tensor as a dict of the tensors inside of it."""
         inner = {key: self._convert(item, join(path, key)) for key, item in node["inner"].items()}
         tensors = self._mapping(inner, path)
         if tensors is not _ABSENT:
@@ -179,6 +183,7 @@ class StateTree:
         return tensors
 
     def _plain(self, value: Any, path: str) -> Any:
+        """Return a plain value; ``_ABSENT`` if it is not included."""
         if not is_selected(path, self._globs):
             return _ABSENT
         if self._safe and isinstance(value, np.generic):
@@ -192,10 +197,12 @@ class StateTree:
         return value
 
     def _present_items(self, items: list[Any], path: str) -> Any:
+        """Return the ``items`` that are included; ``_ABSENT`` if a list has none any more."""
         present = [item for item in items if item is not _ABSENT]
         return present if present or (not items and is_selected(path, self._globs)) else _ABSENT
 
     def _mapping(self, items: Mapping[Any, Any], path: str, kind: type = dict) -> Any:
+        """Return the ``items`` that are included; ``_ABSENT`` if a dict has none any more."""
         present = {key: item for key, item in items.items() if item is not _ABSENT}
         return (
             kind(present) if present or (not items and is_selected(path, self._globs)) else _ABSENT
@@ -216,6 +223,7 @@ class StateTree:
     # -- modules and optimizers --------------------------------------------------------------------
 
     def _module(self, node: Mapping[str, Node], path: str) -> Any:
+        """Return a module as its state dict."""
         values: Mapping[str, Node] = node["values"]
         inner_names = {  # The tensors inside of an extra state, which are no entries of the module
             inner for fqn in values for inner in names_below(self._names, f"{path}/{fqn}")
@@ -236,6 +244,7 @@ class StateTree:
         return mapping
 
     def _optimizer(self, node: Mapping[str, Node], path: str) -> Any:
+        """Return an optimizer as its state dict."""
         value_nodes: Mapping[str, Node] = node["state"]
         state: dict[Any, Any] = {}
         groups: list[Any] = []

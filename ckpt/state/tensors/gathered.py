@@ -57,6 +57,7 @@ def forget_copies() -> None:
 
 
 def _fsdp2_modules(module: nn.Module) -> list[Any]:
+    """Return the modules in ``module`` that ``fully_shard`` has wrapped."""
     api: Any = sys.modules.get("torch.distributed.fsdp")
     return (
         []

@@ -475,6 +475,7 @@ def _slices(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _prime_factors(number: int) -> Iterator[int]:
+    """Yield the prime factors of ``number``, each once, ascending."""
     factor = 2
     while factor * factor <= number:
         if number % factor == 0:
@@ -487,6 +488,7 @@ def _prime_factors(number: int) -> Iterator[int]:
 
 
 def _refusal(name: str, kind: str, reason: str) -> UnsupportedValue:
+    """Return the error for a DTensor of a wrapper tensor that cannot be taken apart."""
     return UnsupportedValue(
         name,
         f"DTensor of {kind}, {reason}",

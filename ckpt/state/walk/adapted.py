@@ -35,6 +35,7 @@ Adapter = Callable[[object], object | None]
 
 @cache
 def _adapters() -> tuple[Adapter, ...]:
+    """Return the adapters of all installed distributions."""
     adapters: list[Adapter] = []
     for entry in entry_points(group=_GROUP):
         try:

@@ -336,6 +336,7 @@ class _Walk:
     # -- tensors alone -----------------------------------------------------------------------------
 
     def _tensor_node(self, path: str, tensor: torch.Tensor) -> Node:
+        """Return the node of a tensor. Its "n" is the name under which the bytes are stored."""
         if not is_wrapper(tensor):
             return {"$": "tensor", "n": self._tensor(path, as_source(tensor))}
         parts = take_apart(path, tensor)
@@ -372,6 +373,7 @@ class _Walk:
         return self._optimizers.holds(owner)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Node:
+        """Return the node of a NumPy array, which has the dtype of NumPy under "d"."""
         tensor = tensor_of(array, path)
         return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
 
@@ -417,6 +419,7 @@ class _Walk:
     # -- modules and optimizers --------------------------------------------------------------------
 
     def _module(self, module: nn.Module, path: str) -> Node:
+        """Register the tensors of a module as a segment, and return the node of the module."""
         if self._is_in_per_rank:
             raise UnsupportedValue(
                 path, "module in a PerRank", "give it a name of its own on each rank"
@@ -489,6 +492,7 @@ class _Walk:
         return list(filter(self._choice.takes, names))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
+        """Register the tensors of an optimizer's state, and return the node of the optimizer."""
         if self._is_in_per_rank:
             raise UnsupportedValue(
                 path, "optimizer in a PerRank", "give it a name of its own on each rank"
@@ -565,6 +569,7 @@ class _Walk:
             yield NamedTensor(name, source, is_late, replicas, is_untied=is_untied)
 
     def _log_methods(self, optimizer: Optimizer) -> None:
+        """Log once for each class why the tensors of ``optimizer`` are not copied late."""
         methods, kind = methods_beyond_step(optimizer), type(optimizer)
         if methods and kind not in self._last_walk.logged_types:
             self._last_walk.logged_types.add(kind)
@@ -578,6 +583,7 @@ class _Walk:
     def _group_nodes(
         self, settings: Sequence[Mapping[str, Any]], names: list[list[str]], path: str
     ) -> list[Node]:
+        """Return the nodes of the parameter groups, with parameter names and settings."""
         return [
             {
                 "params": group_names,
@@ -591,6 +597,7 @@ class _Walk:
         ]
 
     def _per_rank(self, value: PerRank, path: str) -> Node:
+        """Add the tree of a ``PerRank`` value to the result, and return the node in its place."""
         if self._is_in_per_rank:
             raise UnsupportedValue(path, "PerRank inside a PerRank", "one is enough")
         self._is_in_per_rank = True

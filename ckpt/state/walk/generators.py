@@ -50,6 +50,7 @@ class GeneratorState(Checkable):
 
 
 def _state_of(generator: Generator) -> Any:
+    """Return the state of a generator as a plain value."""
     match generator:
         case torch.Generator():
             return generator.get_state().numpy().tobytes()
@@ -62,6 +63,7 @@ def _state_of(generator: Generator) -> Any:
 
 
 def _set_state(generator: Generator, state: Any) -> None:
+    """Set the state of a generator to what ``_state_of`` has returned."""
     match generator:
         case torch.Generator():
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

@@ -366,10 +366,11 @@ def _versions(module: nn.Module, raw: Mapping[str, Any]) -> Mapping[str, Mapping
     """
     if (metadata := vars(raw).get(VERSIONS) if hasattr(raw, "__dict__") else None) is None:
         return None
-    name = canonical(module)
+    canonical_name = canonical(module)
     # A key ends with a dot here, as the prefixes of wrappers do.
     by_name = {
-        name(f"{key}." if key else "").rstrip("."): version for key, version in metadata.items()
+        canonical_name(f"{key}." if key else "").rstrip("."): version
+        for key, version in metadata.items()
     }
     return {fqn: version for fqn, version in by_name.items() if version != FIRST_VERSION}
 
@@ -387,9 +388,9 @@ def _unlisted_entries(module: nn.Module, entries: Sequence[Entry]) -> Iterator[E
         return
     ids = {id(entry.value) for entry in entries}
     fqns = {entry.fqn for entry in entries if isinstance(entry.value, nn.Parameter)}
-    name = canonical(module)
+    canonical_name = canonical(module)
     for key, parameter in module.named_parameters():
-        if id(parameter) not in ids and (fqn := name(key)) not in fqns:
+        if id(parameter) not in ids and (fqn := canonical_name(key)) not in fqns:
             yield Entry(key=key, fqn=fqn, value=parameter, piece=declaration_of(parameter))
 
 
@@ -401,17 +402,17 @@ def _check_fsdp1(path: str, module: nn.Module, ids: set[int]) -> None:
     """
     if not is_fsdp1(module):
         return
-    name = canonical(module)
+    canonical_name = canonical(module)
     for key in over_tensor_parallel(module):
         raise UnsupportedValue(
-            f"{path}/{name(key)}",
+            f"{path}/{canonical_name(key)}",
             "parameter of FSDP1 over tensor parallelism",
             "take fully_shard() (FSDP2) instead, which can be combined with parallelize_module()",
         )
     for identity, pieces in flat_parameters(module).items():
         if identity not in ids:
             key, piece = next(iter(pieces.items()))
-            raise gathered_error(f"{path}/{name(key or piece.fqn)}")
+            raise gathered_error(f"{path}/{canonical_name(key or piece.fqn)}")
 
 
 def _with_replicas(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:

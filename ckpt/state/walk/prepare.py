@@ -245,6 +245,7 @@ class PlanCache:
         self._structure = []
 
     def _make_plan(self, tensors: Sequence[NamedTensor]) -> PreparedPlan:
+        """Return a new plan for ``tensors``."""
         names: set[str] = set()
         for item in tensors:
             if item.name in names:
@@ -270,6 +271,7 @@ class PlanCache:
         )
 
     def _leaf(self, item: NamedTensor) -> Leaf:
+        """Return the leaf of a tensor, whose replicas are the ranks that share its writing."""
         leaf = leaf_of(item.name, item.tensor, () if item.is_delegated else item.replicas)
         is_own = isinstance(item.tensor, LocalShards)
         if is_own and leaf.replicas and self._rank not in leaf.replicas:
@@ -381,6 +383,7 @@ def _may_be_late(memory: torch.Tensor) -> bool:
 
 
 def _devices(items: Iterable[NamedTensor]) -> Devices:
+    """Return the devices of the tensors that are not in host memory."""
     sources = (item.tensor for item in items)
     devices = {
         part.device

@@ -136,6 +136,7 @@ class Registry:
         return self._add(path, segment)
 
     def _add(self, path: str, segment: Segment) -> Segment:
+        """Add ``segment`` to the result of the walk, and keep it for the next walk."""
         self._segments[path] = segment
         self._pending_segments.append(segment)
         self.ties.update(segment.ties)

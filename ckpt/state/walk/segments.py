@@ -218,6 +218,7 @@ class Facts:
             return False
 
     def _are_alike(self, memories: Sequence[torch.Tensor]) -> bool:
+        """Return True if all properties but the addresses are as they were recorded."""
         is_same = (
             all(map(eq, map(torch.Tensor.size, memories), self._sizes))
             and all(map(eq, map(torch.Tensor.stride, memories), self._strides))
