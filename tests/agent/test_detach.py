@@ -174,7 +174,7 @@ def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
         Registration, "copier", lambda link, target: None
     )  # a worker would not refuse
     monkeypatch.setattr(Registration, "detach", note_detach)
-    monkeypatch.setattr(detach, "_SECONDS", 100.0)
+    monkeypatch.setattr(detach, "_STORE_SECONDS", 100.0)
     manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
     save = manager.save_async(state(1), 1)
     save.result(60, tier=str(tmp_path / "near"))
