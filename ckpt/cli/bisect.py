@@ -101,8 +101,8 @@ def bisect(
 
     with signals.as_exceptions():
         result = search(refs, test)
-        outcomes = [outcome for _, outcome in tests]
-        if tests and set(outcomes) == {"untestable"}:
+        outcomes: list[Outcome] = [outcome for _, outcome in tests]
+        if outcomes and all(outcome == "untestable" for outcome in outcomes):
             raise ConfigError(
                 f"none of the steps between {good} and {bad} can be tested, so the first bad one "
                 "is not known: check the command, whose exit code is 125 for each of them"
