@@ -148,7 +148,7 @@ def prune(
     owner, steps = backend.ask(lambda: (read_owner(backend), inventory.look()))
     if not steps:
         raise NoCheckpoint(backend.url, backend.ask(partial(why_missing, backend, [], None)))
-    if rule.keep_best is None:
+    if rule.keep_best is None and any(step.metrics for step in steps):
         rule = replace(rule, keep_best=_best_of_job(backend))
     _warn_of_names(rule, steps)
     missing_refs = (
