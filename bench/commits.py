@@ -13,11 +13,11 @@ from typing import Any
 from bench.worlds import Job, World
 from ckpt.coordination.commit_state_machine import Durable, encode
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import pack_fragment, read_fragment
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import MergeCache, merge
 from ckpt.plan.restore import plan_restore

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckpt.save import host_memory
+from ckpt.save import slot_pool_settings
 
 
 @contextmanager
 def whole_slots() -> Iterator[None]:
     """Let no image of this process pass through a ring in the block."""
-    passes = host_memory._may_pass_in_waves
-    host_memory._may_pass_in_waves = lambda *_: False
+    passes = slot_pool_settings._may_pass_in_waves
+    slot_pool_settings._may_pass_in_waves = lambda *_: False
     try:
         yield
     finally:
-        host_memory._may_pass_in_waves = passes
+        slot_pool_settings._may_pass_in_waves = passes

@@ -43,7 +43,7 @@ from ckpt.root.owner import attend
 from ckpt.save.active_save import EARLIER_FAILED, NO_SLOT, HandOver, MissedSteps, Reports
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.reserver import Reserver
-from ckpt.save.save_job import SaveRequests
+from ckpt.save.save_request import SaveRequests
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
 from ckpt.state.match.selection import Rename, Selection

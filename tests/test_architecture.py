@@ -206,7 +206,7 @@ LATE_IMPORTS = {
     "ckpt/cli/serve.py": {"ckpt"},  # torch: only a comparison that reads needs it
     "ckpt/codec/registry.py": {"importlib"},  # slow: only foreign codecs need it
     "ckpt/cli/output.py": {"rich"},  # only terminals show a bar
-    "ckpt/model/encoding.py": {"zstandard"},
+    "ckpt/model/record_encoding.py": {"zstandard"},
     "ckpt/storage/registry.py": {"fsspec", "importlib"},  # slow: only foreign schemes need it
     "ckpt/storage/testing/__init__.py": {"ckpt"},  # the suite needs pytest
 }
@@ -229,7 +229,7 @@ FOREIGN_PRIVATES = {
     "ckpt/integrations/lightning/strategy.py",
     "backends/ckpt_backends/gcs/backend.py",
     "backends/ckpt_backends/s3/backend.py",
-    "backends/ckpt_backends/s3/bulk.py",
+    "backends/ckpt_backends/s3/transfer.py",
 }
 """Files that use private names of torch, DeepSpeed, Lightning or a client, which have no public
 ones for it.

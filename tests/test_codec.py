@@ -18,7 +18,7 @@ from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.config import SaveConfig, load_config
 from ckpt.errors import ConfigError, FormatTooNew, IntegrityError
-from ckpt.model import encoding
+from ckpt.model import record_encoding
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import flip_byte
@@ -247,7 +247,7 @@ def test_an_older_reader_says_that_it_must_be_upgraded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save([Tier(str(tmp_path), codec="zstd")])
-    monkeypatch.setattr(encoding, "FORMAT", 1)
+    monkeypatch.setattr(record_encoding, "FORMAT", 1)
     backend = open_backend(str(tmp_path))
     with pytest.raises(FormatTooNew, match="pip install -U"):
         read_manifest(backend, committed(backend)[0])

@@ -44,12 +44,12 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.fill_manifest import fill_manifest
 from ckpt.model.keys import StepRef, fragment_name, is_about_rank, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.readable import rank_list
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.rollback import Rollback, last_rollback, on_branch
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge

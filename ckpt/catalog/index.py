@@ -28,7 +28,6 @@ from ckpt.errors import (
     errors_of,
 )
 from ckpt.errors.storage import frameless
-from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.keys import (
     FOLDERS,
     MANIFEST,
@@ -40,6 +39,7 @@ from ckpt.model.keys import (
     parse_folder,
 )
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
+from ckpt.model.record_encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.rollback import Rollback, current_branch, last_rollback, on_branch
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy, ask

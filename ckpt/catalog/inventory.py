@@ -41,10 +41,10 @@ from ckpt.errors import (
     TransientStorageError,
     errors_of,
 )
-from ckpt.model.encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.keys import StepRef, fragment_name, is_fragment
 from ckpt.model.manifest import Encoding, Increment, Location, bases_of
 from ckpt.model.metrics import metrics_of
+from ckpt.model.record_encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.rollback import Rollback
 from ckpt.model.values import parse
 from ckpt.pipeline.retry import RetryPolicy

@@ -24,10 +24,10 @@ from ckpt.errors import (
 )
 from ckpt.errors.storage import frameless
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, is_late_metrics
 from ckpt.model.manifest import FORMAT
 from ckpt.model.metrics import METRICS, metrics_of
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.values import parse, to_json
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, read_record

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckpt.catalog.difference import Difference
-from ckpt.catalog.movement import Movement
+from ckpt.catalog.tensor_movement import Movement
 
 _MOST_PARTS: Final = 12
 """The state is cut into as fine parts as it has at most this number of."""

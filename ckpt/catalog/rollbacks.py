@@ -19,8 +19,8 @@ from ckpt.errors import (
     ObjectNotFound,
     errors_of,
 )
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import ROLLBACKS, rollback_key, rollback_number
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.rollback import Rollback
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, read_record

@@ -46,7 +46,6 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, data_name, fragment_name, is_late_metrics
 from ckpt.model.manifest import (
     Encoding,
@@ -59,6 +58,7 @@ from ckpt.model.manifest import (
     Tensor,
 )
 from ckpt.model.packed import pack_fragment, read_fragment
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.encoded_writer import widths_of, write_encoded
 from ckpt.pipeline.image_writer import ImageWrite, OnBytes, Source, write_image

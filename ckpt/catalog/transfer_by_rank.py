@@ -40,10 +40,10 @@ from ckpt.errors import (
     ObjectNotFound,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
 from ckpt.model.keys import fragment_name, marked_rank, noted_rank
 from ckpt.model.manifest import Encoding, FragmentRef, Manifest, StoredFile
 from ckpt.model.packed import pack_fragment, read_fragment
+from ckpt.model.record_encoding import pack
 from ckpt.pipeline.encoded_writer import widths_of
 from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.stored_image import StoredImage

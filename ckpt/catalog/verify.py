@@ -36,11 +36,11 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_RECORD_BYTES
 from ckpt.model.fill_manifest import carried_fragments, fill_manifest
 from ckpt.model.keys import StepRef, fragment_name
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
 from ckpt.model.packed import read_fragment
+from ckpt.model.record_encoding import MAX_RECORD_BYTES
 from ckpt.pipeline.chunk_reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers

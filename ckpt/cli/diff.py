@@ -12,7 +12,6 @@ import typer
 
 from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import read_manifest
-from ckpt.catalog.movement import Movement
 from ckpt.catalog.part_difference import (
     TITLES,
     PartDifference,
@@ -20,6 +19,7 @@ from ckpt.catalog.part_difference import (
     part_differences,
     percent,
 )
+from ckpt.catalog.tensor_movement import Movement
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output
 from ckpt.cli.options import (

@@ -9,14 +9,14 @@ from urllib.parse import quote
 
 import typer
 
-from ckpt.catalog.movement import Movement
+from ckpt.catalog.tensor_movement import Movement
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output
 from ckpt.cli.options import PlacesArgument, RootsOption, places, tiers_of, with_memory
 from ckpt.config import MEMORY
 from ckpt.errors import ConfigError
-from ckpt.observe.answers import answers
 from ckpt.observe.run_view import RunWatch, watch_runs
+from ckpt.observe.timed_calls import answers
 from ckpt.page.prices import LIST_PRICES, price_of
 from ckpt.page.server import address, listen, read_token
 from ckpt.page.server import run as run_server

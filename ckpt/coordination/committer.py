@@ -59,9 +59,9 @@ from ckpt.errors import (
     with_root,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef, Packed
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.plan.merge import MergeCache, merge
 from ckpt.storage.api import StorageBackend, read_record
 

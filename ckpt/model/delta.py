@@ -15,9 +15,9 @@ import msgspec
 
 from ckpt.errors import ConfigError, ManifestCorrupt
 from ckpt.errors.base import few
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.manifest import FORMAT
+from ckpt.model.record_encoding import pack, unpack
 
 _LENGTH_BYTES: Final = 8
 

@@ -23,8 +23,8 @@ from ckpt.errors import ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_BYTES
 from ckpt.model.chunks import chunk_lengths
 from ckpt.model.dtype import DTYPES
-from ckpt.model.encoding import MAX_EXPANSION, compress, decompress, unpack
 from ckpt.model.manifest import Chunk, Encoding, Fragment, Packed, Shard, Tensor
+from ckpt.model.record_encoding import MAX_EXPANSION, compress, decompress, unpack
 from ckpt.model.runs import Ints
 from ckpt.model.validate import (
     MAX_CHUNK_BYTES,

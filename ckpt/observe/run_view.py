@@ -14,13 +14,13 @@ from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.errors import CkptError
 from ckpt.errors.sanitize import redact
-from ckpt.observe.answers import answers
 from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of, mark_cut
 from ckpt.observe.job_life import JobLife, end_of, life_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.observe.step_rows import facts_of
 from ckpt.observe.time_spent import TimeSpent, time_spent
+from ckpt.observe.timed_calls import answers
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import is_folder, is_missing

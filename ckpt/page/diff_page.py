@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckpt.catalog.difference import Difference, compare
-from ckpt.catalog.movement import Movement
 from ckpt.catalog.part_difference import PartDifference, most_moved_line, part_differences
+from ckpt.catalog.tensor_movement import Movement
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import ConfigError
 from ckpt.model.dtype import DTYPES

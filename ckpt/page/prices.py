@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckpt.errors import ConfigError
-from ckpt.page.requests import Requests
+from ckpt.page.store_requests import Requests
 
 _GIGABYTE: Final = 1e9
 _PRICED_REQUESTS: Final = 1000

@@ -33,9 +33,9 @@ from ckpt.errors import (
     StorageError,
     errors_of,
 )
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import PINS, StepRef, parse_folder
 from ckpt.model.manifest import FORMAT
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.pipeline.retry import RetryPolicy, ask
 from ckpt.processes import user_at_host
 from ckpt.root.claim_marker import is_being_removed

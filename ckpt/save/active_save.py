@@ -14,7 +14,7 @@ from ckpt.locks import Event
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
 from ckpt.save.trained import Trainable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot

@@ -34,8 +34,8 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan
-from ckpt.save.save_job import SaveRequest
-from ckpt.staging.budget import Reservation
+from ckpt.save.save_request import SaveRequest
+from ckpt.staging.memory_budget import Reservation
 from ckpt.storage.api import StorageBackend, read_object
 
 _MOST_SHARE: Final = 0.5

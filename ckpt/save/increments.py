@@ -25,7 +25,7 @@ from ckpt.model.manifest import Chunk, Encoding, Increment
 from ckpt.pipeline.image_writer import Source, loss_reports
 from ckpt.pipeline.tail_image import TailImage
 from ckpt.plan.save import SavePlan, tail_header
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
 from ckpt.storage.api import StorageBackend
 
 _MOST_BASES: Final = 4

@@ -17,7 +17,7 @@ from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback
 from ckpt.root.attempts import step_refs
-from ckpt.staging.budget import Reservation
+from ckpt.staging.memory_budget import Reservation
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""

@@ -15,7 +15,7 @@ from ckpt.errors import OutOfSpace
 from ckpt.retention.pruner import Pruner
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import AgentError, CkptError
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import (
     FORMAT,
@@ -29,6 +28,7 @@ from ckpt.model.manifest import (
     StoredFile,
 )
 from ckpt.model.packed import Frames, frames_of, pack_fragment
+from ckpt.model.record_encoding import pack
 from ckpt.pipeline.encoded_writer import widths_of, write_encoded
 from ckpt.pipeline.image_writer import ImageWrite, OnBytes, adopt_image, write_image
 from ckpt.pipeline.retry import RetryPolicy
@@ -46,7 +46,7 @@ from ckpt.save.increments import (
     tail_of,
 )
 from ckpt.save.job_steps import JobSteps
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
 from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier
 

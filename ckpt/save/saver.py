@@ -37,11 +37,11 @@ from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
 from ckpt.save.delta_writer import delta_memory
 from ckpt.save.detach import await_detaches, await_removals, leave_roots
-from ckpt.save.host_memory import slot_pool
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
 from ckpt.save.last_warnings import warn_of_last_step, warn_of_steps_in_memory, warn_of_untaken
 from ckpt.save.rank_files import Copiers
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
+from ckpt.save.slot_pool_settings import slot_pool
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.suspicion import Suspicions
 from ckpt.save.tasks import Abort, FromFiles, FromImage, Task

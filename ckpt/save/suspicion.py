@@ -30,7 +30,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.workers import Workers
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
 from ckpt.save.trained import Chunks, ScannedImage, Trainable
 from ckpt.state.walk.collect import WalkResult
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckpt.model.keys import StepRef
 from ckpt.save.active_save import ActiveSave, SaveOutcome
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
 from ckpt.save.tier_writer import TierWriter
 
 

@@ -52,7 +52,7 @@ from ckpt.save.increments import WrittenFile
 from ckpt.save.job_steps import TierSteps
 from ckpt.save.out_of_space import RetryWhenFull
 from ckpt.save.rank_files import FileCopier, RankFiles
-from ckpt.save.save_job import SaveRequest
+from ckpt.save.save_request import SaveRequest
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.tiers import OpenTier
 

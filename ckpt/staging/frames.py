@@ -23,8 +23,8 @@ import torch
 from ckpt.errors import HostMemoryExhausted
 from ckpt.locks import Condition
 from ckpt.staging import slot_files
-from ckpt.staging.budget import free_memory, measure
 from ckpt.staging.device import Devices
+from ckpt.staging.memory_budget import free_memory, measure
 from ckpt.staging.slot import Slot, SlotCancelled, check_wanted
 
 _log = logging.getLogger("ckpt")

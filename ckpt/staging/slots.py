@@ -23,7 +23,10 @@ from typing import Protocol
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed
 from ckpt.locks import Condition
 from ckpt.staging import slot_files
-from ckpt.staging.budget import (
+from ckpt.staging.copies import PIECE_BYTES
+from ckpt.staging.device import Devices
+from ckpt.staging.frames import SAVES, Ring, Spill
+from ckpt.staging.memory_budget import (
     Budget,
     Reservation,
     Room,
@@ -32,9 +35,6 @@ from ckpt.staging.budget import (
     free_memory,
     measure,
 )
-from ckpt.staging.copies import PIECE_BYTES
-from ckpt.staging.device import Devices
-from ckpt.staging.frames import SAVES, Ring, Spill
 from ckpt.staging.slot import Slot, SlotCancelled, SlotLost, capacity_of
 
 _log = logging.getLogger("ckpt")

@@ -13,8 +13,8 @@ from ckpt.catalog.late_metrics import put_late
 from ckpt.catalog.rollbacks import put_rollback
 from ckpt.config import Mode
 from ckpt.errors import AccessDenied, NoCheckpoint
-from ckpt.model.encoding import pack
 from ckpt.model.keys import StepId, StepRef
+from ckpt.model.record_encoding import pack
 from ckpt.model.rollback import roll_back
 from ckpt.model.selector import BestStep, LatestStep, parse_selector
 from ckpt.storage.api import StorageBackend

@@ -20,9 +20,9 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor
+from ckpt.model.record_encoding import pack
 from ckpt.model.rollback import roll_back
 from ckpt.model.runs import Run
 from ckpt.root.attempts import step_refs

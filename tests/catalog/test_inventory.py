@@ -12,8 +12,8 @@ import pytest
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.late_metrics import put_late
 from ckpt.errors import StorageError
-from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
+from ckpt.model.record_encoding import pack
 from ckpt.root.attempts import step_refs
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend

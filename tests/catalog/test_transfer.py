@@ -20,8 +20,8 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name
+from ckpt.model.record_encoding import pack
 from ckpt.pipeline import stored_image
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks

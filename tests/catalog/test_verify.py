@@ -17,9 +17,9 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk, File, StoredFile
+from ckpt.model.record_encoding import pack
 from ckpt.pipeline.chunk_reader import RUN_BYTES, runs_of
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import chunks_of

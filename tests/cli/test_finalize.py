@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import OWNER
 from ckpt.model.manifest import Packed
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.root.owner import Owner
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import DEAD, Written, own, write_checkpoint

@@ -26,9 +26,9 @@ from ckpt.errors import (
 )
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import unpack
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest
+from ckpt.model.record_encoding import unpack
 from ckpt.model.validate import check_manifest
 from ckpt.storage.api import read_object
 from ckpt.storage.testing import flip_byte

@@ -28,9 +28,9 @@ from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.nodes import NodeLocalStore
 from ckpt.errors import OutOfSpace, RootInUse
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import unpack
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest
+from ckpt.model.record_encoding import unpack
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt.storage.tiers import Nodes

@@ -21,8 +21,8 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.cli.main import main
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_EXPANSION, pack, unpack
 from ckpt.model.manifest import Manifest
+from ckpt.model.record_encoding import MAX_EXPANSION, pack, unpack
 from ckpt.model.values import decode, dumps, parse
 from ckpt.storage.registry import open_backend
 from tests.fuzz.records import BODIES

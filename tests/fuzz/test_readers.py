@@ -15,10 +15,10 @@ from ckpt import CheckpointManager
 from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest, Packed
 from ckpt.model.packed import fragment_of
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
-from ckpt.save import host_memory
-from ckpt.staging import budget, image, slot, slots, window
+from ckpt.save import slot_pool_settings
+from ckpt.staging import image, memory_budget, slot, slots, window
 from ckpt.staging.slots import SlotPool
 from ckpt.state.walk import prepare
 from ckpt_backends import memory
@@ -64,13 +64,13 @@ def shrink(
         slot: {"_HUGE_PAGE_BYTES": sizes.page},
         memory: {"_PART_BYTES": sizes.part},
         posix: {"_PART_BYTES": sizes.part},
-        budget: {
+        memory_budget: {
             "PIECE_BYTES": sizes.piece,
             "_LEAST_PIECE_BYTES": sizes.least_piece,
             "_USUAL_FRAMES": sizes.frames,
         },
         prepare: {"plan_save": small_chunks},
-        host_memory: {"SlotPool": small_pool},
+        slot_pool_settings: {"SlotPool": small_pool},
     }
     for owner, named in values.items():
         for name, value in named.items():

@@ -7,9 +7,9 @@ import uuid
 import msgspec
 import numpy as np
 
-from ckpt.model.encoding import unpack
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest, Packed
+from ckpt.model.record_encoding import unpack
 from ckpt.storage.api import read_object
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.checkpoints import write_checkpoint

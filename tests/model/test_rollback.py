@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt.errors import CommitError
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, rollback_key, rollback_number
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.rollback import (
     MOST_NUMBER,
     Rollback,

@@ -11,8 +11,8 @@ import pytest
 from ckpt.config import SaveConfig, Tier
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
+from ckpt.nodes.buddy_ring import Ring
 from ckpt.nodes.replication import NodeReplicas
-from ckpt.nodes.ring import Ring
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, OpenTier
 from tests.coordination.world import World

@@ -22,7 +22,7 @@ import ckpt.nodes.store
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replica_fetch import peer_store
+from ckpt.nodes.replica_copy import peer_store
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
 from ckpt.nodes.survey import NodeSurvey

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager
-from ckpt.staging import budget
+from ckpt.staging import memory_budget
 from ckpt.storage.testing import Delay, Rule
 from tests.kit.memory_cgroup import MOUNTS, MemoryCgroup
 from tests.kit.stores import faulty
@@ -37,7 +37,7 @@ def main() -> None:
     own = cgroup.peak
     cgroup.set_limit(int(1.4 * own))
     if sys.argv[3] == "blind":
-        budget._cgroup_rooms = list
+        memory_budget._cgroup_rooms = list
     state = {"model": model, "optimizer": optimizer}
     faulty(pytest.MonkeyPatch(), folder, [Rule(verb="write", fault=Delay(0.1))])
     with CheckpointManager(folder) as manager:

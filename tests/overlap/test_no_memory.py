@@ -18,7 +18,7 @@ import pytest
 from ckpt import CheckpointManager
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging import slots
-from ckpt.staging.budget import measure
+from ckpt.staging.memory_budget import measure
 from tests.kit.worlds import ENVIRONMENT, ROOT
 from tests.overlap.jobs import train, trained
 from tests.overlap.window import Window, assert_restores

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt.errors import ConfigError
 from ckpt.page.prices import LIST_PRICES, Price, monthly_dollars, price_of, request_dollars
-from ckpt.page.requests import Requests, SaveRequests, requests_of_save
+from ckpt.page.store_requests import Requests, SaveRequests, requests_of_save
 
 
 def test_the_longest_begin_of_the_url_has_the_price() -> None:

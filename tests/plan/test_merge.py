@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckpt.errors import CommitError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box
-from ckpt.model.encoding import pack
+from ckpt.model.record_encoding import pack
 from ckpt.model.views import View
 from ckpt.plan import merge_layouts
 from ckpt.plan.leaf import Leaf

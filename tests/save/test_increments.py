@@ -24,10 +24,10 @@ from ckpt.catalog.transfer_by_rank import commit_parts, copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step
 from ckpt.errors import IntegrityError, NoCheckpoint, ObjectExists
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Packed, StoredFile
 from ckpt.model.packed import read_fragment
+from ckpt.model.record_encoding import pack, unpack
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import Retention
 from ckpt.retention.pruner import prune

@@ -25,8 +25,8 @@ from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed, Storage
 from ckpt.processes import PROGRAM, Process, namespace
 from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
-from ckpt.staging.budget import Room, measure
 from ckpt.staging.frames import Ring
+from ckpt.staging.memory_budget import Room, measure
 from ckpt.staging.slot import Slot
 from ckpt.staging.slots import NoContents, SlotPool
 from ckpt.staging.window import RingWindow

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ckpt.errors import HostMemoryExhausted, StagingError
-from ckpt.staging.budget import Room
 from ckpt.staging.frames import Ring, Spill
+from ckpt.staging.memory_budget import Room
 from ckpt.staging.window import RingWindow, Window
 from tests.kit.rings import copy_bytes, ring_of
 

@@ -48,10 +48,10 @@ from ckpt_backends.client_options import (
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.jitter import separate_jitter_of_botocore
-from ckpt_backends.s3.bulk import S3Bulk, bulk_of, remove_expect_header, session_of
 from ckpt_backends.s3.obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3.options import TOKEN, check_options
-from ckpt_backends.s3.orphans import Orphans
+from ckpt_backends.s3.transfer import S3Bulk, bulk_of, remove_expect_header, session_of
+from ckpt_backends.s3.unfinished_uploads import Orphans
 
 _MIB: Final = 1 << 20
 _MOST_PARTS: Final = 10_000

@@ -55,7 +55,6 @@ from ckpt.exchange.foreign.sources import kind_of
 from ckpt.exchange.inert.inert_torch import Span
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
 from ckpt.model.fill_manifest import fill_manifest
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import (
@@ -71,6 +70,7 @@ from ckpt.model.manifest import (
     Tensor,
 )
 from ckpt.model.packed import pack_fragment
+from ckpt.model.record_encoding import pack
 from ckpt.model.values import dumps, to_json
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ckpt.catalog.difference import pairs
-from ckpt.catalog.movement import Movement
+from ckpt.catalog.tensor_movement import Movement
 from ckpt.catalog.tensor_reader import Piece, StepReader
 
 _INTEGERS: Final = ("int", "uint", "bool")

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.state.tensors.zero import is_zero
+from ckpt.state.tensors.zero_redundancy import is_zero
 from ckpt.state.walk.modules import check_kind, unwrap
 from ckpt.state.walk.stand_in import OptimizerStandIn
 

@@ -29,6 +29,7 @@ from ckpt.model.values import Node, join
 from ckpt.state.match.load_module import match_module
 from ckpt.state.match.load_optimizer import match_optimizer
 from ckpt.state.match.matching import Matcher, StateMatch, fill_tensor
+from ckpt.state.match.optimizer_slots import Holders, fill_slots, tensors_of
 from ckpt.state.match.saved import ABSENT, SavedState, holds_tensors, is_mapping, kind, tag
 from ckpt.state.match.selection import (
     WHOLE_STATE,
@@ -37,7 +38,6 @@ from ckpt.state.match.selection import (
     removed_from,
     with_prefix,
 )
-from ckpt.state.match.slots import Holders, fill_slots, tensors_of
 from ckpt.state.match.targets import has_live, has_sharded, holds_names
 from ckpt.state.tensors.arrays import is_fillable
 from ckpt.state.tensors.gathered import forget_copies, release

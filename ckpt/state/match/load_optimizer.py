@@ -25,14 +25,14 @@ from ckpt.model.values import Node, names_below, unescape
 from ckpt.state.match.loading import Completion, place
 from ckpt.state.match.matching import Matcher, fill_tensor
 from ckpt.state.match.materialise import is_meta
+from ckpt.state.match.optimizer_slots import Slot, can_fill, in_group, in_state
 from ckpt.state.match.own_step import state_of_step
 from ckpt.state.match.remake import tensor_named
 from ckpt.state.match.saved import ABSENT, SavedParameter, is_mapping, tag
-from ckpt.state.match.slots import Slot, can_fill, in_group, in_state
 from ckpt.state.tensors.layout import empty_in_order, is_plain
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.wrapped import is_wrapper
-from ckpt.state.tensors.zero import keeper_of
+from ckpt.state.tensors.zero_redundancy import keeper_of
 from ckpt.state.walk.items import Part
 from ckpt.state.walk.modules import (
     PLACELESS,

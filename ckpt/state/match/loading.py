@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ckpt.errors import CkptError, RestoreError
-from ckpt.state.tensors.zero import Keeper, is_zero
+from ckpt.state.tensors.zero_redundancy import Keeper, is_zero
 from ckpt.state.walk.modules import is_on_device
 from ckpt.state.walk.packing import pack
 from ckpt.state.walk.stand_in import OptimizerStandIn

@@ -24,10 +24,10 @@ from ckpt.model.dtype import converts
 from ckpt.model.values import Node, join
 from ckpt.plan.leaf import Leaf
 from ckpt.state.match.materialise import RealTensors
+from ckpt.state.match.optimizer_slots import Slot
 from ckpt.state.match.remake import Remaker
 from ckpt.state.match.saved import SavedState, kind, tag
 from ckpt.state.match.selection import Selection
-from ckpt.state.match.slots import Slot
 from ckpt.state.match.targets import has_memory, memory_of, read_apart
 from ckpt.state.tensors.layout import leaf_of
 from ckpt.state.tensors.local_shards import Source

@@ -26,7 +26,7 @@ from ckpt.model.values import Node
 from ckpt.state.tensors.declared import DeclaredPart, declarations
 from ckpt.state.tensors.layout import PLAIN, is_plain
 from ckpt.state.tensors.local_shards import Source
-from ckpt.state.tensors.zero import Keeper
+from ckpt.state.tensors.zero_redundancy import Keeper
 from ckpt.state.walk.items import ModuleItems, Part
 from ckpt.state.walk.modules import (
     Parameters,

@@ -28,9 +28,9 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replica_fetch import StepCopies
+from ckpt.nodes.buddy_ring import Ring
+from ckpt.nodes.replica_copy import StepCopies
 from ckpt.nodes.replication import NodeReplicas
-from ckpt.nodes.ring import Ring
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
 from ckpt.nodes.wire import Peer

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ckpt.errors import HostMemoryExhausted
-from ckpt.staging import budget
-from ckpt.staging.budget import Budget, Reservation, Room, Siblings, decide, measure
+from ckpt.staging import memory_budget
+from ckpt.staging.memory_budget import Budget, Reservation, Room, Siblings, decide, measure
 
 MIB = 1 << 20
 
@@ -14,7 +14,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """Set 64 GiB of free memory, independently of this machine."""
-    monkeypatch.setattr(budget, "_meminfo_available", lambda: 64 << 30)
+    monkeypatch.setattr(memory_budget, "_meminfo_available", lambda: 64 << 30)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,11 @@ def test_as_many_slots_as_fit_and_shared_if_one_does(memory, shared, slots, is_s
     budget = decide(
         100 * MIB, most_slots=2, room=Room(memory=memory * MIB, shared_bytes=shared * MIB, ranks=1)
     )
-    assert (budget.slots, budget.is_shared, budget.nbytes) == (slots, is_shared, 100 * MIB)
+    assert (budget.slots, budget.is_shared, budget.nbytes) == (
+        slots,
+        is_shared,
+        100 * MIB,
+    )
     assert f"{slots} slot(s) of 100 MiB" in budget.sentence
     assert ("lost with the process" in budget.sentence) != is_shared
     assert ("2 were wanted" in budget.sentence) == (slots < 2)
@@ -46,7 +50,7 @@ def test_a_small_image_has_a_size():
 @pytest.mark.parametrize("used", [0, 100])
 def test_what_deltas_keep_is_counted_and_told(tmp_path, monkeypatch, used):
     """Memory that is yet to be taken is free on the machine until then."""
-    monkeypatch.setattr(budget, "free_memory", lambda: (1000 - used) * MIB)
+    monkeypatch.setattr(memory_budget, "free_memory", lambda: (1000 - used) * MIB)
     kept = Reservation(100 * MIB, used * MIB)
     assert kept.reduce(measure(str(tmp_path), ranks=1)).memory == 900 * MIB
     room = kept.reduce(measure(str(tmp_path), ranks=1, limit=500 * MIB))
@@ -88,7 +92,7 @@ def test_a_rank_gets_no_more_than_there_is_whatever_the_others_hold(cgroup, tmp_
     cgroup(("/job", 1000, 900, 0))
     siblings = Siblings(node_memory=1000 * MIB, shm_bytes=900 * MIB)
     got = measure(str(tmp_path), ranks=2, siblings=siblings)
-    assert got.memory / MIB / budget._USABLE_SHARE == pytest.approx(100, abs=1)
+    assert got.memory / MIB / memory_budget._USABLE_SHARE == pytest.approx(100, abs=1)
     assert got.shared_bytes <= got.memory
 
 
@@ -118,10 +122,14 @@ def cgroup(request, tmp_path, monkeypatch):
     """
     names = {"v1": V1, "v2": V2}[request.param]
     kind = {"v1": "_V1", "v2": "_V2"}[request.param]
-    monkeypatch.setattr(budget, kind, replace(getattr(budget, kind), mount=str(tmp_path)))
+    monkeypatch.setattr(
+        memory_budget, kind, replace(getattr(memory_budget, kind), mount=str(tmp_path))
+    )
     other = {"_V1": "_V2", "_V2": "_V1"}[kind]
     monkeypatch.setattr(
-        budget, other, replace(getattr(budget, other), mount=str(tmp_path / "not mounted"))
+        memory_budget,
+        other,
+        replace(getattr(memory_budget, other), mount=str(tmp_path / "not mounted")),
     )
 
     def make(*groups: tuple[str, int | None, int, int], reported: str | None = None) -> None:
@@ -136,14 +144,14 @@ def cgroup(request, tmp_path, monkeypatch):
         path = reported or groups[-1][0]
         own = tmp_path / "own"
         own.write_text(f"9:cpu,cpuacct:/elsewhere\n4:memory:{path}\n0::{path}\n")
-        monkeypatch.setattr(budget, "_OWN_CGROUPS", str(own))
+        monkeypatch.setattr(memory_budget, "_OWN_CGROUPS", str(own))
 
     return make
 
 
 def room(tmp_path, ranks: int = 1) -> float:
     """Return the MiB that are left, before anything is kept back for others."""
-    return measure(str(tmp_path), ranks=ranks).memory / MIB / budget._USABLE_SHARE
+    return measure(str(tmp_path), ranks=ranks).memory / MIB / memory_budget._USABLE_SHARE
 
 
 def test_a_limit_of_the_process_own_cgroup_is_seen(cgroup, tmp_path):
@@ -181,8 +189,8 @@ def test_without_a_limit_the_machine_counts(cgroup, tmp_path):
 
 
 def test_memory_that_is_throttled_beyond_counts_as_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "_V2", replace(budget._V2, mount=str(tmp_path)))
-    monkeypatch.setattr(budget, "_OWN_CGROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(memory_budget, "_V2", replace(memory_budget._V2, mount=str(tmp_path)))
+    monkeypatch.setattr(memory_budget, "_OWN_CGROUPS", str(tmp_path / "own"))
     for name, text in {
         "own": "0::/\n",
         "memory.max": "max",
@@ -196,9 +204,9 @@ def test_memory_that_is_throttled_beyond_counts_as_a_limit(tmp_path, monkeypatch
 @pytest.mark.parametrize("own", ["", "nonsense\n", "0::/../..\n", "4:memory:\n"])
 def test_cgroups_that_cannot_be_read_are_no_limit(own, tmp_path, monkeypatch):
     (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(budget, "_OWN_CGROUPS", str(tmp_path / "own"))
-    monkeypatch.setattr(budget, "_V1", replace(budget._V1, mount=str(tmp_path)))
-    monkeypatch.setattr(budget, "_V2", replace(budget._V2, mount=str(tmp_path)))
+    monkeypatch.setattr(memory_budget, "_OWN_CGROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(memory_budget, "_V1", replace(memory_budget._V1, mount=str(tmp_path)))
+    monkeypatch.setattr(memory_budget, "_V2", replace(memory_budget._V2, mount=str(tmp_path)))
     assert room(tmp_path) > 100
 
 

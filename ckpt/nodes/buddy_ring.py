@@ -17,7 +17,7 @@ from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import CkptError
 from ckpt.model.keys import MANIFEST, StepRef, whole_ranks
 from ckpt.model.manifest import Manifest
-from ckpt.nodes.replica_fetch import CopyExecutor, StepCopies, peer_store, remove
+from ckpt.nodes.replica_copy import CopyExecutor, StepCopies, peer_store, remove
 from ckpt.nodes.wire import Peer
 from ckpt.plan.buddies import buddies, missing_copies
 from ckpt.storage.tiers import Nodes, OpenTier

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckpt.errors import CkptError, FormatTooNew, FormatTooOld, FormatUnsupported, ManifestCorrupt
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
 from ckpt.model.manifest import FORMAT, Manifest, Packed
+from ckpt.model.record_encoding import MAX_RECORD_BYTES, pack, unpack
 from tests.kit.damage import sealed
 from tests.kit.examples import examples
 from tests.kit.marks import torture
@@ -35,7 +35,7 @@ def large() -> Manifest:
 
 IN_THREADS = """
 import sys, threading
-from ckpt.model.encoding import unpack
+from ckpt.model.record_encoding import unpack
 from ckpt.model.manifest import Manifest
 data, begun, found = open(sys.argv[1], "rb").read(), threading.Barrier(8), []
 def read():
