@@ -354,8 +354,8 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
 
 
 def _owner_attempts(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
-    """Return the attempts that own the roots of ``tiers``. A store that fails, or does not answer
-    within ``_LOOK_SECONDS``, is left out.
+    """Return the ids of the runs of jobs that own the roots of ``tiers``. A store that fails, or
+    does not answer within ``_LOOK_SECONDS``, is left out.
     """
     workers = Workers("owners", len(tiers))
     reads = wait([workers.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)

@@ -175,4 +175,5 @@ def _check_assumptions(assumptions: Assumptions) -> None:
         ("drag", assumptions.drag_seconds, 0.0),
     ):
         if not least <= value < math.inf:
-            raise ConfigError(f"{name}: {value:g} is out of bounds: give a positive number")
+            range_text = "above 0" if least else "of at least 0"
+            raise ConfigError(f"{name}: {value:g} is out of bounds: give a number {range_text}")

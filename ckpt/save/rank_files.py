@@ -283,12 +283,13 @@ class RankFiles:
             on_bytes=counter.add,
             known_chunks=known_chunks,
         )
-        if isinstance(self._backend, AdoptsFiles):
+        if isinstance(self._backend, AdoptsFiles):  # In memory, where no step is an increment
             return WrittenFile(adopt_image(write, self._backend))
         encoding: Encoding | None = None
         if (encoder := self._encoder) is None:
             chunks = write_image(write, self._backend)
         else:
+            # The bytes of an element of each chunk, by which the codec sorts them
             widths = widths_of(plan.chunks, plan.tensors)[tail.count if tail else 0 :]
             chunks, encoded_lengths = write_encoded(write, self._backend, encoder, widths)
             encoding = Encoding(self._rank, encoder.codec, encoded_lengths)

@@ -192,7 +192,7 @@ class Saver:
             reservation.plan = plan
             nearest = self._durable[0].tier.tier
             count = 1 if nearest.every == 1 else len(self._durable)
-            reservation.nbytes = count * delta_memory(plan, part)
+            reservation.last_step_bytes = count * delta_memory(plan, part)
 
     # -- a save ------------------------------------------------------------------------------------
 

@@ -79,22 +79,23 @@ class Reservation:
     """The host memory that saves keep outside of slots: the bytes of the last step, for deltas.
 
     Attributes:
-        nbytes: The bytes that this rank keeps from its first save on.
+        last_step_bytes: The bytes of the last step, which this rank keeps from its first save on.
         used_bytes: The bytes that it has taken so far.
-        plan: The save plan from which ``nbytes`` follows.
+        plan: The save plan from which ``last_step_bytes`` follows.
 
-    Thread safety: the training thread sets ``nbytes``, and the thread that streams ``used_bytes``.
+    Thread safety: the training thread sets ``last_step_bytes``, and the thread that streams sets
+    ``used_bytes``.
     """
 
-    nbytes: int = 0
+    last_step_bytes: int = 0
     used_bytes: int = 0
     plan: object = None
 
     def reduce(self, room: Room) -> Room:
-        """Return ``room`` without the bytes that this rank keeps, as the slots may use it."""
+        """Return ``room`` without the bytes of the last step, as the slots may use it."""
         # What is taken already is no part of the memory that was measured.
-        absent = max(0, self.nbytes - self.used_bytes)
-        limit = None if room.limit is None else max(0, room.limit - self.nbytes)
+        absent = max(0, self.last_step_bytes - self.used_bytes)
+        limit = None if room.limit is None else max(0, room.limit - self.last_step_bytes)
         memory = max(0, room.memory - absent)
         if limit is not None:
             memory = min(memory, limit)
@@ -104,7 +105,7 @@ class Reservation:
             memory=memory,
             shared_bytes=shared_bytes,
             limit=limit,
-            delta_bytes=self.nbytes,
+            delta_bytes=self.last_step_bytes,
         )
 
 

@@ -392,12 +392,12 @@ class SlotPool:
         room = measure(
             slot_files.SHM,
             ranks=self._ranks,
-            limit=self._limit(nbytes + self.reservation.nbytes),
+            limit=self._limit(nbytes + self.reservation.last_step_bytes),
             siblings=siblings,
             reclaimable=sum(slot.capacity for slot in slots),
             reclaimable_in_shm=sum(slot.capacity for slot in slots if slot.is_shared),
         )
-        return self.reservation.reduce(room) if self.reservation.nbytes else room
+        return self.reservation.reduce(room) if self.reservation.last_step_bytes else room
 
     def _renew(self, request: _Request) -> None:
         """Remove the step in the slot of ``request``, and extend the file to its full length again.

@@ -70,7 +70,8 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
             f"the parts of {len(ranks)} rank(s) are joined: the files do not say how many ranks "
             "have written them, so compare that number, and the shapes, with the job"
         )
-        return Contents(_join(source, parts, joiner), [*parts, *files.tables], [*files.notes, note])
+        file_names = [*parts, *files.tables]  # A table is an index of files, in JSON
+        return Contents(_join(source, parts, joiner), file_names, [*files.notes, note])
     state = merge(source, ((name, tensors) for name, (tensors, _) in read.items()))
     common_metadata = {
         key: value for _, metadata in read.values() for key, value in metadata.items()

@@ -136,6 +136,9 @@ class Shaper:
         return new_state
 
     def _unwrap(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of the module ``name`` with the names that they have without DDP, FSDP
+        and ``torch.compile``.
+        """
         names = wrapper_names.unwrap(values)
         for part in wrapper_names.removed_parts(names):
             self._report.notes.append(f"names of {name!r} are without {part!r} now")

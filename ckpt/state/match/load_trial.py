@@ -142,14 +142,18 @@ def _in_present_size(
 
 
 def _loads(owner: nn.Module, part: Any, memo: dict[int, Any], *, is_inner: bool) -> bool:
-    """Return True if a copy of ``owner`` loads ``part`` without an error. ``memo`` has what takes
-    the place of its tensors in the copy.
+    """Return True if a copy of ``owner`` loads ``part`` without an error.
+
+    Args:
+        memo: What takes the place of the tensors of ``owner`` in the copy.
+        is_inner: Whether ``owner`` is inside of another module. The ``load_state_dict`` of an outer
+            module loads its inner ones without their own ``load_state_dict``.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copy = deepcopy(owner, memo)
-            for child in copy.modules():
+            for child in copy.modules():  # A post-hook may change objects outside of the copy
                 forget_post_hooks(child)
             load = copy.load_state_dict if not is_inner else nn.Module.load_state_dict.__get__(copy)
             load(part)

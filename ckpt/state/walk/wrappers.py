@@ -81,8 +81,12 @@ class Wrappers:
         return [tensor] if parts is None else [leaf for _, leaf in parts.layer.leaves()]
 
     def expand(self, index: int, item: NamedTensor) -> Iterator[NamedTensor]:
-        """Yield ``item``, whose tensor is the one at ``index``. If this tensor is a wrapper tensor,
-        yield an item for each innermost tensor instead.
+        """Yield ``item``. If its tensor is a wrapper tensor, yield an item for each innermost
+        tensor instead, with the ranks that have an equal copy of it.
+
+        Args:
+            index: The position of the tensor of ``item`` among the tensors of the constructor.
+            item: The tensor, and in ``replicas`` the ranks that have an equal copy.
         """
         if (parts := self._parts.get(index)) is None:
             yield item
