@@ -39,6 +39,8 @@ _START_SECONDS: Final = 300.0
 _RETRY_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 2.0
 """How many seconds to wait until the stores return the owners of their roots."""
+_MOST_REASONS: Final = 5
+"""How many reasons for which no agent is reached are warnings, until one is reached again."""
 _NODE_SUBJECT: Final = "agent"
 _ALL_NODES_SUBJECT: Final = "agents"
 Notify = Callable[[Event], None]
@@ -144,9 +146,11 @@ class Registration:
             try:
                 connection = _register(job)
             except CkptError as error:
-                level = logging.DEBUG if str(error) in reasons else logging.WARNING
+                is_new = str(error) not in reasons and len(reasons) < _MOST_REASONS
+                if is_new:
+                    reasons.add(str(error))
+                level = logging.WARNING if is_new else logging.DEBUG
                 _log.log(level, "ckpt: this job has no agent for now: %s", error)
-                reasons.add(str(error))
                 connection = None
             with self._lock:
                 self._connection = connection

@@ -153,7 +153,8 @@ def metrics_at(backend: StorageBackend, ref: StepRef) -> dict[str, float]:
     """Return the metrics of ``ref``, a committed step, with those that were added to it.
 
     Raises:
-        StorageError: As for ``add_metrics``.
+        IntegrityError: The manifest of the step is damaged.
+        StorageError: The store has failed.
     """
     keys = [info.key for info in own_objects(backend, ref)]
     additions = late_metrics(backend, ref, keys)

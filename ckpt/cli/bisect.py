@@ -185,8 +185,9 @@ def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef
             detail = "is no checkpoint there"
             if any(ref.step == number for ref in refs):
                 detail = (
-                    "is abandoned: let the run go on from it first, with `ckpt rollback "
-                    f"{backend.url} {number}`"
+                    "is abandoned: name steps of the current branch, which `ckpt log` shows, or "
+                    f"let the run go on from it with `ckpt rollback {backend.url} {number}`, which "
+                    "abandons the current branch"
                 )
             raise NoCheckpoint(backend.url, f"step {number} {detail}")
     return [by_step[number] for number in sorted(by_step)]

@@ -53,7 +53,7 @@ def nearer_tiers(
                 stores = [
                     open_watched(url, None, timeout)
                     for url in job.tiers[: _place_of(root, job)]
-                    if is_here(url) and relation(url, destination.url) == "apart"
+                    if _is_here(url) and relation(url, destination.url) == "apart"
                 ]
                 stores = [tier for tier in stores if tier.ask(partial(_last_job, tier)) in names]
                 if stores:
@@ -88,7 +88,7 @@ def _last_job(tier: WatchedStore) -> str | None:
     return None if newest is None else newest.job
 
 
-def is_here(url: str) -> bool:
+def _is_here(url: str) -> bool:
     """Return True if a tier is an existing folder or store in memory of this machine.
 
     The function does not open the tier, because opening it would create it.

@@ -23,7 +23,7 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
-from ckpt.config import Best, Tier, load_config
+from ckpt.config import Best, Mode, Tier, load_config
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback
@@ -106,8 +106,8 @@ def prune(
         str | None,
         typer.Option(
             metavar="METRIC:MODE[:N]",
-            help="Keep the N (1) best too; MODE is min or max. Default: as ckpt.toml or the "
-            "journal of the job says.",
+            help="Keep the N (1) best too; MODE is min or max. Default: as ckpt.toml says, or "
+            "one by the metric by which the job keeps the best, as its journal says.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -212,10 +212,15 @@ def _rule(
 
 
 def _best_of_job(backend: WatchedStore) -> Best | None:
-    """Return the rule of the job to keep the best step, as the journal has it. None if there is no
-    such rule, or if the tiers of the job have several.
+    """Return a rule to keep one best step, by the metric by which the job keeps the best, as its
+    journal says. None if there is no such metric, or if the tiers of the job have several.
     """
-    modes = backend.ask(partial(modes_of_run, (), [backend.url]))
+
+    def read() -> dict[str, Mode]:
+        with backend.request():
+            return modes_of_run((), [backend.url])
+
+    modes = backend.ask(read)
     if len(modes) > 1:
         output.warn(
             f"the job keeps the best steps by {', '.join(sorted(modes))}, and this command does "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.rollbacks import all_rollbacks
 from ckpt.cli import output
-from ckpt.cli.nearer_tiers import is_here
 from ckpt.cli.options import ask_each, open_each
 from ckpt.cli.prune import activity
 from ckpt.cli.store_timeout import WatchedStore
@@ -18,12 +17,11 @@ from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import CkptError, CommitError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, last_rollback, on_branch
-from ckpt.observe.history import history_of
-from ckpt.observe.job_life import LIFE_MEANING, life_of
-from ckpt.observe.journal import Record
+from ckpt.observe.history import History, history_of
+from ckpt.observe.job_life import LIFE_MEANING, lives_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.root.owner import Owner, read_owner
-from ckpt.storage.places import is_folder, relation
+from ckpt.storage.places import is_folder, is_spelling_of
 from ckpt.storage.registry import scheme_of, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 
@@ -136,28 +134,30 @@ def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
                 f"{consequence}: end it first, or give --force"
             )
     for tier in tiers:
-        records, beats = _journal_of(tier)
-        life = life_of(history_of(records), beats, time.time())
-        if life is not None and life.is_alive:
-            raise CommitError(
-                f"{tier.store.url}: {LIFE_MEANING[life.state]} ({life.host}, process {life.pid}), "
-                f"and {consequence}: end it first, or give --force"
-            )
+        history, beats = _journal_of(tier)
+        for life in lives_of(history, beats, time.time()).values():
+            if life.is_alive:
+                raise CommitError(
+                    f"{tier.store.url}: {LIFE_MEANING[life.state]} ({life.host}, process "
+                    f"{life.pid}), and {consequence}, unless it only evaluates: end it first, or "
+                    "give --force"
+                )
 
 
 def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
     """Print a warning if the last job of the run saved to a place that is not among ``tiers``. The
-    warning has ``consequence``, what happens there. Folders and stores in memory that this machine
-    does not have are left out.
+    warning has ``consequence``, what happens there. No file system of such a place is asked, and
+    stores in memory that this machine does not have are left out.
     """
     for tier in tiers:
-        saves = history_of(_journal_of(tier)[0]).saves.values()
-        newest = max(saves, key=lambda save: save.at, default=None)
+        history, _ = _journal_of(tier)
+        saves = sorted(history.saves.values(), key=lambda save: save.at)
+        places = {url for save in saves if save.job == saves[-1].job for url in save.tiers}
         urls = [
             url
-            for url in (newest.tiers if newest is not None else ())
-            if all(relation(url, other.store.url) == "apart" for other in tiers)
-            and _may_be_here(url)
+            for url in sorted(places)
+            if not any(is_spelling_of(url, other.store.url) for other in tiers)
+            and (scheme_of(url) != "shm" or url in stores_in_memory())
         ]
         if urls:
             output.warn(
@@ -167,14 +167,21 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
             return
 
 
-def _journal_of(tier: RunTier) -> tuple[list[Record], dict[str, float]]:
-    """Return the records and the beats of the journal of a tier."""
-    if not is_folder(tier.store.url):
-        return [], {}
-    reader = JournalReader(tier.store.url)
-    return tier.store.ask(lambda: (reader.read(), reader.beats()))
+def _journal_of(tier: RunTier) -> tuple[History, Mapping[str, float]]:
+    """Return the history and the beats in the journal of a tier. They are empty if the journal does
+    not name the tier: the folder and its journal were moved or copied, and the jobs are those of
+    another place.
+    """
+    store = tier.store
+    if not is_folder(store.url):
+        return History(), {}
+    reader = JournalReader(store.url)
 
+    def read() -> tuple[History, Mapping[str, float]]:
+        with store.request():
+            return history_of(reader.read()), reader.beats()
 
-def _may_be_here(url: str) -> bool:
-    is_local = is_folder(url) or scheme_of(url) == "shm"
-    return is_here(url) if is_local else True
+    history, beats = store.ask(read)
+    places = {url for save in history.saves.values() for url in save.tiers}
+    is_own = any(is_spelling_of(url, store.url) for url in places)
+    return (history, beats) if is_own else (History(), {})

@@ -2,8 +2,8 @@
 
 The checks run before a manifest or fragment is used. They require that names of files do not lead
 out of their folder, that sizes are possible, and that layouts have as many elements as their
-tensors. Other modules make the remaining checks. ``model.encoding`` checks the size and the JSON,
-``model.values`` the nesting of trees, and ``model.packed`` the columns of a fragment.
+tensors. Other modules make the remaining checks. ``model.record_encoding`` checks the size and the
+JSON, ``model.values`` the nesting of trees, and ``model.packed`` the columns of a fragment.
 ``model.fill_manifest`` and ``plan.restore`` check that boxes do not overlap.
 """
 

@@ -62,19 +62,27 @@ def life_of(history: History, beats: Mapping[str, float], current_time: float) -
         current_time: The time, in seconds since 1970.
     """
     jobs = list(history.jobs.items())
-    lives = {name: _life_of_job(job, beats.get(name), current_time) for name, job in jobs}
+    lives = lives_of(history, beats, current_time)
     savers = [name for name, job in reversed(jobs) if job.has_saved]
     for name in savers:
         if lives[name].is_alive:
             return lives[name]
     saver = next(iter(savers), None)
-    newer = next((name for name, job in reversed(jobs) if not job.has_saved), None)
-    is_newer = newer is not None and (
-        saver is None or [*lives].index(newer) > [*lives].index(saver)
-    )
-    if newer is not None and is_newer and lives[newer].is_alive:
-        return lives[newer]
+    for name, job in reversed(jobs):
+        if job.has_saved:
+            break
+        if lives[name].is_alive:
+            return lives[name]
     return lives[saver] if saver is not None else None
+
+
+def lives_of(
+    history: History, beats: Mapping[str, float], current_time: float
+) -> dict[str, JobLife]:
+    """Return whether each job of a run lives, by its id. The arguments are those of ``life_of``."""
+    return {
+        name: _life_of_job(job, beats.get(name), current_time) for name, job in history.jobs.items()
+    }
 
 
 def _life_of_job(job: Job, beat: float | None, current_time: float) -> JobLife:

@@ -378,7 +378,10 @@ def _rows(
     # youngest attempt.
     youngest_attempts: dict[int, tuple[float, str]] = {}
     for (step, attempt), step_by_tier in attempts.items():
-        creation_time = max(listing.created_at or math.inf for listing in step_by_tier.values())
+        creation_time = max(
+            listing.created_at or listing.last_change or math.inf
+            for listing in step_by_tier.values()
+        )
         youngest_attempts[step] = max(
             youngest_attempts.get(step, (0.0, "")), (creation_time, attempt)
         )

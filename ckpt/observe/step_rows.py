@@ -90,7 +90,8 @@ def step_rows(url: str, steps: Sequence[StoredStep], history: History) -> list[d
 
 
 def _age(step: StoredStep) -> float:
-    return step.created_at or math.inf
+    """Return when an attempt was made, as far as that is known, in seconds since 1970."""
+    return step.created_at or step.last_change or math.inf
 
 
 def _rank(step: StoredStep) -> tuple[bool, bool, float]:

@@ -344,6 +344,6 @@ class _Ranges:
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def covers(self, start: int, end: int) -> bool:
-        """Return True if the set has all integers from ``start`` to ``end``."""
+        """Return True if the set has all integers from ``start`` up to ``end``, without it."""
         index = bisect_right(self._starts, start) - 1
         return index >= 0 and self._ends[index] >= end

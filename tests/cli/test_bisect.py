@@ -51,7 +51,7 @@ def test_abandoned_steps_are_left_out(cli: Cli, root: Path) -> None:
     assert cli("rollback", root, 8).code == 0
     ran = cli("bisect", root, "--good", 0, "--bad", 12, "--run", "true")
     assert ran.code == 7
-    assert "step 12 is abandoned: let the run go on from it first" in ran.err
+    assert "step 12 is abandoned: name steps of the current branch" in ran.err
     assert f"ckpt rollback {root} 12" in ran.err
 
 

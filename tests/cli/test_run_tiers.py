@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,5 +49,39 @@ def test_a_place_of_the_run_that_is_not_named_is_named_by_a_warning(
     ran = cli(CALLS[name][0], "runs", "far", *CALLS[name][2:], "--dry-run")
     assert ran.code == 0
     assert "also saved" not in ran.err
-    (tmp_path / "far").rename(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_run_that_was_moved_or_copied_has_nothing_to_do_with_its_old_places(
+    cli: Cli, tmp_path: Path, name: str
+) -> None:
+    save(3, "near", "far")
+    Path("near").rename("runs")
+    Path("near.journal").rename("runs.journal")
+    save(2, "near")
     assert "also saved" not in cli(*CALLS[name], "--dry-run").err
+
+
+def test_the_copy_of_a_run_whose_job_lives_is_free(cli: Cli, tmp_path: Path) -> None:
+    save(3, "exp/runs")
+    with CheckpointManager("exp/runs") as manager:
+        manager.restore(STATE)
+        shutil.copytree("exp", "copy")
+        assert cli("rm", "copy/runs", 1).code == 0
+        assert cli("rm", "exp/runs", 1).code == 5
+
+
+def test_a_tier_that_only_some_steps_went_to_is_named(cli: Cli, tmp_path: Path) -> None:
+    with CheckpointManager([Tier("runs"), Tier("far", every=2)]) as manager:
+        for step in (1, 2, 3):
+            manager.save(STATE, step)
+    assert "also saved" in cli("rm", "runs", 2, "--dry-run").err
+
+
+def test_an_evaluation_does_not_hide_a_job_that_has_not_saved_yet(cli: Cli, tmp_path: Path) -> None:
+    save(3, "runs")
+    with CheckpointManager("runs") as manager:
+        manager.restore(STATE)
+        with CheckpointManager("runs") as evaluation:
+            evaluation.restore(STATE, step=2, rollback=False)
+        assert cli("rollback", "runs", 1).code == 5

@@ -217,6 +217,7 @@ def saved(job: str, *, at: float = 2.0) -> Record:
         ([opened("a"), saved("a"), opened("b", at=3.0)], {"a": 990.0, "b": 990.0}, "lives", 1.0),
         ([opened("b"), opened("a", at=3.0), saved("a", at=4.0)], {"b": 990.0}, "died", 4.0),
         ([opened("a"), saved("a"), opened("b"), saved("b")], {"a": 990.0}, "lives", 1.0),
+        ([opened("a"), opened("b", at=3.0)], {"a": 990.0}, "begins", 1.0),
         ([opened("b")], {}, None, 0.0),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,15 @@ def test_the_rows_are_those_of_the_current_branch(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert rows[1]["stall_seconds"] is None, "the journal has the other attempt at step 2"
     assert rows[2]["stall_seconds"] > 0
+
+
+def test_the_remains_of_an_earlier_save_hide_no_figures(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    remains = root / "step-000000002.aaaaaaaaaaaa" / "rank-00000.safetensors"
+    remains.parent.mkdir(parents=True)
+    remains.write_bytes(b"cut")
+    os.utime(remains, (1.0, 1.0))
+    go_on(root, None, 2)
+    (row,) = rows_of(root)
+    assert row["state"] == "committed"
+    assert row["stall_seconds"] > 0

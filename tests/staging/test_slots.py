@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
@@ -329,6 +330,7 @@ def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
     pool = pools(2)
     take(pool, MIB)
     pool.release(take(pool, MIB))
+    gc.collect()
     files, descriptors = len(own_files()), len(os.listdir("/proc/self/fd"))
     for _ in range(200):
         pool.release(take(pool, MIB))

@@ -1,10 +1,10 @@
 """The backend for Amazon S3 and compatible stores.
 
 A large object is written with a multipart upload. Each thread of the pipeline sends one part at a
-time straight from the caller's memory (see ``s3.bulk``). ``pipe_file`` and ``open`` of s3fs are not
-used for large objects, since they hold hundreds of MiB and send parts in batches. s3fs makes the
-small requests, on the one thread of fsspec's event loop. If the reply of a request that creates an
-object is lost, the backend asks the store whether the object exists.
+time straight from the caller's memory (see ``s3.transfer``). ``pipe_file`` and ``open`` of s3fs are
+not used for large objects, since they hold hundreds of MiB and send parts in batches. s3fs makes
+the small requests, on the one thread of fsspec's event loop. If the reply of a request that creates
+an object is lost, the backend asks the store whether the object exists.
 """
 
 from __future__ import annotations

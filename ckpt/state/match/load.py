@@ -159,7 +159,7 @@ class _Match:
         return state_match
 
     def _fill_slots(self, modules: Sequence[nn.Module]) -> None:
-        """Choose the tensors of optimizers that the restore fills (see ``match.slots``)."""
+        """Choose the tensors of optimizers to fill (see ``match.optimizer_slots``)."""
         if not self._matcher.slots:
             return
         optimizers = [

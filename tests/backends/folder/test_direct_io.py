@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import threading
@@ -382,6 +383,7 @@ def test_a_bad_sector_is_an_error_of_the_store_and_no_descriptor_stays(
         raise OSError(errno.EIO, "Input/output error")
 
     evict(disk)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StorageError, match="Input/output"):

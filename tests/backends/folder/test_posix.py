@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import stat
@@ -640,6 +641,7 @@ def test_a_folder_is_no_object(backend):
 
 
 def test_two_hundred_objects_leave_no_descriptor_open(backend):
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for number in range(200):
         backend.put(f"step/{number}", [b"x"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import uuid
@@ -83,6 +84,7 @@ class TestShm(BackendConformance):
 
     def test_a_folder_is_not_opened_as_an_object(self, backend):
         backend.put("step/x", [b"0123456789"])
+        gc.collect()
         before = os.listdir("/proc/self/fd")
         with pytest.raises(ObjectNotFound):
             backend.open_file("step")
