@@ -78,7 +78,9 @@ def rollback(
     if selector is None:
         raise ConfigError(f"name the step to go back to; {LATEST!r} is where the run stands")
     tiers = look_at_run(urls, config, timeout)
-    warn_of_other_tiers(tiers, consequence="a job restores the later steps from there")
+    warn_of_other_tiers(
+        tiers, consequence="a job that lacks this tier restores the later steps from there"
+    )
     if not (force or dry_run):
         check_idle(tiers, consequence="may save later steps again")
     target = step_id([tier.store for tier in tiers], selector, config)
@@ -133,6 +135,5 @@ def _show(
         text = output.ranges(numbers) + (", where they are other attempts" if is_rival else "")
         output.show_line(f"  abandoned: {text}")
         output.show_line(
-            "  A tier that has a limit, such as keep_last, removes the abandoned steps once the "
-            "new branch has a step; `ckpt branch` keeps one."
+            "  a tier with a limit removes them after the next save: `ckpt branch` keeps a step"
         )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.rollbacks import all_rollbacks
@@ -26,6 +27,13 @@ from ckpt.storage.registry import scheme_of, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 
 
+class RunJournal(NamedTuple):
+    """The history of a run, and when each job was alive last, by its id, in seconds since 1970."""
+
+    history: History
+    beats: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True)
 class RunTier:
     """What a tier of the run has.
@@ -34,12 +42,15 @@ class RunTier:
         steps: All attempts at steps on the tier.
         owner: The owner of the root; None if it has none.
         rollback: The rollback that counts on the tier; None if there is none.
+        journal: The history of the jobs that saved to the tier, and when each of them was alive
+            last, from the journal beside the tier.
     """
 
     store: WatchedStore
     steps: Sequence[StoredStep]
     owner: Owner | None
     rollback: Rollback | None
+    journal: RunJournal
 
 
 def look_at_run(urls: Sequence[str], config: str | None, timeout: float) -> list[RunTier]:
@@ -63,7 +74,8 @@ def look_at_run(urls: Sequence[str], config: str | None, timeout: float) -> list
     def look(store: WatchedStore) -> RunTier:
         is_part = scheme_of(store.url) == "shm" or tier_at(store.url, tiers).local is True
         inventory = Inventory(store, part=is_part)
-        return RunTier(store, inventory.look(), read_owner(store), inventory.rollback)
+        steps, owner = inventory.look(), read_owner(store)
+        return RunTier(store, steps, owner, inventory.rollback, _journal_of(store))
 
     results = [result for _, result in ask_each(stores, look)]
     for result in results:
@@ -134,7 +146,7 @@ def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
                 f"{consequence}: end it first, or give --force"
             )
     for tier in tiers:
-        history, beats = _journal_of(tier)
+        history, beats = tier.journal
         for life in lives_of(history, beats, time.time()).values():
             if life.is_alive:
                 raise CommitError(
@@ -150,8 +162,7 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
     stores in memory that this machine does not have are left out.
     """
     for tier in tiers:
-        history, _ = _journal_of(tier)
-        saves = sorted(history.saves.values(), key=lambda save: save.at)
+        saves = sorted(tier.journal.history.saves.values(), key=lambda save: save.at)
         places = {url for save in saves if save.job == saves[-1].job for url in save.tiers}
         urls = [
             url
@@ -167,21 +178,15 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
             return
 
 
-def _journal_of(tier: RunTier) -> tuple[History, Mapping[str, float]]:
-    """Return the history and the beats in the journal of a tier. They are empty if the journal does
-    not name the tier: the folder and its journal were moved or copied, and the jobs are those of
-    another place.
+def _journal_of(store: WatchedStore) -> RunJournal:
+    """Read the journal beside a tier. The result is empty if the journal does not name the tier:
+    the folder and its journal were moved or copied, and the jobs are those of another place.
     """
-    store = tier.store
     if not is_folder(store.url):
-        return History(), {}
+        return RunJournal(History(), {})
     reader = JournalReader(store.url)
-
-    def read() -> tuple[History, Mapping[str, float]]:
-        with store.request():
-            return history_of(reader.read()), reader.beats()
-
-    history, beats = store.ask(read)
+    with store.request():
+        history, beats = history_of(reader.read()), reader.beats()
     places = {url for save in history.saves.values() for url in save.tiers}
     is_own = any(is_spelling_of(url, store.url) for url in places)
-    return (history, beats) if is_own else (History(), {})
+    return RunJournal(history, beats) if is_own else RunJournal(History(), {})

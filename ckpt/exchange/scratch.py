@@ -82,7 +82,7 @@ def scratch_folder(folder: str, prefix: str) -> Generator[str]:
     remove_leftovers(folder, prefix)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as path:
         unlocked_path = os.path.join(path, f"{_LOCK_FILE}.new")
-        # The file gets its name when it is locked, so that nobody finds it without a lock. NFS
+        # The file gets its name after it is locked, so no other process sees it unlocked. NFS
         # locks only a file that is open for writing.
         lock = os.open(unlocked_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:

@@ -18,7 +18,7 @@ from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of, mark_cut
 from ckpt.observe.job_life import JobLife, end_of, life_of
 from ckpt.observe.journal_reader import JournalReader
-from ckpt.observe.step_rows import facts_of
+from ckpt.observe.step_rows import facts_of, time_of
 from ckpt.observe.time_spent import TimeSpent, time_spent
 from ckpt.observe.timed_calls import answers
 from ckpt.pipeline.workers import Workers
@@ -378,10 +378,7 @@ def _rows(
     # youngest attempt.
     youngest_attempts: dict[int, tuple[float, str]] = {}
     for (step, attempt), step_by_tier in attempts.items():
-        creation_time = max(
-            listing.created_at or listing.last_change or math.inf
-            for listing in step_by_tier.values()
-        )
+        creation_time = max(map(time_of, step_by_tier.values()))
         youngest_attempts[step] = max(
             youngest_attempts.get(step, (0.0, "")), (creation_time, attempt)
         )

@@ -65,7 +65,7 @@ def step_rows(url: str, steps: Sequence[StoredStep], history: History) -> list[d
     """
     listings: dict[int, StoredStep] = {}
     youngest: dict[int, StoredStep] = {}
-    for step in sorted(steps, key=_age):
+    for step in sorted(steps, key=time_of):
         youngest[step.ref.step] = step
     for step in sorted(steps, key=_rank):
         listings[step.ref.step] = step
@@ -89,13 +89,13 @@ def step_rows(url: str, steps: Sequence[StoredStep], history: History) -> list[d
     return rows
 
 
-def _age(step: StoredStep) -> float:
-    """Return when an attempt was made, as far as that is known, in seconds since 1970."""
+def time_of(step: StoredStep) -> float:
+    """Return when an attempt was made, in seconds since 1970; infinity if that is not known."""
     return step.created_at or step.last_change or math.inf
 
 
 def _rank(step: StoredStep) -> tuple[bool, bool, float]:
-    return step.state == "committed", not step.is_abandoned, _age(step)
+    return step.state == "committed", not step.is_abandoned, time_of(step)
 
 
 def _state(url: str, listing: StoredStep | None, save: SavedStep | None) -> str:

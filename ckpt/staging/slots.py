@@ -504,7 +504,8 @@ class SlotPool:
         """
         is_ring = budget.slot_bytes < budget.nbytes
         is_as_set = budget.slots == self._count and (self._elastic or not is_ring)
-        # Images in anonymous memory end with the process, of which rings need no warning.
+        # An image in anonymous memory is lost if the process dies, which deserves a warning. A ring
+        # never holds a whole image, so it has nothing to lose.
         needs_no_warning = budget.is_shared or self._elastic or is_ring
         is_usual = (is_as_set or room.is_at_limit) and needs_no_warning and not room.is_short
         return logging.INFO if is_usual else logging.WARNING

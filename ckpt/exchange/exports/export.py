@@ -225,8 +225,9 @@ def _value_names(reader: StepReader, globs: Sequence[str]) -> list[str]:
 
 
 def _value_paths(value: object, path: str = "") -> list[str]:
-    """Return the names of the plain values in nested dicts, of which ``value`` is the one at
-    ``path``. A key that is no string is written as text.
+    """Return the names of the plain values in ``value``, which stands at ``path`` in nested dicts.
+
+    A key that is no string is written as text.
     """
     if isinstance(value, dict) and value:
         return [

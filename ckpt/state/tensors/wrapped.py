@@ -302,7 +302,7 @@ def _is_same_tensor(first_read: torch.Tensor, second_read: Any) -> bool:
 
 
 def _has_memory(alias: torch.Tensor) -> bool:
-    """Return True if a wrapper tensor, of which ``alias`` is a plain alias, has memory itself."""
+    """Return True if a wrapper tensor has memory of its own. ``alias`` is a plain alias of it."""
     try:
         return alias.data_ptr() != 0
     except RuntimeError:  # The tensor has symbolic sizes, as a jagged tensor has
