@@ -13,6 +13,7 @@ from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
 from ckpt.locks import Event
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
+from ckpt.save.job_steps import JobSteps
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_request import SaveRequest
 from ckpt.save.trained import Trainable
@@ -232,6 +233,7 @@ class HandOver:
 
     Attributes:
         save: The save.
+        steps: The steps of the job.
         streamer: The thread that calls ``stream``.
         copier: The thread that calls ``stage``.
         stream: Streams the image to the tiers.
@@ -241,6 +243,7 @@ class HandOver:
     """
 
     save: ActiveSave
+    steps: JobSteps
     streamer: Workers
     copier: Workers
     stream: SingleCall
@@ -253,6 +256,8 @@ class HandOver:
         The call returns at once, unless ``snapshot.foreground`` is set. In that case the calling
         thread copies the late sources before the call returns.
         """
+        # Now and not when the thread runs, since a restore that comes first has to know the step.
+        self.steps.begin_image(self.save.job.ref)
         self.streamer.submit(self.stream)
         if self.save.snapshot.foreground:
             self.stage()
@@ -279,4 +284,5 @@ class HandOver:
         if not self.stream.revoke():
             return False
         snapshot.wait_ended()
+        self.steps.end_image(self.save.job.ref)
         return True

@@ -272,7 +272,7 @@ class Saver:
         # While the save waits for its turn, a later step may be announced as the last one.
         writers = self.writers_of(job.ref.step)
         stream, stage = SingleCall(partial(self._stream, writers, save)), SingleCall(save.copy_late)
-        return HandOver(save, self._streamer, self._copier, stream, stage)
+        return HandOver(save, self.steps, self._streamer, self._copier, stream, stage)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
         """Let the other ranks know, in the background, that this rank's part of ``ref`` has failed.
@@ -361,7 +361,6 @@ class Saver:
 
         All ranks see the same outcome on every tier, because they get the same verdicts.
         """
-        self.steps.begin_image(save.job.ref)
         try:
             self._serve(writers, save)
         except BaseException as error:  # noqa: BLE001 - no caller reads the future of this call

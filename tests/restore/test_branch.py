@@ -175,6 +175,20 @@ def test_saves_under_way_are_abandoned(gated, far):
     assert newest(far) == (6, 60)
 
 
+def test_a_save_whose_thread_has_not_begun_is_abandoned_too(near):
+    trained, gate = state(5), threading.Event()
+    with CheckpointManager(str(near)) as manager:
+        manager.save(trained, 5)
+        manager._saver._streamer.submit(gate.wait, 30)
+        trained["x"].fill_(6)
+        manager.save_async(trained, 6)
+        restored(manager, trained, step=5)
+        gate.set()
+        trained["x"].fill_(60)
+        manager.save(trained, 6)
+    assert newest(near) == (6, 60)
+
+
 @pytest.mark.parametrize("how", [{"only": "x"}, {"rollback": False}])
 def test_a_restore_of_a_part_or_for_an_evaluation_begins_nothing(near, how):
     run(near, 5, 6)
