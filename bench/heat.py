@@ -16,7 +16,7 @@ from bench.floors import Floors
 from bench.measure import MemorySampler, tree_bytes
 from bench.process import BenchError, Process
 from bench.runner import Bench, Shape, label
-from ckpt.observe.journal import journal_of
+from ckpt.observe.journal_files import journal_of
 from ckpt.storage.places import is_folder
 from ckpt.storage.registry import open_backend
 

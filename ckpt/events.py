@@ -163,12 +163,14 @@ class Restored:
         tier: The URL of the tier from which most of the bytes were read.
         nbytes: The bytes that were restored into this rank's state.
         seconds: The seconds that the whole call took.
+        evaluates: Whether the job does not go on from the step (``rollback=False``).
     """
 
     step: int
     tier: str
     nbytes: int
     seconds: float
+    evaluates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -435,10 +435,11 @@ class CheckpointManager:
             broadcast: Whether one of the ranks that want the same bytes reads them and broadcasts
                 them over gloo, for a store that is slower than the network. Otherwise each of them
                 reads.
-            rollback: Whether the restore of an older ``step`` begins a branch. Give False to
-                evaluate an old step with the whole state when no job trains. A restore beside a job
-                that is alive, or that may be alive on another machine, begins none before this
-                manager saves.
+            rollback: Whether the job goes on from the step, so that the restore of an older
+                ``step`` begins a branch. Give False to evaluate: the restore begins none, and does
+                not count as one of a training, for which `ckpt rm` and `ckpt rollback` wait. A
+                restore beside a job that is alive, or that may be alive on another machine, begins
+                no branch before this manager saves.
             discard_newer: Whether the steps that the branch abandons are removed at once, on all
                 durable tiers. They cannot be restored any more. Pinned steps stay.
 
@@ -464,12 +465,15 @@ class CheckpointManager:
                 "neither only=, exclude= nor rollback=False"
             )
         options = RestoreOptions(
-            selection=selection, read_through=read_through, broadcast=broadcast
-        )
+            selection=selection, read_through=read_through, broadcast=broadcast,
+            evaluates=not rollback,
+        )  # fmt: skip
         Fence.wait_for_all()  # A copy under way must not read what is restored
         readers = Workers("read", max(_READERS, self._config.threads))
         with (
-            self._saver.owner_warnings(self._listers, for_newest=selector is None),
+            self._saver.owner_warnings(
+                self._listers, for_newest=selector is None, evaluates=not rollback
+            ),
             readers as workers,
         ):
             context = RestoreContext(

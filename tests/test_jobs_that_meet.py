@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from msgspec.structs import replace
 
 import ckpt.coordination.committer
@@ -29,6 +30,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers
 from tests.kit.states import IMAGE, state
 from tests.kit.stores import Gated, Wrapped, whole, wrap_stores
+from tests.kit.worlds import paused
 
 
 def seems(root: Path, **fields: Any) -> None:
@@ -52,6 +54,52 @@ def restored_from(*tiers: Tier | Path, step: int | None = None) -> Any:
     assert report is not None
     assert target["x"].unique().tolist() == [report.step]
     return report
+
+
+_STARTS = """
+import sys, torch
+from ckpt import CheckpointManager
+with CheckpointManager(sys.argv[1]) as manager:
+    manager.restore({"x": torch.zeros(3)}, rollback=sys.argv[2] == "goes on")
+    pause(*sys.argv[-2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "warnings"),
+    [("goes on", "goes on", 1), ("evaluates", "goes on", 0), ("goes on", "evaluates", 0)],
+)
+def test_a_second_job_learns_at_its_start_of_one_that_has_not_saved_yet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: str, second: str, warnings: int
+) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        manager.save({"x": torch.ones(3)}, 1)
+    with paused(_STARTS, root, first, folder=tmp_path), CheckpointManager(root) as manager:
+        for _ in range(2):
+            manager.restore({"x": torch.zeros(3)}, rollback=second == "goes on")
+        manager.close()
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("another job lives, and has not saved yet" in text for text in texts) == warnings
+
+
+def test_an_evaluation_is_not_told_that_its_saves_would_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = """
+import sys, torch
+from ckpt import CheckpointManager
+with CheckpointManager(sys.argv[1]) as manager:
+    manager.save({"x": torch.ones(3)}, 1)
+    pause(*sys.argv[-2:])
+"""
+    with paused(code, tmp_path / "run", folder=tmp_path):
+        with CheckpointManager(tmp_path / "run") as manager:
+            manager.restore({"x": torch.zeros(3)}, rollback=False)
+        assert "belongs to a job that is alive" not in caplog.text
+        with CheckpointManager(tmp_path / "run") as manager:
+            manager.restore({"x": torch.zeros(3)})
+        assert "belongs to a job that is alive" in caplog.text
 
 
 def test_a_job_that_only_restores_evicts_nothing_of_a_job_on_another_machine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import msgspec
@@ -83,6 +84,21 @@ def test_a_prune_keeps_the_best_as_the_journal_says_of_the_job(cli, tmp_path):  
     ran = cli("prune", "near", "--keep-last", 1)
     assert "keeps the best steps by accuracy, loss" in ran.err
     assert whole("near") == [2]
+
+
+def test_a_prune_keeps_as_many_best_steps_as_the_job(cli, tmp_path):  # noqa: F811
+    near = Tier("near", keep_last=9, keep_best=("loss", "min", 2))
+    far = Tier("far", keep_last=9, keep_best=("loss", "min"))
+    with CheckpointManager([near, far]) as manager:
+        for step, loss in enumerate((0.5, 0.25, 1.0, 2.0), start=1):
+            manager.save({"x": torch.ones(1)}, step, metrics={"loss": loss})
+    wish = ("prune", "near", "--keep-last", 1, "--dry-run", "--json")
+    assert [entry["step"] for entry in cli(*wish).json["pruned"]] == [3]
+    journal = tmp_path / "near.journal" / "rank-00000.jsonl"
+    older_text = re.sub(r',"counts":{.*?}', "", journal.read_text())
+    assert older_text != journal.read_text()
+    journal.write_text(older_text)
+    assert [entry["step"] for entry in cli(*wish).json["pruned"]] == [1, 3]
 
 
 def test_where_ranks_differ_the_metrics_of_rank_0_count(tmp_path):

@@ -23,11 +23,11 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
-from ckpt.config import Best, Mode, Tier, load_config
+from ckpt.config import Best, Tier, load_config
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback
-from ckpt.observe.metric_modes import modes_of_run
+from ckpt.observe.metric_modes import best_rules_at
 from ckpt.retention.policy import (
     YOUNG,
     FixedGuard,
@@ -107,7 +107,7 @@ def prune(
         typer.Option(
             metavar="METRIC:MODE[:N]",
             help="Keep the N (1) best too; MODE is min or max. Default: as ckpt.toml says, or "
-            "one by the metric by which the job keeps the best, as its journal says.",
+            "as the job keeps the best, by its journal.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -212,21 +212,21 @@ def _rule(
 
 
 def _best_of_job(backend: WatchedStore) -> Best | None:
-    """Return a rule to keep one best step, by the metric by which the job keeps the best, as its
-    journal says. None if there is no such metric, or if the tiers of the job have several.
+    """Return the rule by which the job keeps the best steps, as its journal says. None if there is
+    none, or if the tiers of the job go by several metrics.
     """
 
-    def read() -> dict[str, Mode]:
+    def read() -> Sequence[Best]:
         with backend.request():
-            return modes_of_run((), [backend.url])
+            return best_rules_at(backend.url)
 
-    modes = backend.ask(read)
-    if len(modes) > 1:
+    rules = backend.ask(read)
+    if len(rules) > 1:
         output.warn(
-            f"the job keeps the best steps by {', '.join(sorted(modes))}, and this command does "
-            "not: name one of them with --keep-best"
+            f"the job keeps the best steps by {', '.join(sorted(r.metric for r in rules))}, and "
+            "this command does not: name one of them with --keep-best"
         )
-    return Best.of(next(iter(modes.items()))) if len(modes) == 1 else None
+    return rules[0] if len(rules) == 1 else None
 
 
 def _farther_tiers(

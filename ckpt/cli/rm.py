@@ -33,7 +33,7 @@ from ckpt.cli.store_timeout import silence_notes
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.rollback import on_branch
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
-from ckpt.observe.journal import journal_files, journal_of
+from ckpt.observe.journal_files import journal_files, journal_of
 from ckpt.retention.removal import remove
 from ckpt.root.leases import LEASE_REASON
 from ckpt.root.owner import delete_owner

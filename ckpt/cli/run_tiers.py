@@ -134,7 +134,7 @@ def attempt_at(tiers: Sequence[RunTier], number: int) -> StepRef:
 
 def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
     """Check that no job and no agent may be at work. A job that has not saved yet owns no root, but
-    the journal of the run says that it lives.
+    the journal of the run says that it lives. A job that only evaluates does not count.
 
     Raises:
         CommitError: One may be. The message has ``consequence``, what it may do.
@@ -151,8 +151,8 @@ def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
             if life.is_alive:
                 raise CommitError(
                     f"{tier.store.url}: {LIFE_MEANING[life.state]} ({life.host}, process "
-                    f"{life.pid}), and {consequence}, unless it only evaluates: end it first, or "
-                    "give --force"
+                    f"{life.pid}), and {consequence}: end it first, or give --force if it only "
+                    "evaluates (an evaluation that restores with rollback=False is not in the way)"
                 )
 
 
@@ -179,14 +179,10 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
 
 
 def _journal_of(store: WatchedStore) -> RunJournal:
-    """Read the journal beside a tier. The result is empty if the journal does not name the tier:
-    the folder and its journal were moved or copied, and the jobs are those of another place.
-    """
+    """Read the journal beside a tier. The result is empty if it is the journal of another place."""
     if not is_folder(store.url):
         return RunJournal(History(), {})
     reader = JournalReader(store.url)
     with store.request():
         history, beats = history_of(reader.read()), reader.beats()
-    places = {url for save in history.saves.values() for url in save.tiers}
-    is_own = any(is_spelling_of(url, store.url) for url in places)
-    return RunJournal(history, beats) if is_own else RunJournal(History(), {})
+    return RunJournal(history, beats) if history.has_tier(store.url) else RunJournal(History(), {})

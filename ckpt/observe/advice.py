@@ -25,7 +25,7 @@ from statistics import median
 
 from ckpt.errors import ConfigError
 from ckpt.observe.history import History
-from ckpt.observe.journal import Record
+from ckpt.observe.journal_record import Record
 
 DAY_SECONDS = 24 * 3600.0
 _MINUTES_PER_SECOND = 1 / 60

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt.config import Mode
-from ckpt.observe.journal import CLOSE_EVENT, OPEN_EVENT, VERIFY_EVENT, Record
+from ckpt.config import Best, Mode
+from ckpt.observe.journal_record import CLOSE_EVENT, OPEN_EVENT, VERIFY_EVENT, Record
+from ckpt.storage.places import is_spelling_of
 
 Progress = Literal["saving", "committed", "missed", "cut"]
 
@@ -111,10 +112,32 @@ class History:
     )
 
     @property
+    def best_rules(self) -> Sequence[Best]:
+        """The rules by which the newest job that saved keeps the best steps, one for a metric."""
+        starts = (job.start for job in reversed(self.jobs.values()) if job.has_saved)
+        if (start := next(starts, None)) is None:
+            return ()
+        counts = start.counts
+        return [Best(metric, mode, counts.get(metric, 1)) for metric, mode in start.modes.items()]
+
+    @property
     def modes(self) -> Mapping[str, Mode]:
         """Which values of a metric are the best, by its name, as the newest job says that saved."""
-        modes_by_job = (job.start.modes for job in reversed(self.jobs.values()) if job.has_saved)
-        return next(modes_by_job, {})
+        return {rule.metric: rule.mode for rule in self.best_rules}
+
+    @property
+    def evaluations(self) -> set[str]:
+        """The ids of the jobs that have saved nothing, and have restored only to evaluate."""
+        going_on = {name for name, job in self.jobs.items() if job.has_saved}
+        going_on |= {r.record.job for r in self.restores if not r.record.evaluates}
+        return {restore.record.job for restore in self.restores} - going_on
+
+    def has_tier(self, url: str) -> bool:
+        """Return True if a step was saved to ``url``. If not, the folder at ``url`` and its journal
+        were moved or copied, and the jobs are those of another place.
+        """
+        urls = {url for save in self.saves.values() for url in save.tiers}
+        return any(is_spelling_of(other_url, url) for other_url in urls)
 
     @property
     def job_restores(self) -> list[Restore]:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ckpt.observe.history import History, Job
-from ckpt.observe.journal import BEAT_SECONDS, PLANNED_STOP
+from ckpt.observe.journal_files import BEAT_SECONDS
+from ckpt.observe.journal_record import PLANNED_STOP
 from ckpt.processes import Process, machine
 
-Life = Literal["lives", "begins", "stopped", "ended", "failed", "died"]
+Life = Literal["lives", "begins", "evaluates", "stopped", "ended", "failed", "died"]
 LIFE_MEANING: Final[Mapping[Life, str]] = {
     "lives": "the job lives",
     "begins": "the job lives, and has not saved yet",
+    "evaluates": "the job lives, and only evaluates",
     "stopped": "the job was stopped as planned",
     "ended": "the job has ended",
     "failed": "the job ended with an error",
@@ -46,6 +48,7 @@ class JobLife:
 
     @property
     def is_alive(self) -> bool:
+        """Whether the job lives, and may save."""
         return self.state in ("lives", "begins")
 
 
@@ -80,12 +83,14 @@ def lives_of(
     history: History, beats: Mapping[str, float], current_time: float
 ) -> dict[str, JobLife]:
     """Return whether each job of a run lives, by its id. The arguments are those of ``life_of``."""
+    evaluations = history.evaluations
     return {
-        name: _life_of_job(job, beats.get(name), current_time) for name, job in history.jobs.items()
+        name: _life_of_job(job, beats.get(name), current_time, evaluates=name in evaluations)
+        for name, job in history.jobs.items()
     }
 
 
-def _life_of_job(job: Job, beat: float | None, current_time: float) -> JobLife:
+def _life_of_job(job: Job, beat: float | None, current_time: float, *, evaluates: bool) -> JobLife:
     start = job.start
     if (end := job.end) is not None:
         state: Life = "stopped" if end.reason == PLANNED_STOP else "ended"
@@ -98,7 +103,7 @@ def _life_of_job(job: Job, beat: float | None, current_time: float) -> JobLife:
     else:
         lives = beat is not None and current_time - beat < _SILENT_SECONDS
     if lives:
-        state = "lives" if job.has_saved else "begins"
+        state = "lives" if job.has_saved else "evaluates" if evaluates else "begins"
         return JobLife(state, start.at, start.host, start.pid)
     return JobLife("died", end_of(job, beat), start.host, start.pid)
 

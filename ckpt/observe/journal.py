@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from math import isfinite
 from queue import Empty, SimpleQueue
@@ -27,8 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ckpt.checks import text_of
-from ckpt.config import Mode, rank_of_this_process
+from ckpt.config import Best, rank_of_this_process
 from ckpt.errors import ConfigError, ThreadLimit
 from ckpt.events import (
     CommitFinished,
@@ -46,29 +45,34 @@ from ckpt.events import (
     StepVerified,
     TierMissed,
 )
-from ckpt.observe.journal_files import make_folder, open_file
+from ckpt.observe.history import history_of
+from ckpt.observe.job_life import lives_of
+from ckpt.observe.journal_files import (
+    BEAT_SECONDS,
+    BEAT_SUFFIX,
+    FOLDER_SUFFIX,
+    LIMIT_BYTES,
+    OLD_SUFFIX,
+    VERIFY_FILE,
+    job_of_beat,
+    journal_of,
+    make_folder,
+    open_file,
+)
+from ckpt.observe.journal_reader import JournalReader
+from ckpt.observe.journal_record import (
+    CLOSE_EVENT,
+    OPEN_EVENT,
+    PLANNED_STOP,
+    VERIFY_EVENT,
+    Record,
+)
 from ckpt.pipeline.workers import Workers, has_script_ended
 from ckpt.processes import Process, machine
-from ckpt.storage.places import is_folder, local_path
+from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-LIMIT_BYTES: Final = 4 << 20
-"""The size at which a file of a journal is renamed to ``NAME.old``. An older file of this name is
-replaced.
-"""
-OPEN_EVENT: Final = "Opened"
-"""The ``event`` of the first record of each job."""
-CLOSE_EVENT: Final = "Closed"
-"""The ``event`` of the last record of a job that has closed its manager."""
-VERIFY_EVENT: Final = "Verified"
-"""The ``event`` of the record of a step that was compared with its checksums."""
-VERIFY_FILE: Final = "verify.jsonl"
-"""The file of the verifications of all jobs."""
-BEAT_SECONDS: Final = 15.0
-"""How often a job shows that it is alive."""
-PLANNED_STOP: Final = "planned stop"
-"""The ``reason`` of a ``CLOSE_EVENT`` after ``StopSignals.requested``."""
 _MOST_TEXT_CHARS: Final = 500
 _MOST_QUEUED_RECORDS: Final = 10_000
 """The most records that wait for the thread. Further ones are lost."""
@@ -78,61 +82,8 @@ _END_SECONDS: Final = 2.0
 """How long ``close`` waits until the records are written."""
 _STALE_BEAT_SECONDS: Final = 24 * 3600.0
 """The age at which the file of a job that was killed is removed."""
-_OLD_SUFFIX: Final = ".old"
-_BEAT_SUFFIX: Final = ".alive"
-_FILE_SUFFIXES: Final = (".jsonl", ".jsonl" + _OLD_SUFFIX, _BEAT_SUFFIX)
 _SAVE_EVENTS: Final = frozenset({"SaveStaged", "SaveCommitted", "SaveFailed"})
 """The events that make the folder of a journal."""
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of a journal. A field that an event does not have keeps its default.
-
-    Attributes:
-        at: When the record was written, in seconds since 1970.
-        event: The name of the class of the event, or ``OPEN_EVENT`` or ``VERIFY_EVENT``.
-        step: The number of the step; -1 if the record is not about a step.
-        tier: The URL of the tier that the event is about.
-        tiers: For a save that was staged: the URLs of the tiers that the step goes to, nearest
-            first.
-        nbytes: The bytes that the event is about, as in the class of the event.
-        seconds: For a save that was staged: how long it stopped the training thread. For a commit:
-            the time since the call of the save. Otherwise: how long the restore, the copying or the
-            verification took.
-        error: The name of the class of the error.
-        reason: The message of the error, or why ``tier`` could not give the file ``key``, or the
-            damage that a verification found (empty if there is none).
-        key: The file that a restore took from a farther tier.
-        mended: Whether the file ``key`` is intact on ``tier`` again.
-        job: The id of the job, which all its records have.
-        metrics: The metrics of the step; NaN and infinite values are None.
-        modes: For ``OPEN_EVENT``: which values of a metric are the best, by its name.
-        host, machine, pid, start_time: For ``OPEN_EVENT``: the process of rank 0, as in
-            ``ckpt.root.owner.Owner``.
-    """
-
-    at: float
-    event: str
-    step: int = -1
-    tier: str = ""
-    tiers: tuple[str, ...] = ()
-    nbytes: int = 0
-    seconds: float = 0.0
-    error: str = ""
-    reason: str = ""
-    key: str = ""
-    mended: bool = False
-    job: str = ""
-    metrics: dict[str, float | None] = {}
-    modes: dict[str, Mode] = {}
-    host: str = ""
-    machine: str = ""
-    pid: int = 0
-    start_time: int = 0
-
-
-_FOLDER_SUFFIX: Final = ".journal"
-"""The end of the name of the folder of a journal. The rest is the root of the run."""
 
 
 class Journal:
@@ -150,7 +101,7 @@ class Journal:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``
             at its end. If all tiers of the run are remote, give any local path.
         rank: The rank of this process; None for the rank that the launcher names.
-        modes: Which values of a metric are the best, by its name, as in ``Tier(keep_best=...)``.
+        best_rules: The rules of ``Tier(keep_best=...)`` of the job, at most one for a metric.
         needs_root: Whether the folder is made only beside a root that exists. If the disk of a run
             is not mounted, nothing is written below its mount point.
 
@@ -166,12 +117,12 @@ class Journal:
         root: str | os.PathLike[str],
         *,
         rank: int | None = None,
-        modes: Mapping[str, Mode] | None = None,
+        best_rules: Iterable[Best] = (),
         needs_root: bool = False,
     ) -> None:
         self._folder, self._needs_root = journal_of(root), needs_root
         self._rank = rank_of_this_process() if rank is None else rank
-        self._modes: dict[str, Mode] = dict(modes or {})
+        self._best_rules = tuple(best_rules)
         self._job = secrets.token_hex(6)
         self._queue: SimpleQueue[Record | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -180,6 +131,7 @@ class Journal:
         self._early_records: deque[Record] = deque(maxlen=_MOST_EARLY_RECORDS)
         self._has_warned = False
         self._has_open_record = self._rank != 0  # Only rank 0 writes the record ``OPEN_EVENT``
+        self._has_begun = False  # Whether the job has saved, or goes on from a step
 
     def __call__(self, event: Event) -> None:
         """Let the thread of the journal write the record of ``event``.
@@ -272,6 +224,7 @@ class Journal:
             lines = [msgspec.json.encode(record) + b"\n" for record in records]
             os.write(self._file, b"".join(lines))  # One call, so that processes do not mix lines
             self._has_warned = False
+            self._note_start(record)
         except OSError as error:
             if not self._has_warned and is_save:
                 _log.warning(
@@ -280,6 +233,14 @@ class Journal:
                     error,
                 )
             self._has_warned = self._has_warned or is_save
+
+    def _note_start(self, record: Record) -> None:
+        """Look for other jobs after the first restore of a job that goes on from its step."""
+        if record.event in _SAVE_EVENTS:
+            self._has_begun = True
+        if record.event == "Restored" and not (record.evaluates or self._has_begun):
+            self._has_begun = True
+            _warn_of_other_jobs(self._folder.removesuffix(FOLDER_SUFFIX))
 
     def _open(self, *, creates: bool) -> None:
         """Open the file, or begin a new one if it is full.
@@ -293,10 +254,10 @@ class Journal:
             is_current = os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path))
             os.close(file)
             if is_current:
-                os.replace(path, path + _OLD_SUFFIX)
+                os.replace(path, path + OLD_SUFFIX)
                 self._has_open_record = self._rank != 0  # The new file must name the job, too
         else:
-            root = self._folder.removesuffix(_FOLDER_SUFFIX)
+            root = self._folder.removesuffix(FOLDER_SUFFIX)
             if not os.path.isdir(self._folder) and (
                 not creates or (self._needs_root and not os.path.isdir(root))
             ):
@@ -317,7 +278,8 @@ class Journal:
             at=moment,
             event=OPEN_EVENT,
             job=self._job,
-            modes=self._modes,
+            modes={rule.metric: rule.mode for rule in self._best_rules},
+            counts={rule.metric: rule.count for rule in self._best_rules if rule.count > 1},
             host=socket.gethostname(),
             machine=machine(),
             pid=process.pid,
@@ -328,13 +290,36 @@ class Journal:
         """Show by the time of a file that the job is alive; remove the file at the end."""
         if self._file is None or self._rank:
             return
-        path = os.path.join(self._folder, self._job + _BEAT_SUFFIX)
+        path = os.path.join(self._folder, self._job + BEAT_SUFFIX)
         with contextlib.suppress(OSError):
             if is_last:
                 os.unlink(path)
             else:
                 os.close(open_file(path))
                 os.utime(path)
+
+
+def _warn_of_other_jobs(root: str) -> None:
+    """Log a warning about each job of another process of this machine that lives and has not saved
+    to ``root`` yet, so that no ``writer.json`` names it. Evaluations do not count.
+
+    A job on another machine may have died some seconds ago, so nothing is said about it.
+    """
+    reader = JournalReader(root)
+    history = history_of(reader.read())
+    if not history.has_tier(root):
+        return
+    for name, life in lives_of(history, reader.beats(), time.time()).items():
+        is_here = history.jobs[name].start.machine == machine() and life.pid != os.getpid()
+        if life.state == "begins" and is_here:
+            _log.warning(
+                "ckpt: %s: another job lives, and has not saved yet (%s, process %d). One job "
+                "writes to a root at a time: once one of the two has saved, the saves of the other "
+                "fail. End one of them, or give it a root of its own",
+                root,
+                life.host,
+                life.pid,
+            )
 
 
 def default_journal(tiers: Sequence[OpenTier], rank: int) -> Journal | None:
@@ -345,9 +330,9 @@ def default_journal(tiers: Sequence[OpenTier], rank: int) -> Journal | None:
     place = next((tier for tier in folders if not tier.local), next(iter(folders), None))
     if place is None:
         return None
-    rules = [tier.tier.best for tier in tiers]
-    modes: dict[str, Mode] = {rule.metric: rule.mode for rule in rules if rule is not None}
-    return Journal(place.url, rank=rank, modes=modes, needs_root=True)
+    rules = sorted((rule for tier in tiers if (rule := tier.tier.best)), key=lambda r: r.count)
+    best_rules = {rule.metric: rule for rule in rules}.values()  # The largest count of a metric
+    return Journal(place.url, rank=rank, best_rules=best_rules, needs_root=True)
 
 
 def journals_of(
@@ -376,42 +361,6 @@ def end_journals(
     """
     for journal in journals:
         journal.end(error=error, reason=PLANNED_STOP if is_planned else "")
-
-
-def journal_of(root: str | os.PathLike[str]) -> str:
-    """Return the absolute path of the folder of the journal of ``root``.
-
-    Raises:
-        ConfigError: ``root`` is not a folder of this machine.
-    """
-    place = os.fspath(root)
-    if not isinstance(place, str) or not place.strip() or not is_folder(place):
-        raise ConfigError(
-            f"root={text_of(place)}: a journal is on this machine: give a folder, such as "
-            "'runs/gpt'"
-        )
-    return os.path.abspath(local_path(place)) + _FOLDER_SUFFIX
-
-
-def journal_files(root: str | os.PathLike[str]) -> list[str]:
-    """Return the paths of the files of the journal of ``root``; empty if there is no journal.
-
-    Raises:
-        ConfigError: ``root`` is not a folder of this machine.
-    """
-    folder = journal_of(root)
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    return [os.path.join(folder, name) for name in names if name.endswith(_FILE_SUFFIXES)]
-
-
-def job_of_beat(name: str) -> str:
-    """Return the id of the job that shows by the file ``name`` of a journal that it is alive; empty
-    for any other file.
-    """
-    return name.removesuffix(_BEAT_SUFFIX) if name.endswith(_BEAT_SUFFIX) else ""
 
 
 def record_of(event: Event, job: str = "") -> Record:
@@ -458,7 +407,7 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
         if os.path.isdir(folder := journal_of(root if journal is None else journal)):
             path = os.path.join(folder, VERIFY_FILE)
             if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
-                os.replace(path, path + _OLD_SUFFIX)
+                os.replace(path, path + OLD_SUFFIX)
             file = open_file(path)
             record = Record(
                 at=time.time(),

@@ -10,8 +10,64 @@ import contextlib
 import errno
 import os
 import stat
+from typing import Final
 
+from ckpt.checks import text_of
+from ckpt.errors import ConfigError
 from ckpt.storage.group import FILE_MODE, FOLDER_MODE, is_shared, share_file, share_folder
+from ckpt.storage.places import is_folder, local_path
+
+LIMIT_BYTES: Final = 4 << 20
+"""The size at which a file of a journal is renamed to ``NAME.old``. An older file of this name is
+replaced.
+"""
+BEAT_SECONDS: Final = 15.0
+"""How often a job shows that it is alive."""
+VERIFY_FILE: Final = "verify.jsonl"
+"""The file of the verifications of all jobs."""
+OLD_SUFFIX: Final = ".old"
+"""The end of the name of a file that was full."""
+BEAT_SUFFIX: Final = ".alive"
+"""The end of the name of the file of a job that lives. The rest is the id of the job."""
+_FILE_SUFFIXES: Final = (".jsonl", ".jsonl" + OLD_SUFFIX, BEAT_SUFFIX)
+FOLDER_SUFFIX: Final = ".journal"
+"""The end of the name of the folder of a journal. The rest is the root of the run."""
+
+
+def journal_of(root: str | os.PathLike[str]) -> str:
+    """Return the absolute path of the folder of the journal of ``root``.
+
+    Raises:
+        ConfigError: ``root`` is not a folder of this machine.
+    """
+    place = os.fspath(root)
+    if not isinstance(place, str) or not place.strip() or not is_folder(place):
+        raise ConfigError(
+            f"root={text_of(place)}: a journal is on this machine: give a folder, such as "
+            "'runs/gpt'"
+        )
+    return os.path.abspath(local_path(place)) + FOLDER_SUFFIX
+
+
+def journal_files(root: str | os.PathLike[str]) -> list[str]:
+    """Return the paths of the files of the journal of ``root``; empty if there is no journal.
+
+    Raises:
+        ConfigError: ``root`` is not a folder of this machine.
+    """
+    folder = journal_of(root)
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [os.path.join(folder, name) for name in names if name.endswith(_FILE_SUFFIXES)]
+
+
+def job_of_beat(name: str) -> str:
+    """Return the id of the job that shows by the file ``name`` of a journal that it is alive; empty
+    for any other file.
+    """
+    return name.removesuffix(BEAT_SUFFIX) if name.endswith(BEAT_SUFFIX) else ""
 
 
 def make_folder(folder: str, root: str) -> None:

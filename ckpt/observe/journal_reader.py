@@ -11,14 +11,14 @@ from typing import Final
 
 import msgspec
 
-from ckpt.observe.journal import (
+from ckpt.observe.journal_files import (
     LIMIT_BYTES,
     VERIFY_FILE,
-    Record,
     job_of_beat,
     journal_files,
     journal_of,
 )
+from ckpt.observe.journal_record import Record
 
 _MOST_FILES: Final = 128
 _MOST_BYTES: Final = 64 << 20

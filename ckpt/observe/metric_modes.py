@@ -1,10 +1,10 @@
-"""Which values of a metric are the best, as a run says it."""
+"""Which values of a metric are the best, and how many best steps are kept, as a run says it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ckpt.config import Mode, Tier
+from ckpt.config import Best, Mode, Tier
 from ckpt.model.metrics import modes_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal_reader import JournalReader
@@ -16,6 +16,13 @@ def modes_of_run(tiers: Iterable[Tier], urls: Iterable[str]) -> dict[str, Mode]:
     the journals beside ``urls`` say.
     """
     modes: dict[str, Mode] = {}
-    for url in filter(is_folder, urls):
-        modes |= history_of(JournalReader(url).read()).modes
+    for url in urls:
+        modes |= {rule.metric: rule.mode for rule in best_rules_at(url)}
     return modes | modes_of(tiers)
+
+
+def best_rules_at(url: str) -> Sequence[Best]:
+    """Return the rules by which the job keeps the best steps, one for a metric, as the journal
+    beside ``url`` says. There are none if it is no folder, or has no journal.
+    """
+    return history_of(JournalReader(url).read()).best_rules if is_folder(url) else ()

@@ -19,7 +19,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor, chunk_offsets
 from ckpt.model.metrics import best_steps, mode_of
 from ckpt.model.readable import duration
-from ckpt.observe.journal import Record
+from ckpt.observe.journal_record import Record
 from ckpt.observe.run_view import RunView, RunWatch, StepView, TierView
 from ckpt.page.charts import Chart, chart
 from ckpt.page.metric_chart import MetricChart, Point, metric_chart, runs_chart

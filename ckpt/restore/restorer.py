@@ -139,11 +139,16 @@ class RestoreContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """The options that the user gives for a restore. See ``CheckpointManager.restore``."""
+    """The options that the user gives for a restore. See ``CheckpointManager.restore``.
+
+    Attributes:
+        evaluates: Whether the job does not go on from the step (``rollback=False``).
+    """
 
     selection: Selection = WHOLE_STATE
     read_through: bool = True
     broadcast: bool = False
+    evaluates: bool = False
 
 
 class Restorer:
@@ -181,6 +186,7 @@ class Restorer:
             context.listers,
         )
         self._read_through, self._selection = options.read_through, options.selection
+        self._evaluates = options.evaluates
         self._steps_in_use, self._claim_of = context.steps_in_use, context.claim_of
         self._set_chosen, self._known_rollback = context.set_chosen, context.rollback
         self._is_broadcast = _check_broadcast(options.broadcast, coordinator)
@@ -310,7 +316,11 @@ class Restorer:
             self._notify(Repaired(step=report.step, **asdict(repair)))
         self._notify(
             Restored(
-                step=report.step, tier=report.tier, nbytes=report.nbytes, seconds=report.seconds
+                step=report.step,
+                tier=report.tier,
+                nbytes=report.nbytes,
+                seconds=report.seconds,
+                evaluates=self._evaluates,
             )
         )
 

@@ -214,17 +214,21 @@ class Saver:
             writer.root.chosen_ref = ref
 
     @contextmanager
-    def owner_warnings(self, workers: Workers, *, for_newest: bool) -> Generator[None]:
+    def owner_warnings(
+        self, workers: Workers, *, for_newest: bool, evaluates: bool
+    ) -> Generator[None]:
         """Return a context manager. While its block runs, ``workers`` look at the owners of the
         durable tiers, and log a warning about each job that is alive. A tier that does not answer
-        delays the end of the block by at most a second.
+        delays the end of the block by at most a second. A job that ``evaluates`` gets no warning,
+        since it saves nothing.
 
         If the block restores the newest step (``for_newest``), first wait until one of the tiers
         has the saves that other managers of this process have under way there.
         """
         if for_newest:
             await_others(self._coordinator.attempt, {writer.url for writer in self._writers})
-        warnings = [workers.submit(writer.warn_of_owner) for writer in self._durable]
+        writers = () if evaluates else self._durable
+        warnings = [workers.submit(writer.warn_of_owner) for writer in writers]
         yield
         wait(warnings, _OWNERS_SECONDS)
 

@@ -13,7 +13,7 @@ import pytest
 from ckpt.catalog.index import committed
 from ckpt.events import SaveStaged
 from ckpt.observe import Journal
-from ckpt.observe.journal import journal_files
+from ckpt.observe.journal_files import journal_files
 from ckpt.retention.policy import Retention
 from ckpt.retention.pruner import prune
 from ckpt.root.pins import all_pins

@@ -34,8 +34,30 @@ def test_a_job_that_lives_and_has_not_saved_yet_is_seen(
         assert ran.code == 5
         assert "the job lives, and has not saved yet" in ran.err
         assert "--force" in ran.err
+        assert "rollback=False" in ran.err
         assert manager.steps() == [1, 2, 3]
     assert cli(*CALLS[name]).code == 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_evaluation_that_keeps_its_manager_open_holds_nothing(
+    cli: Cli, tmp_path: Path, name: str
+) -> None:
+    save(3, "runs")
+    with CheckpointManager("runs") as manager:
+        for step in (None, 2):
+            manager.restore(STATE, step, rollback=False)
+        assert cli(*CALLS[name], "--dry-run").code == 0
+        assert cli(*CALLS[name]).code == 0
+
+
+def test_a_job_that_goes_on_after_an_evaluation_is_seen(cli: Cli, tmp_path: Path) -> None:
+    save(3, "runs")
+    with CheckpointManager("runs") as manager:
+        manager.restore(STATE, rollback=False)
+        manager.restore(STATE)
+        manager.restore(STATE, rollback=False)
+        assert cli("rm", "runs", 1).code == 5
 
 
 @pytest.mark.parametrize("name", CALLS)

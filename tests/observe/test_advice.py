@@ -20,7 +20,7 @@ from ckpt.observe.advice import (
     measurements_of,
 )
 from ckpt.observe.history import history_of
-from ckpt.observe.journal import OPEN_EVENT, Record
+from ckpt.observe.journal_record import OPEN_EVENT, Record
 
 FOUND = Measurements(
     stall_seconds=2.0,

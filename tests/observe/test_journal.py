@@ -22,17 +22,9 @@ from ckpt.observe import journal_files
 from ckpt.observe import journal_reader as readers
 from ckpt.observe.history import history_of
 from ckpt.observe.job_life import JobLife, life_of
-from ckpt.observe.journal import (
-    CLOSE_EVENT,
-    OPEN_EVENT,
-    PLANNED_STOP,
-    VERIFY_EVENT,
-    Journal,
-    Record,
-    note_verified,
-    record_of,
-)
+from ckpt.observe.journal import Journal, note_verified, record_of
 from ckpt.observe.journal_reader import JournalReader
+from ckpt.observe.journal_record import CLOSE_EVENT, OPEN_EVENT, PLANNED_STOP, VERIFY_EVENT, Record
 from ckpt.processes import machine
 
 
@@ -206,6 +198,10 @@ def saved(job: str, *, at: float = 2.0) -> Record:
     return Record(at=at, event="SaveStaged", step=1, job=job)
 
 
+def evaluated(job: str, *, at: float = 4.0) -> Record:
+    return Record(at=at, event="Restored", step=1, job=job, evaluates=True)
+
+
 @pytest.mark.parametrize(
     ("records", "beats", "expected", "at"),
     [
@@ -219,6 +215,9 @@ def saved(job: str, *, at: float = 2.0) -> Record:
         ([opened("a"), saved("a"), opened("b"), saved("b")], {"a": 990.0}, "lives", 1.0),
         ([opened("a"), opened("b", at=3.0)], {"a": 990.0}, "begins", 1.0),
         ([opened("b")], {}, None, 0.0),
+        ([opened("b"), evaluated("b")], {"b": 990.0}, None, 0.0),
+        ([opened("a"), saved("a"), opened("b"), evaluated("b")], {"b": 990.0}, "died", 2.0),
+        ([opened("a"), evaluated("a"), saved("a", at=5.0)], {"a": 990.0}, "lives", 1.0),
     ],
 )  # fmt: skip
 def test_a_job_is_alive_by_its_process_or_by_the_time_of_its_file(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.observe.history import history_of
-from ckpt.observe.journal import CLOSE_EVENT, OPEN_EVENT, Record
+from ckpt.observe.journal_record import CLOSE_EVENT, OPEN_EVENT, Record
 from ckpt.observe.time_spent import TimeSpent, time_spent
 from tests.kit.examples import examples
 

@@ -16,8 +16,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.cli.main import main
-from ckpt.observe.journal import journal_of
-from ckpt.observe.journal_files import open_file
+from ckpt.observe.journal_files import journal_of, open_file
 from ckpt.observe.journal_reader import JournalReader
 from tests.users import ATTACKER, act_as, fresh_user, only_root
 
