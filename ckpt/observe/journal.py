@@ -224,7 +224,10 @@ class Journal:
             lines = [msgspec.json.encode(record) + b"\n" for record in records]
             os.write(self._file, b"".join(lines))  # One call, so that processes do not mix lines
             self._has_warned = False
-            self._note_start(record)
+            begins = record.event == "Restored" and not (record.evaluates or self._has_begun)
+            self._has_begun |= is_save or begins
+            if begins:
+                _warn_of_other_jobs(self._folder.removesuffix(FOLDER_SUFFIX))
         except OSError as error:
             if not self._has_warned and is_save:
                 _log.warning(
@@ -233,14 +236,6 @@ class Journal:
                     error,
                 )
             self._has_warned = self._has_warned or is_save
-
-    def _note_start(self, record: Record) -> None:
-        """Look for other jobs after the first restore of a job that goes on from its step."""
-        if record.event in _SAVE_EVENTS:
-            self._has_begun = True
-        if record.event == "Restored" and not (record.evaluates or self._has_begun):
-            self._has_begun = True
-            _warn_of_other_jobs(self._folder.removesuffix(FOLDER_SUFFIX))
 
     def _open(self, *, creates: bool) -> None:
         """Open the file, or begin a new one if it is full.

@@ -180,11 +180,8 @@ class Restorer:
     ) -> None:
         coordinator = context.coordinator
         self._tiers, self._coordinator, self._workers = context.tiers, coordinator, workers
-        self._notify, self._retry, self._listers = (
-            context.observers.notify,
-            RetryPolicy(),
-            context.listers,
-        )
+        self._notify, self._listers = context.observers.notify, context.listers
+        self._retry = RetryPolicy()
         self._read_through, self._selection = options.read_through, options.selection
         self._evaluates = options.evaluates
         self._steps_in_use, self._claim_of = context.steps_in_use, context.claim_of
@@ -316,13 +313,10 @@ class Restorer:
             self._notify(Repaired(step=report.step, **asdict(repair)))
         self._notify(
             Restored(
-                step=report.step,
-                tier=report.tier,
-                nbytes=report.nbytes,
-                seconds=report.seconds,
+                step=report.step, tier=report.tier, nbytes=report.nbytes, seconds=report.seconds,
                 evaluates=self._evaluates,
             )
-        )
+        )  # fmt: skip
 
     # -- the leader's choice -----------------------------------------------------------------------
 
