@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 from bench.worlds import Job, World
-from ckpt.coordination.commit_state_machine import Durable, encode
+from ckpt.coordination.commit_state_machine import Durable
+from ckpt.coordination.gather import encode_json
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.keys import fragment_name
@@ -151,7 +152,7 @@ def words(ranks: int) -> dict[str, float]:
 
     leader, word = (
         Counting(),
-        encode(Durable(FragmentRef(fragment_name(ranks), ranks, 40000, "0" * 32))),
+        encode_json(Durable(FragmentRef(fragment_name(ranks), ranks, 40000, "0" * 32))),
     )
     subject = "save/0/0/step-000001200.abcxyzdefuvw"
     for rank in range(ranks // 2):

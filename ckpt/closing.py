@@ -17,7 +17,7 @@ from typing import Final
 from ckpt.agent.registration import Registration, check_detach
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.leaving import END_OF_DATA, DepartingCoordinator, reason_of
+from ckpt.coordination.leaving import END_OF_DATA, OwnCoordinator, reason_of
 from ckpt.elastic.call_guard import CallGuard
 from ckpt.elastic.ending_error import ending_error
 from ckpt.elastic.stop_listener import StopListener
@@ -43,7 +43,7 @@ class Holdings:
 
     config: SaveConfig
     tiers: Sequence[OpenTier]
-    coordinator: DepartingCoordinator
+    coordinator: OwnCoordinator
     saver: Saver
     ledger: SaveLedger
     agent: Registration | None
@@ -218,7 +218,7 @@ class Shutdown:
         _, begun_detaches = self._work
         return begun_detaches
 
-    def leave(self, coordinator: DepartingCoordinator, reason: str) -> None:
+    def leave(self, coordinator: OwnCoordinator, reason: str) -> None:
         """Leave the other ranks, and wait some seconds for the work to end.
 
         Threads of this rank that wait for other ranks then stop waiting, so the work can end.

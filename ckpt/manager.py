@@ -19,7 +19,7 @@ from ckpt.catalog.late_metrics import add_metrics
 from ckpt.closing import Closer, Holdings
 from ckpt.config import Metadata, Mode, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.leaving import DepartingCoordinator
+from ckpt.coordination.leaving import own_coordinator
 from ckpt.coordination.nodes import agree
 from ckpt.coordination.torch_store import find_coordinator
 from ckpt.elastic.call_guard import CallGuard, one_at_a_time
@@ -113,7 +113,7 @@ class CheckpointManager:
         self._requests = SaveRequests(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
         with closed_on_error(self._tiers):
-            self._coordinator = DepartingCoordinator(coordinator or find_coordinator())
+            self._coordinator = own_coordinator(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
             make_journal = partial(default_journal, self._tiers, self._coordinator.rank)
             journals = journals_of(self, observers, make_journal if self._config.journal else None)
@@ -282,7 +282,7 @@ class CheckpointManager:
                 step,
                 last_step,
             )
-        stops = self._stop.stops_after(step)
+        stops = self._stop.signals is not None and self._stop.signals.requested(step)
         if final or stops:
             self._saver.steps.last_step = step
             if stops and (pending := self._ledger.save_of(step)) is not None:
@@ -290,7 +290,9 @@ class CheckpointManager:
         trial = self._ledger.next_trial(step)
         # Each further try at a step has a folder of its own, since a folder that may be committed
         # is never written to again.
-        ref = StepRef(step, self._coordinator.attempt).retry(trial)
+        ref = StepRef(step, self._coordinator.attempt)
+        if trial:
+            ref = ref.retry(trial)
         reason = EARLIER_FAILED
         try:
             if step != self._saver.steps.last_step:  # No earlier error may prevent the last save
@@ -480,7 +482,7 @@ class CheckpointManager:
                 tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,
                 observers=self._observers, steps_in_use=self._saver.steps.awaited_refs,
                 claim_of=self._saver.claim_of, set_chosen=self._saver.set_chosen,
-                rollback=self._saver.steps.rollback,
+                rollback=self._saver.steps.rollback, last_walk=self._last_walk,
             )  # fmt: skip
             restorer = Restorer(context, options, workers, serial=self._restore_count)
             self._restore_count += 1
@@ -497,8 +499,6 @@ class CheckpointManager:
                 if selector is not None and rollback and not is_look:
                     self._begin_branch(ref, restorer, context, discards=discard_newer)
                 self._continue_from(ref, removes=not is_look)
-            self._last_walk.forget()  # Loaded objects may hold other tensors now
-            self._plans.forget()
         self._reserver.reserve_quietly(live)
         return report
 

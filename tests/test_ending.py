@@ -24,8 +24,9 @@ import torch
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
 from ckpt.coordination.abort_reason import Abort, rebuild
-from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure, encode
+from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure
 from ckpt.coordination.committer import Committer, SharedStore
+from ckpt.coordination.gather import encode_json
 from ckpt.coordination.leaving import DepartingCoordinator, who_left
 from ckpt.elastic import ending_error
 from ckpt.errors import AccessDenied, CommitError, ConfigError
@@ -574,7 +575,7 @@ def test_a_second_rank_that_leaves_is_not_waited_for_either() -> None:
         return Durable(FragmentRef(f"rank-{rank:05}.json", rank, 1, "x"))
 
     first, second = (DepartingCoordinator(world.coordinator(rank)) for rank in (1, 2))
-    first.post(f"save/{ref.folder}", encode(vote(1)))
+    first.post(f"save/{ref.folder}", encode_json(vote(1)))
     first.leave("ValueError: first")
     second.leave("ValueError: second")
     committer = Committer(
@@ -600,7 +601,8 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
 
         def verdict(self, subject: str, *, timeout: float) -> bytes | None:
             if subject == "gone":
-                self.world.messages[f"save/{ref.folder}", 1] = encode(Failure("its own reason"))
+                own_vote = encode_json(Failure("its own reason"))
+                self.world.messages[f"save/{ref.folder}", 1] = own_vote
             return super().verdict(subject, timeout=timeout)
 
     committer = Committer(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -274,6 +274,7 @@ def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Finisher:
     """Finishes the commits of jobs that have ended, at the start of a restore.
 
@@ -284,13 +285,14 @@ class Finisher:
     Thread safety: one thread.
 
     Attributes:
+        workers: The threads that read.
+        tries: The attempts that were tried, each with the URL of the store.
         finishes: A pair (step, URL of the store) for each commit that was finished, in order.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._tries: set[tuple[str, StepRef]] = set()
-        self.finishes: list[tuple[int, str]] = []
+    workers: Workers
+    tries: set[tuple[str, StepRef]] = field(default_factory=set[tuple[str, StepRef]])
+    finishes: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
 
     def finish(self, backend: StorageBackend, ref: StepRef, rollback: Rollback | None) -> bool:
         """Try to finish ``ref``, which has no manifest on ``backend``, and return True on success.
@@ -299,12 +301,12 @@ class Finisher:
         Each attempt is tried once for each store. No `CkptError` is raised, since there may be
         other steps to restore.
         """
-        if (backend.url, ref) in self._tries:
+        if (backend.url, ref) in self.tries:
             return False
-        self._tries.add((backend.url, ref))
+        self.tries.add((backend.url, ref))
         try:
             facts = RunFacts(rollback=rollback)
-            finalize(backend, ref, workers=self._workers, facts=facts, read_data=False)
+            finalize(backend, ref, workers=self.workers, facts=facts, read_data=False)
         except JobUnseen as error:
             _log.warning(
                 "ckpt: %s (ckpt finalize %s --step %d --job-is-dead)", error, backend.url, ref.step

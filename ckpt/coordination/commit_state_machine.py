@@ -27,7 +27,6 @@ import msgspec
 
 from ckpt.coordination.abort_reason import Abort, abort_reason
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.gather import encode_json
 from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
@@ -86,10 +85,6 @@ decode_vote: Final[Callable[[bytes], Vote]] = msgspec.json.Decoder[Any](Vote).de
 decode_intent: Final[Callable[[bytes], Intent]] = msgspec.json.Decoder[Any](Intent).decode
 decode_turn: Final[Callable[[bytes], Turn]] = msgspec.json.Decoder[Any](Turn).decode
 decode_verdict: Final[Callable[[bytes], Verdict]] = msgspec.json.Decoder[Any](Verdict).decode
-
-
-def encode(message: Vote | Intent | Turn | Verdict) -> bytes:
-    return encode_json(message)
 
 
 # -- actions: what a rank does next ----------------------------------------------------------------

@@ -44,8 +44,8 @@ from ckpt.coordination.commit_state_machine import (
     decode_turn,
     decode_verdict,
     decode_vote,
-    encode,
 )
+from ckpt.coordination.gather import encode_json
 from ckpt.coordination.leaving import who_has_left
 from ckpt.coordination.step_files import put_manifest
 from ckpt.coordination.tombstone import has_manifest
@@ -305,7 +305,7 @@ class _Commit:
 
     def run(self, vote: Vote, abort: CkptError | None) -> Verdict:
         """Post ``vote``, do what the commit machine says, and return the verdict."""
-        self._coordinator.post(self._subject, encode(vote))
+        self._coordinator.post(self._subject, encode_json(vote))
         current_time = time.monotonic()
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         machine = CommitMachine(self._ref.step, rank, world_size, self._bounds, current_time)
@@ -332,17 +332,17 @@ class _Commit:
                 return self._merge(fragments)
             case Propose(proposal):
                 return IntentAnswer(
-                    decode_intent(self._coordinator.set_once(intent_subject, encode(proposal)))
+                    decode_intent(self._coordinator.set_once(intent_subject, encode_json(proposal)))
                 )
             case ProposeTurn(proposal):
                 return TurnAnswer(
-                    decode_turn(self._coordinator.set_once(turn_subject, encode(proposal)))
+                    decode_turn(self._coordinator.set_once(turn_subject, encode_json(proposal)))
                 )
             case Put():
                 return self._put()
             case Conclude(verdict):
                 return Outcome(
-                    decode_verdict(self._coordinator.set_once(self._subject, encode(verdict)))
+                    decode_verdict(self._coordinator.set_once(self._subject, encode_json(verdict)))
                 )
             case Finish():
                 raise AssertionError(action)

@@ -15,6 +15,7 @@ import msgspec
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import encode_json
+from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CkptError, CommitError
 
 T = TypeVar("T")
@@ -124,6 +125,21 @@ class DepartingCoordinator:
     def _check_not_left(self) -> None:
         if self._departure.is_set():
             raise CommitError(f"rank {self.rank} ends, and has left the others")
+
+
+OwnCoordinator = DepartingCoordinator | SingleCoordinator
+"""A coordinator with the method ``leave``."""
+
+
+def own_coordinator(coordinator: Coordinator) -> OwnCoordinator:
+    """Return a coordinator for the rank of ``coordinator`` with the method ``leave``.
+
+    A process that is alone waits for no other rank, so it needs no `DepartingCoordinator`. It gets
+    an object of its own, since others may use ``coordinator`` after it has left.
+    """
+    if type(coordinator) is SingleCoordinator:
+        return SingleCoordinator(coordinator.attempt)
+    return DepartingCoordinator(coordinator)
 
 
 def who_left(coordinator: Coordinator) -> Departure | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 
+from ckpt.errors import CommitError
+
 
 def new_attempt() -> str:
     """Return a new random id of an attempt: 12 letters from a to s (51 bits).
@@ -19,26 +21,38 @@ def new_attempt() -> str:
 class SingleCoordinator:
     """A coordinator for one process, in memory.
 
+    Args:
+        attempt: The id of the attempt; None for a new one.
+
     Thread safety:
         All methods may be called from any thread.
     """
 
     rank = 0
     world_size = 1
+    look_seconds = 0.0
+    """No call waits (see `DepartingCoordinator`)."""
 
-    def __init__(self) -> None:
-        self.attempt = new_attempt()
+    def __init__(self, attempt: str | None = None) -> None:
+        self.attempt = attempt or new_attempt()
+        self._has_left = False
         self._messages: dict[str, bytes] = {}
         self._verdicts: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
+    def leave(self, reason: str) -> None:  # noqa: ARG002 - no other rank asks for it
+        """End the exchanges of the job, as `DepartingCoordinator` does."""
+        self._has_left = True
+
     def post(self, subject: str, message: bytes) -> None:
+        self._check_not_left()
         self._messages[subject] = message
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:  # noqa: ARG002
         return {0: self._messages[subject]} if 0 in ranks and subject in self._messages else {}
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
+        self._check_not_left()
         with self._lock:
             return self._verdicts.setdefault(subject, verdict)
 
@@ -63,3 +77,7 @@ class SingleCoordinator:
     def close(self) -> None:
         self._messages.clear()
         self._verdicts.clear()
+
+    def _check_not_left(self) -> None:
+        if self._has_left:
+            raise CommitError("rank 0 ends, and has left the exchanges of the job")

@@ -50,7 +50,7 @@ def is_of_manifest(size: int) -> bool:
     """Return True if a ``manifest.json`` of this size may be a manifest: it is neither empty nor a
     tombstone.
     """
-    return size > 0 and not is_tombstone(size)
+    return size not in (0, len(TOMBSTONE))
 
 
 def is_tombstone(size: int) -> bool:

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 import msgspec
@@ -55,8 +55,8 @@ class Sources:
     """
 
     tiers: tuple[OpenTier, ...]
-    partial: frozenset[int]
-    distance: Mapping[int, int]
+    partial: frozenset[int] = frozenset()
+    distance: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 class NodeSurvey:
@@ -166,11 +166,11 @@ class NodeSurvey:
 
     def rollback(self) -> Rollback | None:
         """Return the rollback that counts on the local tiers of all nodes, or None."""
-        return last_rollback(peer.rollback for peer in self._known_peers())
+        return last_rollback(peer.rollback for peer in self._peers())
 
     def heads(self) -> list[StepRef]:
         """Return the newest step of each attempt on the local tiers of all nodes."""
-        refs = (parse_folder(folder) for peer in self._known_peers() for folder in peer.heads)
+        refs = (parse_folder(folder) for peer in self._peers() for folder in peer.heads)
         return heads_of(ref for ref in refs if ref is not None)
 
     def on_shared_tiers(self, finish: Finish) -> Finish:
@@ -215,7 +215,7 @@ class NodeSurvey:
 
     def peers(self, ref: StepRef) -> tuple[Peer, ...]:
         """Return the records of all nodes, reduced to the step ``ref``. The leader sends them to
-        all ranks, which need them for ``sources``. Empty if no tier is local.
+        all ranks, which need them for ``sources``.
         """
         return tuple(
             msgspec.structs.replace(
@@ -228,12 +228,8 @@ class NodeSurvey:
                 rollback=None,
                 heads=(),
             )
-            for peer in self._known_peers()
+            for peer in self._peers()
         )
-
-    def _known_peers(self) -> list[Peer]:
-        """Return the records of all nodes; an empty list if no tier is local."""
-        return self._peers() if any(map(_is_node_local, self._tiers)) else []
 
     def _peers(self) -> list[Peer]:
         """Return the records of all nodes. The first call waits for them."""
@@ -284,7 +280,7 @@ class NodeSurvey:
             self._server.allow(ref)
         node_tiers = [tier for tier in tiers if tier.nodes]
         if not node_tiers:
-            return Sources(tuple(tiers), frozenset(), {})
+            return Sources(tuple(tiers))
         position = tiers.index(node_tiers[-1]) + 1
         other_tiers = tuple(
             OpenTier(tier.index, Tier("nodes://"), store)
@@ -329,6 +325,17 @@ class NodeSurvey:
             for peer in peers
             if node_by_rank[peer.rank] != node_by_rank[self._coordinator.rank]
         ]
+
+
+def survey_of(
+    tiers: Sequence[OpenTier], coordinator: Coordinator, *, subject: str, step: int | None
+) -> NodeSurvey | None:
+    """Return the node survey of one restore, or None if each node sees the same files on all
+    ``tiers``.
+    """
+    if not any(map(_is_node_local, tiers)):
+        return None
+    return NodeSurvey(tiers, coordinator, subject=subject, step=step)
 
 
 def copy_count(peers: Sequence[Peer], tier: int) -> int:

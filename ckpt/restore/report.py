@@ -1,4 +1,4 @@
-"""The report that a restore returns."""
+"""The report that a restore returns, and the texts of its errors about several steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final
 from ckpt.catalog.tiered_reader import Repair
 from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, rate, size
+from ckpt.model.selector import Selector
 
 _REMARKS: Final = (
     "skipped",
@@ -23,6 +24,9 @@ _REMARKS: Final = (
     "uninitialised",
 )
 """The fields that say what was not as usual."""
+OVERWRITE_NOTE: Final = (
+    ". Tensors of the state may have been overwritten in part: do not train on with it"
+)
 _MOST_ITEMS: Final = 50
 """The most items of a field that a notebook lists."""
 
@@ -138,3 +142,17 @@ def _item_text(value: Any) -> str:
 
 def _escape(text: str) -> str:
     return escape(clean(text))
+
+
+def why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwritten: bool) -> str:
+    """Return the text of the error which says that no step could be restored."""
+    if not skips:
+        return f"step {step} is not there"
+    outcome = OVERWRITE_NOTE if is_overwritten else "; nothing in the state was changed"
+    subject = f"step {step} is not intact" if isinstance(step, int) else "no step is intact"
+    return f"{subject} ({reasons_of(skips)}){outcome}"
+
+
+def reasons_of(skips: Sequence[tuple[int, str]]) -> str:
+    """Return the text that says why the first of ``skips`` were passed over."""
+    return "; ".join(f"step {number}: {reason}" for number, reason in skips[:5])

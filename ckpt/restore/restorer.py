@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -37,7 +38,7 @@ from ckpt.model.levels import without_collector
 from ckpt.model.patterns import no_match_error
 from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.model.selector import Selector
-from ckpt.nodes.survey import NodeSurvey, Sources
+from ckpt.nodes.survey import NodeSurvey, Sources, survey_of
 from ckpt.nodes.wire import Peer
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.chunk_reader import Sink
@@ -46,13 +47,14 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.copies_per_node import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.restore.read_through import CacheContext, ReadThrough, no_claim
-from ckpt.restore.report import RestoreReport
+from ckpt.restore.report import OVERWRITE_NOTE, RestoreReport, reasons_of, why_none
 from ckpt.root.claim import Claim
 from ckpt.state.match.broadcast import Broadcast, can_broadcast
 from ckpt.state.match.load import match
 from ckpt.state.match.matching import StateMatch
 from ckpt.state.match.selection import WHOLE_STATE, Selection
 from ckpt.state.match.sink import TensorSink
+from ckpt.state.walk.last_walk import LastWalk
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
@@ -61,9 +63,6 @@ _PATIENCE_SECONDS: Final = 3600.0
 _PATTERN_PREFIX: Final = "\0"
 """The prefix that marks a pattern in a list of names. No name begins with this character."""
 
-_OVERWRITE_NOTE: Final = (
-    ". Tensors of the state may have been overwritten in part: do not train on with it"
-)
 _OVERFLOW_WARNING: Final = (
     "ckpt: cast=True: values of %s are beyond the range of the new dtype, and so infinite, NaN or "
     "its largest value now: restore these names into their own dtype"
@@ -100,13 +99,13 @@ class _Proposal(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """The manifest, the matched state, the restore plan and the caches, with which a rank reads a
-    step that fits its state.
+    step that fits its state. ``cache`` is None if nothing is put into a nearer tier.
     """
 
     stored_step: SourceManifest
     state_match: StateMatch
     plan: RestorePlan
-    cache: ReadThrough
+    cache: ReadThrough | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +124,7 @@ class RestoreContext:
         set_chosen: Called on the leader with each step before the ranks restore it.
         claim_of: Returns the claim of the running job on the root of a tier, by the URL of the
             tier; None if the job has not taken the root.
+        last_walk: The results of the last walk over the state; None if there was none.
     """
 
     tiers: Sequence[OpenTier]
@@ -135,6 +135,7 @@ class RestoreContext:
     rollback: Rollback | None = None
     set_chosen: Callable[[StepRef], None] = lambda _: None
     claim_of: Callable[[str], Claim | None] = no_claim
+    last_walk: LastWalk | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,7 @@ class Restorer:
         self._evaluates = options.evaluates
         self._steps_in_use, self._claim_of = context.steps_in_use, context.claim_of
         self._set_chosen, self._known_rollback = context.set_chosen, context.rollback
+        self._last_walk = context.last_walk
         self._is_broadcast = _check_broadcast(options.broadcast, coordinator)
         self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
@@ -225,7 +227,8 @@ class Restorer:
         skips: list[tuple[int, str]] = []
         subject = f"{self._rounds.subject}/nodes"
         number = step if isinstance(step, int) else None
-        with NodeSurvey(self._tiers, self._coordinator, subject=subject, step=number) as neighbours:
+        neighbours = survey_of(self._tiers, self._coordinator, subject=subject, step=number)
+        with neighbours or nullcontext():
             outcome = self._restore_first(state, step, skips, neighbours)
         if outcome is not None:
             state_match, report = outcome
@@ -243,7 +246,7 @@ class Restorer:
             return None
         raise NoCheckpoint(
             ", ".join(tier.url for tier in self._tiers),
-            _why_none(step, skips, self._is_overwritten),
+            why_none(step, skips, self._is_overwritten),
         )
 
     def _restore_first(
@@ -251,7 +254,7 @@ class Restorer:
         state: MutableMapping[str, Any],
         step: Selector | None,
         skips: list[tuple[int, str]],
-        neighbours: NodeSurvey,
+        neighbours: NodeSurvey | None,
     ) -> tuple[StateMatch, RestoreReport] | None:
         """Restore the first proposed step that is intact.
 
@@ -272,7 +275,7 @@ class Restorer:
                 return self._restore_proposal(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skips and self._is_overwritten:
-                    reasons = f"{_reasons_of(skips)}{_OVERWRITE_NOTE}"
+                    reasons = f"{reasons_of(skips)}{OVERWRITE_NOTE}"
                     raise RestoreError(f"{misfit} ({reasons})") from misfit
                 raise
             except DamageError as damage:
@@ -320,29 +323,33 @@ class Restorer:
 
     # -- the leader's choice -----------------------------------------------------------------------
 
-    def _proposals(self, step: Selector | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
+    def _proposals(
+        self, step: Selector | None, neighbours: NodeSurvey | None
+    ) -> Iterator[_Proposal]:
         """Yield the steps to try, newest first. Only the leader calls this.
 
         If steps were passed over after the last of these, a proposal without a folder follows. It
         carries the reasons to all ranks.
         """
-        stores = neighbours.stores()
+        stores = neighbours.stores() if neighbours else [tier.backend for tier in self._tiers]
         # A save under way may have nothing on any tier at the time of the listing.
         refs_in_use = self._steps_in_use()
         rejections: list[tuple[int, str]] = []
         finisher = Finisher(self._workers)
-        finish = neighbours.on_shared_tiers(finisher.finish)
+        finish = neighbours.on_shared_tiers(finisher.finish) if neighbours else finisher.finish
+        node_rollback = neighbours.rollback() if neighbours else None
         tiers, urls = zip(*((tier.tier, tier.url) for tier in self._tiers), strict=True)
         number = step_on(stores, step, partial(modes_of_run, tiers, urls))
-        rollback = last_rollback([neighbours.rollback(), self._known_rollback])
+        rollback = last_rollback([node_rollback, self._known_rollback])
         for candidate in candidates(
             stores, number, workers=self._listers, finish=finish, rollback=rollback
         ):
-            self.heads = heads_of([*candidate.heads, *neighbours.heads(), *refs_in_use])
+            node_heads = neighbours.heads() if neighbours else ()
+            self.heads = heads_of([*candidate.heads, *node_heads, *refs_in_use])
             self.rivals = candidate.rivals
             if candidate.rollback is not None:
-                self._judge_rollbacks(candidate, neighbours, is_newest=step is None)
-            if fault := neighbours.fault(candidate, stores):
+                self._judge_rollbacks(candidate, node_rollback, is_newest=step is None)
+            if neighbours and (fault := neighbours.fault(candidate, stores)):
                 _log.warning(
                     "ckpt: step %d is not whole, and another step is tried: %s",
                     candidate.ref.step,
@@ -355,7 +362,7 @@ class Restorer:
                 candidate.ref.folder,
                 candidate.nearest,
                 candidate.reachable,
-                neighbours.peers(candidate.ref),
+                neighbours.peers(candidate.ref) if neighbours else (),
                 tuple(rejections),
                 tuple(finisher.finishes),
                 self._is_broadcast,
@@ -368,13 +375,14 @@ class Restorer:
             )
 
     def _judge_rollbacks(
-        self, candidate: Candidate, neighbours: NodeSurvey, *, is_newest: bool
+        self, candidate: Candidate, node_rollback: Rollback | None, *, is_newest: bool
     ) -> None:
         """Note which tiers lack the rollback that counts, unless it waits for the first save of
-        this job. Log a warning if the newest step has to be an abandoned one.
+        this job. Log a warning if the newest step has to be an abandoned one. ``node_rollback`` is
+        the one that counts on the local tiers of all nodes.
         """
         rollback = candidate.rollback
-        if last_rollback([neighbours.rollback(), *candidate.rollbacks.values()]) == rollback:
+        if last_rollback([node_rollback, *candidate.rollbacks.values()]) == rollback:
             tiers = ((self._tiers[place], last) for place, last in candidate.rollbacks.items())
             self.outdated_tiers = [
                 tier
@@ -391,7 +399,7 @@ class Restorer:
     # -- every rank's part -------------------------------------------------------------------------
 
     def _restore_proposal(
-        self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey
+        self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey | None
     ) -> tuple[StateMatch, RestoreReport]:
         """Match the proposed step with the state on all ranks, and then read it on all ranks.
 
@@ -405,9 +413,8 @@ class Restorer:
                 matching, nothing was changed on any rank.
         """
         ref = _ref_of(proposal)
-        sources = neighbours.sources(
-            [self._tiers[index] for index in proposal.tiers], ref, proposal.peers
-        )
+        tiers = tuple(self._tiers[index] for index in proposal.tiers)
+        sources = neighbours.sources(tiers, ref, proposal.peers) if neighbours else Sources(tiers)
         origin = TieredReader(
             [tier.backend for tier in sources.tiers], ref,
             retry=self._retry, on_repair=partial(_warn_of_repair, ref), partial=sources.partial,
@@ -444,7 +451,7 @@ class Restorer:
             saved_world_size=fit.stored_step.manifest.world_size,
             skipped=(),
             repaired=origin.repairs,
-            cached_bytes=fit.cache.cached_bytes,
+            cached_bytes=fit.cache.cached_bytes if fit.cache else 0,
             missing=fit.state_match.missing,
             left_alone=fit.state_match.left_alone,
             unexpected=surplus_names,
@@ -471,7 +478,7 @@ class Restorer:
         on_all_ranks("cache", lambda: reader.fill_caches(replace(fit.plan, reads=())))
         broadcast = Broadcast(fit.plan, reader.sink, reader.read, workers=self._workers)
         broadcast.run(on_all_ranks)
-        on_all_ranks("mend", fit.cache.mend)
+        on_all_ranks("mend", reader.mend)
         return broadcast.read_bytes, broadcast.received_bytes
 
     def _fit(
@@ -510,9 +517,10 @@ class Restorer:
                 f"step {step} lacks {few(names)}, which a newer and damaged step may have "
                 f"overwritten: build the state again, and restore(state, step={step})"
             )
-        caches = sources.tiers if self._read_through and not self._selection.is_part else ()
-        cache = ReadThrough(caches, origin, stored_step, context)
-        cache.look(plan)
+        cache: ReadThrough | None = None
+        if self._read_through and not self._selection.is_part and len(sources.tiers) > 1:
+            cache = ReadThrough(sources.tiers, origin, stored_step, context)
+            cache.look(plan)
         return _Fit(stored_step, state_match, plan, cache)
 
     def _match(
@@ -528,8 +536,9 @@ class Restorer:
         """
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         state_match = match(
-            state, stored_step.manifest, rank=rank, world_size=world_size, selection=self._selection
-        )
+            state, stored_step.manifest, rank=rank, world_size=world_size,
+            selection=self._selection, last_walk=self._last_walk,
+        )  # fmt: skip
         stored_step = origin.fill(stored_step, state_match.leaves)
         plan = plan_restore(stored_step.manifest, state_match.leaves)
         # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
@@ -567,25 +576,32 @@ class _Reader:
         """Fill the caches. Return ``plan`` without the chunks that were copied to the state while
         the caches were filled.
         """
-        rest = self._fit.cache.fill(plan, self.sink)
-        self._nbytes.update(self._fit.cache.nbytes_by_source)
+        sink = self.sink
+        if (cache := self._fit.cache) is None:
+            return plan
+        rest = cache.fill(plan, sink)
+        self._nbytes.update(cache.nbytes_by_source)
         return rest
+
+    def mend(self) -> None:
+        """Repair the caches."""
+        if self._fit.cache is not None:
+            self._fit.cache.mend()
 
     def read_all(self, plan: RestorePlan) -> None:
         """Fill the caches, read all of ``plan`` into the state, and repair the caches."""
         self.read(self.fill_caches(plan), self.sink)
-        self._fit.cache.mend()
+        self.mend()
 
     def read(self, plan: RestorePlan, sink: Sink) -> None:
         """Read ``plan`` into ``sink``, and count the bytes by the tiers from which they came. A
         file that was fetched into a cache before came from a farther tier.
         """
         parts = self._origin.read(plan, sink, workers=self._workers)
+        source_by_rank = self._fit.cache.source_by_rank if self._fit.cache is not None else {}
         for position, part in enumerate(parts):
             for read in part.reads:
-                self._nbytes[max(position, self._fit.cache.source_by_rank.get(read.rank, 0))] += (
-                    read.nbytes
-                )
+                self._nbytes[max(position, source_by_rank.get(read.rank, 0))] += read.nbytes
 
     @property
     def main_url(self) -> str:
@@ -644,17 +660,3 @@ def _warn_of_repair(ref: StepRef, repair: Repair) -> None:
         repair.tier,
         repair.reason,
     )
-
-
-def _why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwritten: bool) -> str:
-    """Return the text of the error which says that no step could be restored."""
-    if not skips:
-        return f"step {step} is not there"
-    outcome = _OVERWRITE_NOTE if is_overwritten else "; nothing in the state was changed"
-    subject = f"step {step} is not intact" if isinstance(step, int) else "no step is intact"
-    return f"{subject} ({_reasons_of(skips)}){outcome}"
-
-
-def _reasons_of(skips: Sequence[tuple[int, str]]) -> str:
-    """Return the text that says why the first of ``skips`` were passed over."""
-    return "; ".join(f"step {number}: {reason}" for number, reason in skips[:5])

@@ -191,19 +191,14 @@ class JobSteps:
         with self._change:
             newest = self._newest.get(tier.url)
             self._newest[tier.url] = ref if newest is None else max(newest, ref)
+            if not tier.in_memory:
+                self.durable_step = max(self.durable_step, ref.step)
 
     @property
     def newest_step(self) -> int:
         """The newest step that this job has committed on any tier; -1 if there is none."""
         with self._change:
             return max((ref.step for ref in self._newest.values()), default=-1)
-
-    def set_durable(self, ref: StepRef) -> None:
-        """Note that ``ref`` was committed on a durable tier. An abandoned step does not count."""
-        if self.has_abandoned(ref):
-            return
-        with self._change:
-            self.durable_step = max(self.durable_step, ref.step)
 
     # -- steps under way ---------------------------------------------------------------------------
 
@@ -324,10 +319,6 @@ class TierSteps:
     def rollback(self) -> Rollback | None:
         """The rollback that counts; None if the run has none."""
         return self.steps.rollback
-
-    def set_committed(self, ref: StepRef) -> None:
-        """Note that ``ref`` is a checkpoint on this tier now."""
-        self.steps.set_committed(self.tier, ref)
 
     def awaited_refs(self) -> frozenset[StepRef]:
         """Return the steps whose images are in use, and those that wait for a farther tier."""

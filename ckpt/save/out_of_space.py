@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from ckpt.errors import OutOfSpace
@@ -34,42 +33,28 @@ class RetryWhenFull:
     pruner: Pruner | None
     steps: TierSteps
 
-    def write_step(self, job: SaveRequest, write: Callable[[], T]) -> T:
-        """Call ``write``, which writes the files of ``job``, and return its result.
-
-        If the store is full and space was freed, call ``write`` once more.
-        """
-        return _retry_after_eviction(write, partial(self._evict_for, job))
-
-    def request(self, work: Callable[[], T]) -> T:
-        """Call ``work``, which writes a small object, and return its result.
+    def call(self, work: Callable[[], T], job: SaveRequest | None = None) -> T:
+        """Call ``work``, which writes the files of ``job``, or else a small object, and return its
+        result.
 
         If the store is full and space was freed, call ``work`` once more.
         """
-        return _retry_after_eviction(work, self._evict)
+        try:
+            return work()
+        except OutOfSpace:
+            if not self._evict(job):
+                raise
+        return work()
 
-    def _evict_for(self, job: SaveRequest) -> bool:
-        """Remove steps to free space for ``job``.
+    def _evict(self, job: SaveRequest | None) -> bool:
+        """Remove steps to free space.
 
         Return True if any were removed and ``job`` can be written again. An image that passes
         through memory in waves cannot be written again.
         """
-        restored_ref = self.steps.restored
-        if self.quota is not None:
-            return not job.is_single_pass and self.quota.evict(
+        restored_ref, can_repeat = self.steps.restored, job is None or not job.is_single_pass
+        if job is not None and self.quota is not None:
+            return can_repeat and self.quota.evict(
                 job.ref, job.plan.size, restored_ref=restored_ref
             )
-        return self._evict() and not job.is_single_pass
-
-    def _evict(self) -> bool:
-        return self.pruner is not None and self.pruner.evict(self.steps.restored)
-
-
-def _retry_after_eviction(work: Callable[[], T], evict: Callable[[], bool]) -> T:
-    """Call ``work``, and once more if the store was full and ``evict`` has returned True."""
-    try:
-        return work()
-    except OutOfSpace:
-        if not evict():
-            raise
-    return work()
+        return self.pruner is not None and self.pruner.evict(restored_ref) and can_repeat

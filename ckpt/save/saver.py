@@ -484,10 +484,8 @@ class Saver:
         """After a commit, start copies on other nodes, the backfill and pruning."""
         if self._replicas is not None:
             self._replicas.committed(writer.tier, ref, partial(self._remove_earlier_steps, writer))
-        if not writer.in_memory:
-            self.steps.set_durable(ref)
-            if self._backfill is not None:
-                self._backfill.begin(writer.url)
+        if not writer.in_memory and self._backfill is not None:
+            self._backfill.begin(writer.url)
         self.slots.look_again()
         with self._lock:
             is_first, self._has_committed = not self._has_committed, True

@@ -177,8 +177,7 @@ class TierWriter:
             raise abort
         try:
             with errors_of(self.url):
-                write = partial(self._write_all, job, on_bytes)
-                file, vote = self._when_full.write_step(job, write)
+                file, vote = self._when_full.call(partial(self._write_all, job, on_bytes), job)
                 committer.offer(job.ref, vote)
         except Exception as error:
             self._vote_failure(job.ref, job.trial, str(error) or repr(error))
@@ -198,7 +197,7 @@ class TierWriter:
         if isinstance(verdict, Abort):
             self._discard(job)
             raise rebuild(verdict, job.ref.step)
-        self._steps.set_committed(job.ref)
+        self._steps.steps.set_committed(self.tier, job.ref)
         if job.plan.frozen_chunks:
             self._files.set_committed(job, file)
             if file.increment is None:
@@ -213,7 +212,7 @@ class TierWriter:
 
     def _request(self, work: Callable[[], T], /) -> T:
         """Call ``work`` with retries. If the store is full and room was made, call it once more."""
-        return self._when_full.request(partial(self._retry.call, work))
+        return self._when_full.call(partial(self._retry.call, work))
 
     def _write_all(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[WrittenFile, Durable]:
         """Write all files of this rank. Return the data file, and the vote for them."""

@@ -7,9 +7,9 @@ import re
 from tests.kit.worlds import ROOT, run_script
 
 MOST = {
-    "a save to one tier": (421, 71),
-    "a save to near and far": (484, 77),
-    "a restore": (626, 94),
+    "a save to one tier": (405, 69),
+    "a save to near and far": (467, 75),
+    "a restore": (553, 87),
 }
 """The most functions and files."""
 

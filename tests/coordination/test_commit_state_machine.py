@@ -34,8 +34,8 @@ from ckpt.coordination.commit_state_machine import (
     decode_turn,
     decode_verdict,
     decode_vote,
-    encode,
 )
+from ckpt.coordination.gather import encode_json
 from ckpt.errors import OutOfSpace
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef
@@ -152,7 +152,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
     )
 )
 def test_words_come_as_they_were_sent(vote):
-    assert decode_vote(encode(vote)) == vote
+    assert decode_vote(encode_json(vote)) == vote
 
 
 @given(
@@ -167,13 +167,13 @@ def test_words_come_as_they_were_sent(vote):
     )
 )
 def test_verdicts_come_as_they_were_sent(verdict):
-    assert decode_verdict(encode(verdict)) == verdict
+    assert decode_verdict(encode_json(verdict)) == verdict
 
 
 @given(st.builds(Go, st.integers(0, 99), texts))
 def test_intents_and_turns_come_as_they_were_sent(go):
-    assert decode_intent(encode(go)) == go
-    assert decode_turn(encode(TurnTaken(go.rank))) == TurnTaken(go.rank)
+    assert decode_intent(encode_json(go)) == go
+    assert decode_turn(encode_json(TurnTaken(go.rank))) == TurnTaken(go.rank)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"type":"committed"}', b'{"type":"other"}'])

@@ -22,9 +22,9 @@ from ckpt.coordination.commit_state_machine import (
     Unknown,
     Verdict,
     Vote,
-    encode,
 )
 from ckpt.coordination.committer import Committer, SharedStore
+from ckpt.coordination.gather import encode_json
 from ckpt.coordination.nodes import NodeLocalStore
 from ckpt.errors import OutOfSpace, RootInUse
 from ckpt.model.checksum import checksum
@@ -153,7 +153,7 @@ def test_without_the_leader_a_survivor_puts_it_where_it_can(
     silent = world.coordinator(0)
     place = NodeLocalStore(SharedStore(stores[0]), silent, NODES, name="tier0")
     place.offer(REF, messages[0].fragment)  # type: ignore[union-attr]
-    silent.post(f"tier0/{REF.folder}", ckpt.coordination.commit_state_machine.encode(messages[0]))  # type: ignore[attr-defined]
+    silent.post(f"tier0/{REF.folder}", encode_json(messages[0]))  # type: ignore[attr-defined]
     heard = commit(world, stores, messages, {1, 2})
     one, two = manifests(stores)
     assert one == two
@@ -196,7 +196,7 @@ def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
     ]
     for rank, committer in enumerate(committers):
         committer.offer(REF, messages[rank])  # type: ignore[arg-type]
-    Dies(world, 1).post(f"tier0/{REF.folder}", encode(messages[1]))
+    Dies(world, 1).post(f"tier0/{REF.folder}", encode_json(messages[1]))
 
     def die() -> None:
         with pytest.raises(EOFError):

@@ -61,10 +61,11 @@ def test_who_waits_for_an_idle_tier_goes_on_when_it_is_idle_or_when_told_to_stop
 
 
 def test_what_the_job_restored_bounds_what_counts_as_durable(tiers) -> None:
+    near, _ = tiers
     steps = JobSteps(tiers)
     assert (steps.restored, steps.durable_step) == (None, -1)
-    steps.set_durable(THREE)
-    steps.set_durable(TWO)
+    steps.set_committed(near, THREE)
+    steps.set_committed(near, TWO)
     assert steps.durable_step == 3
     steps.set_restored(ONE)
     assert (steps.restored, steps.durable_step) == (ONE, 1)
@@ -82,8 +83,7 @@ def test_an_abandoned_step_that_is_committed_late_does_not_count(tiers) -> None:
     slots.keep("slot", near, branched)
     slots.set_committed(branched)
     far.backend.put(abandoned.manifest, [b"{}"])
-    steps.set_durable(abandoned)
-    TierSteps(steps, far).set_committed(abandoned)
+    steps.set_committed(far, abandoned)
     slots.set_committed(abandoned)
     assert steps.durable_step == -1
     assert slots.is_needed("slot")
@@ -99,7 +99,7 @@ def test_a_step_is_elsewhere_while_another_tier_has_it_or_a_newer_one_of_this_jo
     assert guard.is_elsewhere(ONE)
     assert not guard.is_elsewhere(TWO)
     far.backend.put(TWO.manifest, [b"{}"])
-    TierSteps(steps, far).set_committed(TWO)
+    steps.set_committed(far, TWO)
     far.backend.delete(ONE.manifest)
     assert guard.is_elsewhere(ONE), "the newer one does too"
     assert guard.is_elsewhere(TWO)
@@ -111,7 +111,7 @@ def test_a_step_that_was_evicted_from_another_tier_is_not_elsewhere(tiers) -> No
     near, far = tiers
     steps = JobSteps(tiers)
     near.backend.put(TWO.manifest, [b"{}"])
-    TierSteps(steps, near).set_committed(TWO)
+    steps.set_committed(near, TWO)
     assert TierSteps(steps, far).is_elsewhere(TWO)
     near.backend.delete(TWO.manifest)
     assert not TierSteps(steps, far).is_elsewhere(TWO)
@@ -126,7 +126,7 @@ def test_a_step_on_a_tier_that_does_not_answer_is_not_elsewhere(tiers, tmp_path:
     far = OpenTier(1, Tier(str(tmp_path / "far")), backend)
     steps = JobSteps((near, far))
     backend.put(TWO.manifest, [b"{}"])
-    TierSteps(steps, far).set_committed(TWO)
+    steps.set_committed(far, TWO)
     assert not TierSteps(steps, near).is_elsewhere(TWO), "an eviction may have removed it"
 
 
@@ -137,7 +137,7 @@ def test_a_store_is_not_asked_while_this_job_has_committed_only_older_steps_ther
     backend = FaultyBackend(open_backend(str(tmp_path / "far")), [])
     far = OpenTier(1, Tier(str(tmp_path / "far")), backend)
     steps = JobSteps((near, far))
-    TierSteps(steps, far).set_committed(ONE)
+    steps.set_committed(far, ONE)
     assert not TierSteps(steps, near).is_elsewhere(TWO)
     assert backend.calls == []
 

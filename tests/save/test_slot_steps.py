@@ -45,7 +45,7 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, False)
     slots.set_committed(TWO)
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (False, True)
-    job.set_durable(TWO)
+    job.set_committed(tier, TWO)
     assert not slots.is_needed("/two")
 
 
@@ -70,7 +70,7 @@ def test_a_job_that_goes_back_needs_the_step_that_it_goes_on_from(tmp_path: Path
     job.set_restored(ONE)
     slots.set_restored(ONE)
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, False)
-    job.set_durable(ONE)
+    job.set_committed(tier, ONE)
     assert not slots.is_needed("/one")
 
 

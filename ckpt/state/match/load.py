@@ -46,6 +46,7 @@ from ckpt.state.tensors.per_rank import PerRank
 from ckpt.state.tensors.sharded import as_source
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.collect import find_parameters
+from ckpt.state.walk.last_walk import LastWalk
 from ckpt.state.walk.modules import check_load, items_of, state_dict_errors, unwrap
 from ckpt.state.walk.objects import (
     check_all_bounded,
@@ -69,9 +70,11 @@ def match(
     rank: int,
     world_size: int,
     selection: Selection = WHOLE_STATE,
+    last_walk: LastWalk | None = None,
 ) -> StateMatch:
     """Match ``manifest`` with the part of ``state`` that ``selection`` chooses, and return the work
-    that the restore must do. The values of the state do not change.
+    that the restore must do. The values of the state do not change. ``last_walk`` has the results
+    of the last walk over the state; None if there was none.
 
     The call frees the parameters that FSDP has gathered, so all ranks make it in the same order
     (see ``gathered.release``). It also calls the ``state_dict()`` of some objects of the state.
@@ -92,7 +95,7 @@ def match(
         advice = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
         raise RestoreError(f"restore({type(state).__name__}): {advice}")
     try:
-        return _Match(state, manifest, rank, world_size, selection).run()
+        return _Match(state, manifest, rank, world_size, selection, last_walk or LastWalk()).run()
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise RestoreError(
             f"step {manifest.step} cannot be matched with the state: {error!r}"
@@ -109,6 +112,7 @@ class _Match:
         rank: int,
         world_size: int,
         selection: Selection,
+        last_walk: LastWalk,
     ) -> None:
         self._state, self._rank, self._world = state, rank, world_size
         # Each plain value is looked at once. It may be large, and it is replaced as a whole.
@@ -123,7 +127,8 @@ class _Match:
                 release(value)
         self._checkpoint = SavedState(manifest)
         selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
-        self._matcher = Matcher(self._checkpoint, selection, find_parameters(live, self._objects))
+        parameters = find_parameters(live, self._objects, last_walk)
+        self._matcher = Matcher(self._checkpoint, selection, parameters)
         self._actions = self._matcher.actions
         self._is_in_object = False
         self._targets: list[nn.Module | Optimizer] = []

@@ -81,7 +81,7 @@ class _Loader:
 
     def __init__(self, match: Matcher, module: nn.Module, path: str) -> None:
         self._match, self._path = match, path
-        self.items = items_of(path, module)
+        self.items = match.parameters.of(module) or items_of(path, module)
         self._module = module.keyed_by() if isinstance(module, ModuleStandIn) else module
         self._tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._is_hookless = is_fsdp1(self._module) or (

@@ -45,7 +45,6 @@ from ckpt.state.walk.modules import (
     check_optimizer,
     check_state,
     is_capturable,
-    items_of,
     methods_beyond_step,
     state_dict_errors,
     state_name,
@@ -190,7 +189,8 @@ def collect(
     walk.out.name_chars = {
         key: part.name_chars for key, part in plain.items() if walk.out.tree.get(key) is part.node
     }
-    walk.out.idle_patterns, walk.out.left_out = choice.idle_patterns, choice.left_out
+    if patterns is not WHOLE:
+        walk.out.idle_patterns, walk.out.left_out = choice.idle_patterns, choice.left_out
     walk.out.views = views_of(walk.out.parts)
     return walk.out
 
@@ -223,13 +223,17 @@ class _Optimizers:
         return late_ids - eager_ids
 
 
-def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:
+def find_parameters(
+    state: Mapping[str, Any], objects: Sequence[tuple[str, Any]], last_walk: LastWalk
+) -> Parameters:
     """Return the parameters of the modules among ``objects``. The result also has the parameters of
     the optimizers among ``objects`` that no module holds, if they are in the dicts, lists and
     tuples of ``state``.
     """
     parameters = Parameters(
-        (value, items_of(path, value)) for path, value in objects if isinstance(value, nn.Module)
+        (value, last_walk.items(path, value))
+        for path, value in objects
+        if isinstance(value, nn.Module)
     )
     optimizers = [unwrap(value) for _, value in objects if isinstance(value, Optimizer)]
     parameters.look_for(optimizers, walk_tensors(state))
