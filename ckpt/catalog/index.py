@@ -27,6 +27,7 @@ from ckpt.errors import (
     TransientStorageError,
     errors_of,
 )
+from ckpt.errors.base import few
 from ckpt.errors.storage import frameless
 from ckpt.model.keys import (
     FOLDERS,
@@ -427,8 +428,11 @@ def why_missing(backend: StorageBackend, refs: list[StepRef], step: int | None) 
             f"it holds files of torch.distributed.checkpoint, such as {dcp_key!r}: that reads them "
             "with its own FileSystemReader, and ckpt adopt makes a step of such a folder"
         )
-    if folder := next(filter(None, map(_root_of, foreign_keys)), ""):
-        return f"it holds no steps, but its folder {folder!r} does: give that one"
+    folders = sorted({*map(_root_of, foreign_keys)} - {""})
+    if len(folders) == 1:
+        return f"it holds no steps, but its folder {folders[0]!r} does: give that one"
+    if folders:
+        return f"it holds no steps, but its folders {few(folders)} do: give one of them"
     return (
         f"it holds no steps, but other files, such as {foreign_keys[0]!r}: is this the right place?"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -175,3 +176,6 @@ def test_the_folder_of_a_run_is_named_where_its_parent_is_given(
     ran = cli(*call.replace("PLACE", "experiments").split())
     assert ran.code == 7
     assert "its folder 'gpt' does: give that one" in ran.err
+    shutil.copytree("experiments/gpt", "experiments/old/gpt-2")
+    ran = cli(*call.replace("PLACE", "experiments").split())
+    assert "its folders 'gpt', 'old/gpt-2' do: give one of them" in ran.err
