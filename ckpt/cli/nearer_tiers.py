@@ -13,7 +13,7 @@ from ckpt.cli.store_timeout import WatchedStore, open_watched
 from ckpt.errors import CkptError
 from ckpt.root.attempts import step_refs
 from ckpt.root.owner import read_owner
-from ckpt.storage.places import is_folder, relation, without_query
+from ckpt.storage.places import is_folder, is_same_place, relation
 from ckpt.storage.registry import stores_in_memory
 
 
@@ -65,8 +65,7 @@ def nearer_tiers(
 
 def _place_of(root: WatchedStore, job: JobStatus) -> int:
     """Return the index of the root among the tiers of a job; -1 if the job has no such tier."""
-    urls = enumerate(map(without_query, job.tiers))
-    places = (index for index, url in urls if relation(url, root.url) == "same")
+    places = (index for index, url in enumerate(job.tiers) if is_same_place(url, root.url))
     return next(places, -1)
 
 

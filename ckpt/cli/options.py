@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from typing import Annotated, Final, TypeVar
 
 import typer
@@ -30,6 +31,7 @@ from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import is_damage
 from ckpt.storage.api import StorageBackend
+from ckpt.storage.places import is_spelling_of
 from ckpt.storage.registry import stores_in_memory
 from ckpt.storage.tiers import resolve_tier, same_url_error, server_of, tier_at, urls_of
 
@@ -451,9 +453,10 @@ def open_each(
                 raise
             stores.append(StoreOrError(url, error))
     urls = [store.url for store in stores]
-    if twice := next((url for url in urls if urls.count(url) > 1), None):
-        servers = {server_of(tier) for tier, url in zip(tiers, urls, strict=True) if url == twice}
-        raise same_url_error(twice) if len(servers) > 1 else ConfigError(f"{twice} is named twice")
+    for (tier, url), (other_tier, other_url) in combinations(zip(tiers, urls, strict=True), 2):
+        if is_spelling_of(url, other_url):
+            is_one_server = server_of(tier) == server_of(other_tier)
+            raise ConfigError(f"{url} is named twice") if is_one_server else same_url_error(url)
     return stores
 
 

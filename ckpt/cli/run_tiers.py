@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ckpt.observe.history import History, history_of
 from ckpt.observe.job_life import LIFE_MEANING, lives_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.root.owner import Owner, read_owner
-from ckpt.storage.places import is_folder, is_spelling_of
+from ckpt.storage.places import is_folder, is_spelling_of, local_path
 from ckpt.storage.registry import scheme_of, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 
@@ -167,7 +168,7 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
         urls = [
             url
             for url in sorted(places)
-            if not any(is_spelling_of(url, other.store.url) for other in tiers)
+            if not any(_is_tier(other.store.url, url) for other in tiers)
             and (scheme_of(url) != "shm" or url in stores_in_memory())
         ]
         if urls:
@@ -178,6 +179,11 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
             return
 
 
+def _is_tier(url: str, saved_url: str) -> bool:
+    """Return True if a tier at ``url`` is the place ``saved_url``. Its file system is not asked."""
+    return is_spelling_of(url, saved_url) or is_spelling_of(url, saved_url, follows_links=True)
+
+
 def _journal_of(store: WatchedStore) -> RunJournal:
     """Read the journal beside a tier. The result is empty if it is the journal of another place."""
     if not is_folder(store.url):
@@ -185,4 +191,5 @@ def _journal_of(store: WatchedStore) -> RunJournal:
     reader = JournalReader(store.url)
     with store.request():
         history, beats = history_of(reader.read()), reader.beats()
-    return RunJournal(history, beats) if history.has_tier(store.url) else RunJournal(History(), {})
+        is_own = history.is_of(os.path.realpath(local_path(store.url)))
+    return RunJournal(history, beats) if is_own else RunJournal(History(), {})

@@ -132,12 +132,13 @@ class History:
         going_on |= {r.record.job for r in self.restores if not r.record.evaluates}
         return {restore.record.job for restore in self.restores} - going_on
 
-    def has_tier(self, url: str) -> bool:
-        """Return True if a step was saved to ``url``. If not, the folder at ``url`` and its journal
-        were moved or copied, and the jobs are those of another place.
+    def is_of(self, root: str) -> bool:
+        """Return True if jobs have used the root at the path ``root``, which has no links. If not,
+        it was moved or copied with its journal, and the jobs are those of another place.
         """
         urls = {url for save in self.saves.values() for url in save.tiers}
-        return any(is_spelling_of(other_url, url) for other_url in urls)
+        urls |= {job.start.root for job in self.jobs.values()} - {""}
+        return any(is_spelling_of(url, root) for url in urls)
 
     @property
     def job_restores(self) -> list[Restore]:

@@ -275,6 +275,7 @@ class Journal:
             job=self._job,
             modes={rule.metric: rule.mode for rule in self._best_rules},
             counts={rule.metric: rule.count for rule in self._best_rules if rule.count > 1},
+            root=os.path.realpath(self._folder.removesuffix(FOLDER_SUFFIX)),
             host=socket.gethostname(),
             machine=machine(),
             pid=process.pid,
@@ -302,7 +303,7 @@ def _warn_of_other_jobs(root: str) -> None:
     """
     reader = JournalReader(root)
     history = history_of(reader.read())
-    if not history.has_tier(root):
+    if not history.is_of(os.path.realpath(root)):
         return
     for name, life in lives_of(history, reader.beats(), time.time()).items():
         is_here = history.jobs[name].start.machine == machine() and life.pid != os.getpid()

@@ -43,6 +43,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         modes: For ``OPEN_EVENT``: which values of a metric are the best, by its name.
         counts: For ``OPEN_EVENT``: how many of the best steps by a metric the job keeps, by its
             name. A metric that is not there counts as 1.
+        root: For ``OPEN_EVENT``: the path of the root, without symbolic links.
         host, machine, pid, start_time: For ``OPEN_EVENT``: the process of rank 0, as in
             ``ckpt.root.owner.Owner``.
     """
@@ -63,6 +64,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     evaluates: bool = False
     modes: dict[str, Mode] = {}
     counts: dict[str, Annotated[int, msgspec.Meta(ge=1)]] = {}
+    root: str = ""
     host: str = ""
     machine: str = ""
     pid: int = 0

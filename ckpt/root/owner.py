@@ -26,7 +26,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final, Protocol
 
 import msgspec
@@ -60,8 +60,8 @@ class Work(Protocol):
     """The saves of a manager."""
 
     @property
-    def urls(self) -> frozenset[str]:
-        """The roots that the saves go to."""
+    def places(self) -> Mapping[str, str]:
+        """The URLs of the roots that the saves go to, by ``place_of`` of each."""
         ...
 
     @property
@@ -94,21 +94,22 @@ def attend(attempt: str, manager: object, work: Work) -> None:
     weakref.finalize(manager, _collected_attempts.add, attempt).atexit = False
 
 
-def await_others(attempt: str, urls: Collection[str]) -> None:
-    """Wait until one of the roots ``urls`` has the saves that other managers of this process have
-    under way there. ``attempt`` is that of the manager that waits.
+def await_others(attempt: str) -> None:
+    """Wait until one of the roots of a manager has the saves that other managers of this process
+    have under way there. ``attempt`` is that of the manager that waits.
 
     A thread of ckpt does not wait, since an observer of a save may restore, and the save waits for
     the observer.
     """
-    if threading.current_thread().name.startswith(THREAD_PREFIX):
-        return
     own_work = _work_by_attempt.get(attempt)
+    if own_work is None or threading.current_thread().name.startswith(THREAD_PREFIX):
+        return
     # ``valuerefs`` returns a list, since a thread may make a manager meanwhile.
     for reference in _work_by_attempt.valuerefs():
         work = reference()
-        if work is not None and work is not own_work and not work.urls.isdisjoint(urls):
-            work.wait_kept(urls)
+        if work is None or work is own_work or work.places.keys().isdisjoint(own_work.places):
+            continue
+        work.wait_kept([work.places[place] for place in work.places.keys() & own_work.places])
 
 
 class Owner(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from ckpt.events import Observers, SaveFailed, SaveSuspicious
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, on_branch
 from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
+from ckpt.storage.places import place_of
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -52,7 +53,7 @@ class SaveLedger:
     def __init__(
         self, observers: Observers, config: SaveConfig, tiers: Iterable[OpenTier] = ()
     ) -> None:
-        self.urls = frozenset(tier.url for tier in tiers)
+        self.places = {place_of(tier.url): tier.url for tier in tiers}
         self._observers, self._warns = observers, config.on_error == "warn"
         self._raises_suspicions = config.on_suspicious == "raise"
         self._patience_seconds = config.commit_timeout_seconds

@@ -226,7 +226,7 @@ class Saver:
         has the saves that other managers of this process have under way there.
         """
         if for_newest:
-            await_others(self._coordinator.attempt, {writer.url for writer in self._writers})
+            await_others(self._coordinator.attempt)
         writers = () if evaluates else self._durable
         warnings = [workers.submit(writer.warn_of_owner) for writer in writers]
         yield

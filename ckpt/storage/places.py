@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
@@ -13,6 +14,10 @@ OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
 )
 """The URL schemes of object stores. Some of them are served only through fsspec."""
+_PORTS: Final = {"sftp": 22, "ftp": 21, "smb": 445}
+"""The default ports of file servers, by the URL scheme."""
+_ACCOUNT: Final = re.compile(r"^(abfs://[^/@]*)@[^/]*")
+"""The begin of the canonical URL of a container of Azure that names its account."""
 _ALIASES: Final = {"gcs": "gs", "s3a": "s3", "abfss": "abfs", "az": "abfs", "ssh": "sftp"}
 
 Relation = Literal["apart", "same", "inside", "around"]
@@ -52,7 +57,7 @@ def relation(url: str, base: str) -> Relation:
         "same" if both URLs name one location, "inside" if ``url`` is inside of ``base``, "around"
         if ``base`` is inside of ``url``, else "apart".
     """
-    place, base_place = _canonical(url), _canonical(base)
+    place, base_place = _comparable(_canonical(url), _canonical(base))
     if place == base_place:
         return "same"
     if place.startswith(base_place):
@@ -60,11 +65,26 @@ def relation(url: str, base: str) -> Relation:
     return "around" if base_place.startswith(place) else "apart"
 
 
+def is_same_place(url: str, other_url: str) -> bool:
+    """Return True if two URLs name one location, regardless of how they are spelled. Symbolic links
+    in the paths of folders are resolved, and the queries of object stores' URLs are left out.
+    """
+    return url == other_url or relation(without_query(url), without_query(other_url)) == "same"
+
+
 def canonical(url: str) -> str:
     """Return a spelling of ``url`` that is the same for all URLs of one location. Symbolic links in
-    the path of a folder are resolved, and the query of an object store's URL is left out.
+    the path of a folder are resolved, and the query of an object store's URL is left out. A URL of
+    Azure that leaves the account to the options has another spelling than one that names it.
     """
     return _canonical(without_query(url))
+
+
+def place_of(url: str) -> str:
+    """Return a text that is the same for all URLs that may name one location. Unlike ``canonical``,
+    it leaves out the account of Azure.
+    """
+    return _ACCOUNT.sub(r"\1", canonical(url))
 
 
 def is_spelling_of(url: str, target: str, *, follows_links: bool = False) -> bool:
@@ -74,7 +94,10 @@ def is_spelling_of(url: str, target: str, *, follows_links: bool = False) -> boo
     call does not wait if the file system of ``target`` does not answer.
     """
     absolute = os.path.realpath if follows_links else os.path.abspath
-    return _canonical(url, absolute) == _canonical(target, os.path.abspath)
+    place, target_place = _comparable(
+        _canonical(url, absolute), _canonical(target, os.path.abspath)
+    )
+    return place == target_place
 
 
 def _canonical(url: str, absolute: Callable[[str], str] = os.path.realpath) -> str:
@@ -88,7 +111,30 @@ def _canonical(url: str, absolute: Callable[[str], str] = os.path.realpath) -> s
     scheme, separator, path = url.partition("://")
     if not separator:
         return f"{url.rstrip('/')}/"
-    return f"{_ALIASES.get(scheme.lower(), scheme.lower())}://{path.rstrip('/')}/"
+    scheme = _ALIASES.get(scheme.lower(), scheme.lower())
+    host, _, path = path.partition("/")
+    return f"{scheme}://{f'{_canonical_host(scheme, host)}/{path}'.rstrip('/')}/"
+
+
+def _canonical_host(scheme: str, host: str) -> str:
+    """Return the part of a URL up to the path without what may be left out: the user and the
+    default port of a file server, and the domain of an account of Azure.
+    """
+    if scheme == "abfs":
+        container, separator, account = host.partition("@")
+        return f"{container}{separator}{account.partition('.')[0].lower()}"
+    if scheme in _PORTS:
+        return host.rpartition("@")[2].lower().removesuffix(f":{_PORTS[scheme]}")
+    return host
+
+
+def _comparable(place: str, other_place: str) -> tuple[str, str]:
+    """Return two canonical URLs so that they are equal if they may name one location. One of Azure
+    may leave the account to the options.
+    """
+    if _ACCOUNT.match(place) and _ACCOUNT.match(other_place):
+        return place, other_place
+    return _ACCOUNT.sub(r"\1", place), _ACCOUNT.sub(r"\1", other_place)
 
 
 def local_path(url: str) -> str:

@@ -26,10 +26,10 @@ from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import AdoptsFiles, StorageBackend
 from ckpt.storage.places import (
+    canonical,
     is_folder,
     is_object_store,
     is_spelling_of,
-    local_path,
     relation,
     without_query,
 )
@@ -298,9 +298,9 @@ def _memory_url(farther_tiers: Sequence[Tier]) -> str:
     """Return the URL of the store that the tier "memory" stands for. ``farther_tiers`` has the
     tiers after this tier.
 
-    The name of the store is derived from the resolved path of the next tier if that is a folder,
-    else from its URL and its server. A restarted job with the same next tier therefore finds the
-    same store, and a job with another next tier does not.
+    The name of the store is derived from the canonical URL and the server of the next tier. A
+    restarted job with the same next tier therefore finds the same store, and a job with another
+    next tier does not.
 
     Raises:
         ConfigError: There is no next tier.
@@ -310,11 +310,9 @@ def _memory_url(farther_tiers: Sequence[Tier]) -> str:
             'the tier "memory" belongs to the tier after it: name one, or give the memory a name '
             'of its own, "shm://NAME"'
         )
-    url = farther_tiers[0].url
-    if is_folder(url):
-        place = os.path.realpath(local_path(url))
-    else:
-        place = " on ".join(filter(None, (without_query(url), server_of(farther_tiers[0]))))
+    tier = farther_tiers[0]
+    place = canonical(tier.url).removesuffix("/")
+    place = " on ".join(filter(None, (place, server_of(tier))))
     # The name of a folder may have bytes that are no text.
     return f"shm://{checksum(place.encode(errors='surrogateescape'))[:16]}"
 

@@ -61,6 +61,23 @@ def test_a_job_that_goes_on_after_an_evaluation_is_seen(cli: Cli, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("links", ["the command", "the job"])
+def test_a_run_behind_a_link_is_the_run(cli: Cli, tmp_path: Path, name: str, links: str) -> None:
+    Path("data").mkdir()
+    Path("runs").symlink_to("data")
+    roots = ["data/gpt", "runs/gpt"]
+    saved_to, named = roots if links == "the command" else reversed(roots)
+    call = (CALLS[name][0], named, *CALLS[name][2:])
+    save(3, saved_to)
+    with CheckpointManager(saved_to) as manager:
+        manager.restore(STATE)
+        assert cli(*call).code == 5
+    ran = cli(*call)
+    assert ran.code == 0
+    assert links == "the job" or "also saved" not in ran.err
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_a_place_of_the_run_that_is_not_named_is_named_by_a_warning(
     cli: Cli, tmp_path: Path, name: str
 ) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from ckpt.errors import RootInUse, StorageError
 from ckpt.model.keys import OWNER
 from ckpt.root.owner import Owner, attend, await_others, claim, confirm, read_owner, release
 from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.places import place_of
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
 
@@ -114,7 +115,7 @@ def test_another_attempt_of_this_very_process_is_alive(store):
 @dataclass
 class Saves:
     is_idle: bool
-    urls: frozenset[str] = frozenset()
+    places: dict[str, str] = field(default_factory=dict)
     waits: int = 0
     at_end: Callable[[], object] = int
 
@@ -161,14 +162,33 @@ def test_a_job_that_takes_the_root_during_the_wait_for_another_manager_keeps_it(
     assert read_owner(store) == noted(store, neighbour.owner)
 
 
+def test_a_manager_waits_for_the_saves_of_another_one_to_its_root_in_any_spelling(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    others = [str(tmp_path / "runs"), "sftp://node:22/run", "abfss://c@account/run"]
+    saves = Saves(is_idle=False, places={place_of(url): url for url in others})
+    manager = Manager()
+    attend("otherzz", manager, saves)
+    own = [str(tmp_path / "link"), "ssh://node/run", "abfs://c/run", str(tmp_path / "apart")]
+    waits = []
+    for url in own:
+        own_saves = Saves(is_idle=True, places={place_of(url): url})
+        attend("second", manager, own_saves)
+        await_others("second")
+        waits.append(saves.waits)
+    assert waits == [1, 2, 3, 3]
+
+
 def test_a_fork_waits_for_no_save_of_its_parent(store):
-    saves, manager = Saves(is_idle=False, urls=frozenset({store.url})), Manager()
+    places = {place_of(store.url): store.url}
+    saves, own, manager = Saves(is_idle=False, places=places), Saves(True, places), Manager()
     attend("parentz", manager, saves)
-    await_others("second", {store.url})
+    attend("second", manager, own)
+    await_others("second")
     assert saves.waits == 1
     if (pid := os.fork()) == 0:
         try:
-            await_others("second", {store.url})
+            await_others("second")
         finally:
             os._exit(saves.waits)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

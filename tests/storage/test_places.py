@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.places import canonical, is_folder, is_missing, is_object_store, relation
+from ckpt.storage.places import (
+    canonical,
+    is_folder,
+    is_missing,
+    is_object_store,
+    is_same_place,
+    is_spelling_of,
+    relation,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,10 +41,34 @@ def test_places_are_compared_whatever_their_spelling(one: str, two: str, how: st
     assert relation(one, two) == how
 
 
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        ("sftp://node/run", "ssh://ana@NODE:22/run/", True),
+        ("sftp://node/run", "sftp://node:2222/run", False),
+        ("ftp://node:21/run", "ftp://node/run", True),
+        ("ftp://node:22/run", "ftp://node/run", False),
+        ("smb://ana:secret@node/share/run", "smb://node:445/share/run", True),
+        ("sftp://[::1]:22/run", "sftp://[::1]/run", True),
+        ("sftp://node/a@b", "sftp://node/b", False),
+        ("abfss://c@account.dfs.core.windows.net/run", "az://c@account/run", True),
+        ("abfss://c@account.dfs.core.windows.net/run", "abfs://c/run", True),
+        ("abfs://c@account/run", "abfs://c@other/run", False),
+        ("abfs://c@account/run", "abfs://d/run", False),
+        ("s3://bucket/run?endpoint_url=http://h", "s3a://bucket/run", True),
+        ("s3://bucket/run@2", "s3://bucket/2", False),
+    ],
+)
+def test_two_urls_of_one_place_are_known_as_such(one: str, two: str, same: bool) -> None:
+    assert is_same_place(one, two) == is_same_place(two, one) == same
+    assert "?" in one or is_spelling_of(one, two) == same
+
+
 def test_a_link_is_the_place_it_points_to(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     os.symlink(tmp_path / "real", tmp_path / "link")
     assert relation(str(tmp_path / "link"), str(tmp_path / "real")) == "same"
+    assert is_same_place(str(tmp_path / "link"), f"file://{tmp_path}/real")
     assert relation(str(tmp_path / "link" / "a"), str(tmp_path / "real")) == "inside"
 
 

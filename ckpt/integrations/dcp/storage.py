@@ -51,7 +51,7 @@ from ckpt.integrations.shared.framework_manager import FrameworkManager
 from ckpt.integrations.shared.stored import FailedEntry, fill_targets, open_readers, opened_step
 from ckpt.model.keys import StepRef
 from ckpt.state.tensors.local_shards import LocalShards
-from ckpt.storage.places import canonical
+from ckpt.storage.places import canonical, is_same_place
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 State = dict[str, Any]
@@ -559,7 +559,7 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
         raise ConfigError(
             f"checkpoint_id={redact(text)!r} names no step: end it with a number, as 'step-1200'"
         )
-    if root and root.rstrip("/") != tiers[0].url.rstrip("/"):
+    if root and not is_same_place(root, tiers[0].url):
         raise ConfigError(
             f"checkpoint_id={redact(text)!r} is not in {redact(tiers[0].url)}: leave the folder "
             f"out ({name!r}), since the tiers belong to the writer and the reader"
