@@ -8,8 +8,8 @@ optimizer's step comes some seconds after the call, when the next forward and ba
 ended. The program prints a table in Markdown, with a row for each setting:
 
 * the memory that all ranks have added together to what as many steps of the same length need
-  without a save at their peak, as a multiple of the state of all ranks: the most of each rank, and
-  the median of the turns;
+  without a save at their peak, before or after the saves, as a multiple of the state of all ranks:
+  the most of each rank, and the median of the turns;
 * medians of the stall and of the durable time of all saves but the first of each turn, each the
   longest of any rank.
 """

@@ -45,15 +45,22 @@ def _turn(
     the times, and not of the memory.
     """
     with whole_slots() if name == "whole slots" else nullcontext():
-        with MemorySampler(os.getpid()) as own:  # What the training itself needs at its peak
-            for _ in range(plan["saves"] + 1):
-                _compute(training, group, plan, time.perf_counter())
-                training.forward_backward()
-                say(plan, step=training.step)  # so that the parent sees progress
+        earlier_bytes = _training_bytes(training, group, plan)
         with MemorySampler(os.getpid()) as sampler, CheckpointManager(folder) as manager:
             manager.prepare(training.objects())
             saves = [_save(manager, training, group, plan) for _ in range(plan["saves"] + 1)]
-        return {"memory": sampler.peak_bytes - own.peak_bytes, "saves": saves[1:]}
+        own_bytes = max(earlier_bytes, _training_bytes(training, group, plan))
+        return {"memory": sampler.peak_bytes - own_bytes, "saves": saves[1:]}
+
+
+def _training_bytes(training: Training, group: dist.ProcessGroup, plan: dict[str, Any]) -> int:
+    """Return the memory that the training itself needs at its peak, in as many steps as saves."""
+    with MemorySampler(os.getpid()) as sampler:
+        for _ in range(plan["saves"] + 1):
+            _compute(training, group, plan, time.perf_counter())
+            training.forward_backward()
+            say(plan, step=training.step)  # so that the parent sees progress
+    return sampler.peak_bytes
 
 
 def _save(
