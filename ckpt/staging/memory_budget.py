@@ -30,6 +30,12 @@ _USUAL_FRAMES: Final = 6
 
 With it, a save is durable as soon as with the whole image in memory, if the store is the limit.
 """
+_LEAST_RINGS: Final = 2
+"""The least rings that an image must be as large as to pass through one.
+
+Two rings, and the frames for tensors that are copied at the call, take as much as two images of
+less than that, and each copy to a ring costs more.
+"""
 _MOST_S3_PARTS: Final = 10_000
 """The most parts of an upload to S3. The parts of a very large image are therefore larger."""
 _RING_SHARE: Final = 0.75
@@ -188,8 +194,8 @@ def decide(
     allows.
 
     The slots are in shared memory if at least one fits into it. If ``room`` does not allow a single
-    slot, or if ``elastic`` is True and an image is larger than a ring, the slots are rings, through
-    which images pass in waves.
+    slot, or if ``elastic`` is True and an image is as large as ``_LEAST_RINGS`` rings, the slots
+    are rings, through which images pass in waves.
 
     Args:
         nbytes: The most bytes of an image.
@@ -210,8 +216,10 @@ def decide(
         least=least_frames * frame_bytes,
         frame=frame_bytes,
     )
-    is_ring_smaller = sizes.usual < min(nbytes, room.memory * _RING_SHARE)
-    if nbytes > room.memory or (elastic and is_ring_smaller):
+    is_ring_better = (
+        _LEAST_RINGS * sizes.usual <= nbytes and sizes.usual < room.memory * _RING_SHARE
+    )
+    if nbytes > room.memory or (elastic and is_ring_better):
         return _ring_budget(nbytes, most_slots, room, sizes)
     slots = min(most_slots, room.memory // max(1, nbytes))
     is_shared = nbytes <= room.shared_bytes

@@ -68,6 +68,7 @@ def shrink(
             "PIECE_BYTES": sizes.piece,
             "_LEAST_PIECE_BYTES": sizes.least_piece,
             "_USUAL_FRAMES": sizes.frames,
+            "_LEAST_RINGS": 1,
         },
         prepare: {"plan_save": small_chunks},
         slot_pool_settings: {"SlotPool": small_pool},

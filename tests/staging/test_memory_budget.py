@@ -218,7 +218,7 @@ def test_a_large_image_passes_through_a_ring_and_the_rest_of_the_memory_is_for_t
     assert "192 MiB of anonymous memory in waves" in found.sentence
 
 
-@pytest.mark.parametrize(("nbytes", "memory"), [(48 * MIB, 8000 * MIB), (2000 * MIB, 250 * MIB)])
+@pytest.mark.parametrize(("nbytes", "memory"), [(95 * MIB, 8000 * MIB), (2000 * MIB, 250 * MIB)])
 def test_a_small_image_is_whole_and_little_memory_is_one_ring(nbytes, memory):
     found = decide(
         nbytes, most_slots=2, room=Room(memory=memory, shared_bytes=memory, ranks=1), elastic=True
@@ -229,13 +229,21 @@ def test_a_small_image_is_whole_and_little_memory_is_one_ring(nbytes, memory):
 
 @pytest.mark.parametrize(
     ("nbytes", "frame"),
-    [(49, 8), (256, 8), (511, 8), (512, 16), (1023, 16), (1024, 32), (1 << 20, 32)],
+    [(96, 8), (256, 8), (511, 8), (512, 16), (1023, 16), (1024, 32), (1 << 20, 32)],
 )
 def test_a_ring_has_at_most_a_fifth_of_an_image_that_is_not_very_small(nbytes, frame):
     room = Room(memory=4 << 40, shared_bytes=0, ranks=1)
     found = decide(nbytes * MIB, most_slots=2, room=room, elastic=True, part_bytes=16 * MIB)
     assert (found.frame_bytes, found.slot_bytes) == (frame * MIB, 6 * frame * MIB)
     assert found.slot_bytes <= found.nbytes / 5 or nbytes < 256
+
+
+@pytest.mark.parametrize("nbytes", [49, 64, 95, 96, 256, 512, 1024])
+def test_the_spill_has_room_for_a_whole_image_of_tensors_that_are_copied_at_the_call(nbytes):
+    """Otherwise the call would last until the store has taken the rest of the image."""
+    room = Room(memory=4 << 40, shared_bytes=0, ranks=1)
+    found = decide(nbytes * MIB, most_slots=2, room=room, elastic=True, part_bytes=16 * MIB)
+    assert found.slot_bytes == found.nbytes or found.spill_bytes >= found.nbytes
 
 
 def test_a_ring_grows_with_the_parts_of_a_very_large_image():
