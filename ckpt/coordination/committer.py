@@ -21,7 +21,6 @@ from ckpt.coordination.commit_state_machine import (
     Bounds,
     CommitMachine,
     Conclude,
-    Durable,
     Event,
     Failure,
     Finish,
@@ -270,7 +269,8 @@ class Committer:
     read_all: ReadAll = in_turn
 
     def commit(self, ref: StepRef, vote: Vote, *, abort: CkptError | None = None) -> Verdict:
-        """Post the vote of this rank and return the verdict, which is the same on all ranks.
+        """Post the vote of this rank and return the verdict, which is the same on all ranks. If the
+        vote is `Durable`, call ``store.offer`` before.
 
         Args:
             ref: The step.
@@ -283,14 +283,6 @@ class Committer:
                 left the exchanges of the job.
         """
         return _Commit(self, ref).run(vote, abort)
-
-    def offer(self, ref: StepRef, vote: Durable) -> None:
-        """Let other ranks read the fragment of ``vote``. Call this before ``commit``.
-
-        Raises:
-            CkptError: The fragment could not be sent to the other ranks.
-        """
-        self.store.offer(ref, vote.fragment)
 
 
 class _Commit:

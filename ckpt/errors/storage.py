@@ -26,8 +26,12 @@ class StorageError(CkptError):
     root: str = ""
 
     def __init__(self, key: str, detail: str = "") -> None:
+        # Many are caught and never read, so only ``__str__`` makes and cleans the message.
+        Exception.__init__(self)
         self.key, self.detail = key, detail
-        super().__init__(str(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
 
     def __str__(self) -> str:
         place = repr(self.key) if self.key else ""

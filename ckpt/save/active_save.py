@@ -13,10 +13,10 @@ from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
 from ckpt.locks import Event
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
-from ckpt.save.job_steps import JobSteps
+from ckpt.save.job_steps import IMAGE, JobSteps
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_request import SaveRequest
-from ckpt.save.trained import Trainable
+from ckpt.save.suspicion import Trainable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
 
@@ -167,7 +167,8 @@ class SaveOutcome:
     def note_free_slot(self) -> None:
         """Report that the slot of the save was released."""
         self.stage_end.wait()
-        self._report_missed()
+        if self._misses:  # From now on, ``fail`` reports others itself
+            self._report_missed()
         with self._lock:
             self._is_slot_free = True
             self._end_if_over()
@@ -257,7 +258,7 @@ class HandOver:
         thread copies the late sources before the call returns.
         """
         # Now and not when the thread runs, since a restore that comes first has to know the step.
-        self.steps.begin_image(self.save.job.ref)
+        self.steps.begin_waiting(self.save.job.ref, IMAGE)
         self.streamer.submit(self.stream)
         if self.save.snapshot.foreground:
             self.stage()
@@ -284,5 +285,5 @@ class HandOver:
         if not self.stream.revoke():
             return False
         snapshot.wait_ended()
-        self.steps.end_image(self.save.job.ref)
+        self.steps.end_waiting(self.save.job.ref, IMAGE)
         return True

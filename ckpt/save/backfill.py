@@ -62,8 +62,7 @@ class Backfill:
     """Copies steps of earlier jobs to farther durable tiers, on a thread of its own.
 
     Args:
-        near: The writer of the nearest durable tier.
-        farther_writers: The writers of farther tiers, nearest first.
+        writers: The writers of the durable tiers, nearest first.
         earlier: Gets the steps to copy, so that the pruners of the nearer tiers keep them.
         steps: The steps of the running job.
         config: The threads to use, the backlog, and how long to retry requests.
@@ -75,13 +74,12 @@ class Backfill:
 
     def __init__(
         self,
-        near: TierWriter,
-        farther_writers: Sequence[TierWriter],
+        writers: Sequence[TierWriter],
         earlier: EarlierSteps,
         steps: JobSteps,
         config: SaveConfig,
     ) -> None:
-        self._nearest, self._farther_writers, self._earlier = near, tuple(farther_writers), earlier
+        self._nearest, self._farther_writers, self._earlier = writers[0], writers[1:], earlier
         self._steps, self._config, self._backlog = steps, config, config.backlog
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds

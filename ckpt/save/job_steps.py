@@ -20,8 +20,8 @@ from ckpt.root.attempts import step_refs
 from ckpt.staging.memory_budget import Reservation
 from ckpt.storage.tiers import OpenTier
 
-_IMAGE: Final = ""
-"""The key for steps whose images are in use, among keys that are URLs of tiers."""
+IMAGE: Final = ""
+"""What takes the place of the URL of a tier for steps that are written from their images."""
 
 
 class EarlierSteps:
@@ -134,6 +134,7 @@ class JobSteps:
 
     Attributes:
         restored: The step that the job has restored; None if it has restored none.
+        restores: How often the job has restored a step.
         durable_step: The newest step that this job has committed on a durable tier; -1 if there is
             none. If the job then restores an earlier step, it is the number of that step.
         rollback: The rollback that counts; None if the run has none.
@@ -159,6 +160,7 @@ class JobSteps:
         self._waiting_refs: dict[str, set[StepRef]] = {}
         self._newest: dict[str, StepRef] = {}
         self.restored: StepRef | None = None
+        self.restores = 0
         self.rollback: Rollback | None = None
         self.reservation = Reservation()
         self.durable_step = -1
@@ -172,6 +174,7 @@ class JobSteps:
         """
         with self._change:
             self.restored, self.durable_step = ref, min(self.durable_step, ref.step)
+            self.restores += 1
             self._newest = {
                 url: newest for url, newest in self._newest.items() if newest.step <= ref.step
             }
@@ -202,29 +205,19 @@ class JobSteps:
 
     # -- steps under way ---------------------------------------------------------------------------
 
-    def begin_image(self, ref: StepRef) -> None:
-        """Note that ``ref`` is written to tiers from its image from now on."""
-        self.begin_waiting(ref, _IMAGE)
-
-    def end_image(self, ref: StepRef) -> bool:
-        """Note that ``ref`` does not need its image any more. Return True at the first such call
-        for ``ref``.
-        """
-        return self.end_waiting(ref, _IMAGE)
-
     def wait_images(self) -> None:
         """Wait until no step needs its image any more."""
         with self._change:
-            self._change.wait_for(lambda: not self._waiting_refs.get(_IMAGE))
+            self._change.wait_for(lambda: not self._waiting_refs.get(IMAGE))
 
     def begin_waiting(self, ref: StepRef, url: str) -> None:
-        """Note that ``ref`` waits for the tier ``url``."""
+        """Note that ``ref`` waits for the tier ``url``, or needs its image (``IMAGE``)."""
         with self._change:
             self._waiting_refs.setdefault(url, set()).add(ref)
 
     def end_waiting(self, ref: StepRef, url: str) -> bool:
-        """Note that ``ref`` does not wait for the tier ``url`` any more. Return True if ``ref`` has
-        waited for the tier until now.
+        """Note that ``ref`` does not wait for the tier ``url`` any more, or does not need its image
+        (``IMAGE``). Return True if it has until now.
         """
         with self._change:
             refs = self._waiting_refs.get(url, set())

@@ -199,7 +199,7 @@ class RankFiles:
             self._file_from_memory = file = self._write(job, tail, counter)
             return file
         # The agent is asked at the first attempt only, and never for an increment.
-        asks_agent = chain([tail is None], repeat(False))
+        asks_agent = chain([tail is None and self._copier is not None], repeat(False))
 
         def attempt() -> WrittenFile:
             counter.restart()

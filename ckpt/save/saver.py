@@ -37,17 +37,16 @@ from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
 from ckpt.save.delta_writer import delta_memory
 from ckpt.save.detach import await_detaches, await_removals, leave_roots
-from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
+from ckpt.save.job_steps import IMAGE, EarlierSteps, JobSteps, TierSteps
 from ckpt.save.last_warnings import warn_of_last_step, warn_of_steps_in_memory, warn_of_untaken
 from ckpt.save.rank_files import Copiers
 from ckpt.save.save_request import SaveRequest
 from ckpt.save.slot_pool_settings import slot_pool
 from ckpt.save.slot_steps import SlotSteps
-from ckpt.save.suspicion import Suspicions
+from ckpt.save.suspicion import Suspicions, Trainable
 from ckpt.save.tasks import Abort, FromFiles, FromImage, Task
 from ckpt.save.tier_queue import QueuedStep, QueueServer, TierQueue
 from ckpt.save.tier_writer import TierWriter
-from ckpt.save.trained import Trainable
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
@@ -120,7 +119,7 @@ class Saver:
             for tier in tiers
         ]
         self._durable = [writer for writer in self._writers if not writer.in_memory]
-        far_writers = self._durable[1:]
+        self._in_memory = [writer for writer in self._writers if writer.in_memory]
         self._queues = {
             writer.url: QueueServer[Task](
                 TierQueue(
@@ -132,12 +131,12 @@ class Saver:
                 self._perform,
                 self._fail,
             )
-            for writer in far_writers
+            for writer in self._durable[1:]
         }
         self._backfill: Backfill | None = None
         if earlier is not None:
-            self._backfill = Backfill(self._durable[0], far_writers, earlier, self.steps, config)
-        self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
+            self._backfill = Backfill(self._durable, earlier, self.steps, config)
+        self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config, self.steps)
         self._lock, self._departure = threading.Lock(), threading.Event()
         self._has_committed = False
         self._untaken_step: int | None = None
@@ -249,14 +248,14 @@ class Saver:
         ``TierWriter.remove_earlier_steps``). Otherwise the first commit of this job removes them.
         """
         self.steps.set_restored(ref)
-        self._slot_steps.set_restored(ref)
+        if self._in_memory:
+            self._slot_steps.set_restored(ref)
         if self._replicas is not None:
             for writer in self._writers:
                 if self._replicas.keeps_earlier(writer.tier):
                     writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
             self._replicas.set_restored(ref)
-        self.suspicions.forget()
-        for writer in self._writers if removes else ():
+        for writer in self._in_memory if removes else ():
             writer.remove_earlier_steps(ref)
 
     def hand_over(
@@ -319,7 +318,7 @@ class Saver:
             self._replicas.close(wait=not leaves)
             with self._lock:
                 # A rank may leave because a node is lost. This job's steps may lack copies then.
-                writers = self._writers if self._has_committed and not leaves else ()
+                writers = self._in_memory if self._has_committed and not leaves else ()
             for writer in writers:
                 writer.remove_earlier_steps()
 
@@ -419,8 +418,9 @@ class Saver:
     def _end_image(self, save: ActiveSave) -> None:
         """Release the slot of ``save``. Only the first call for a save has an effect."""
         for queue in self._queues.values():
-            queue.expect_no_more(save.job.ref)
-        if not self.steps.end_image(save.job.ref):
+            if queue.is_shared:
+                queue.expect_no_more(save.job.ref)
+        if not self.steps.end_waiting(save.job.ref, IMAGE):
             return
         save.await_copies()
         try:
@@ -490,7 +490,7 @@ class Saver:
         with self._lock:
             is_first, self._has_committed = not self._has_committed, True
         if is_first:  # The steps that earlier jobs left in memory are outdated now
-            for tier_writer in self._writers:
+            for tier_writer in self._in_memory:
                 if self._replicas is None or not self._replicas.keeps_earlier(tier_writer.tier):
                     tier_writer.remove_earlier_steps()
             self.slots.reconsider()

@@ -82,6 +82,9 @@ class TierQueue(Generic[T]):
         timeout: How many seconds to wait for the leader's order, and until the steps in that order
             are in this queue.
 
+    Attributes:
+        is_shared: Whether other ranks have a queue for the same tier.
+
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
     a time. ``_change`` guards all fields, except for ``_serial``, which belongs to the thread that
     calls ``take``. ``_is_closing`` and ``_asks_once`` are set once, and may be read without
@@ -102,12 +105,8 @@ class TierQueue(Generic[T]):
         self._given_up: set[str] = set()
         self._serial = 0
         self._is_closing = self._is_served = self._asks_once = False
+        self.is_shared = coordinator.world_size > 1
         self._change = threading.Condition()
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks have a queue for the same tier."""
-        return self._coordinator.world_size > 1
 
     def expect(self, ref: StepRef) -> None:
         """Keep a place in this queue for a step that waits for a nearer tier with its image.
@@ -351,7 +350,8 @@ class QueueServer(Generic[T]):
     def _serve(self) -> None:
         """Perform the tasks that the queue returns, until no step waits."""
         while (turn := self._queue.take()) is not None:
-            self._lose(turn.losses)
+            if turn.losses:
+                self._lose(turn.losses)
             if turn.next is not None:
                 try:
                     self._perform(turn.next.task)

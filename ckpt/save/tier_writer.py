@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
@@ -27,6 +28,7 @@ from ckpt.errors import (
     CommitError,
     HistoryHidden,
     ObjectExists,
+    OutOfSpace,
     PeerFailed,
     StepExists,
     StorageError,
@@ -50,7 +52,6 @@ from ckpt.root.leases import Leases
 from ckpt.root.owner import Owner
 from ckpt.save.increments import WrittenFile
 from ckpt.save.job_steps import TierSteps
-from ckpt.save.out_of_space import RetryWhenFull
 from ckpt.save.rank_files import FileCopier, RankFiles
 from ckpt.save.save_request import SaveRequest
 from ckpt.save.slot_steps import SlotSteps
@@ -63,6 +64,50 @@ _MANY_RANKS: Final = 16
 _READERS: Final = 8
 """The most threads that read the fragments for a manifest. Each rank has one fragment."""
 _DETACH_RETRY: Final = RetryPolicy(attempts=3)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryWhenFull:
+    """Frees space on a tier whose store is full, and then repeats the write that has failed once.
+
+    If no step can be removed, the save fails on this tier with `OutOfSpace`. Other tiers, and the
+    checkpoints on this tier, stay as they are.
+
+    Attributes:
+        quota: The quota of the tier; None if the tier has no capacity.
+        pruner: The pruner of the tier; None if the tier is in memory.
+        steps: The steps of the job on the tier.
+    """
+
+    quota: Quota | None
+    pruner: Pruner | None
+    steps: TierSteps
+
+    def call(self, work: Callable[[], T], job: SaveRequest | None = None) -> T:
+        """Call ``work``, which writes the files of ``job``, or else a small object, and return its
+        result.
+
+        If the store is full and space was freed, call ``work`` once more.
+        """
+        try:
+            return work()
+        except OutOfSpace:
+            if not self._evict(job):
+                raise
+        return work()
+
+    def _evict(self, job: SaveRequest | None) -> bool:
+        """Remove steps to free space.
+
+        Return True if any were removed and ``job`` can be written again. An image that passes
+        through memory in waves cannot be written again.
+        """
+        restored_ref, can_repeat = self.steps.restored, job is None or not job.is_single_pass
+        if job is not None and self.quota is not None:
+            return can_repeat and self.quota.evict(
+                job.ref, job.plan.size, restored_ref=restored_ref
+            )
+        return self.pruner is not None and self.pruner.evict(restored_ref) and can_repeat
 
 
 class TierWriter:
@@ -178,7 +223,7 @@ class TierWriter:
         try:
             with errors_of(self.url):
                 file, vote = self._when_full.call(partial(self._write_all, job, on_bytes), job)
-                committer.offer(job.ref, vote)
+                committer.store.offer(job.ref, vote.fragment)  # Before the vote
         except Exception as error:
             self._vote_failure(job.ref, job.trial, str(error) or repr(error))
             self._discard(job)
@@ -255,8 +300,8 @@ class TierWriter:
             self.root.warn()
 
     def remove_earlier_steps(self, restored: StepRef | None = None) -> None:
-        """If the tier is in memory, remove the steps that earlier jobs left there, and so free
-        their memory. Only the leader of the node does this.
+        """Remove the steps that earlier jobs left on this tier in memory, and so free the memory.
+        Only the leader of the node does this.
 
         The steps of a job that may be alive stay. A `CkptError` is ignored.
 
@@ -264,7 +309,7 @@ class TierWriter:
             restored: The step that this job continues from, as long as it has committed no step.
                 That step stays, and so does the newest step on the tier.
         """
-        if self.in_memory and self._node_coordinator.rank == LEADER:
+        if self._node_coordinator.rank == LEADER:
             with contextlib.suppress(CkptError):
                 remove_earlier_steps(
                     self._backend,

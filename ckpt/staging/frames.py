@@ -91,7 +91,10 @@ class Spill:
         is_wanted: Returns False once no more memory is to be taken (see `Slot`).
         frame_bytes: The size of a frame.
 
-    Thread safety: any thread may call all methods. ``change`` guards all fields.
+    Attributes:
+        count: The number of frames, with those that are being made.
+
+    Thread safety: any thread may call all methods. ``change`` guards all changes.
     """
 
     def __init__(self, is_wanted: Callable[[], bool], frame_bytes: int) -> None:
@@ -100,8 +103,7 @@ class Spill:
         self.frame_bytes = frame_bytes
         self._is_wanted = is_wanted
         self._free: list[Frame] = []
-        self._count = 0
-        """The number of frames, with those that are being made."""
+        self.count = 0
         self._limit = self._allowance = 0
         """The most frames by the budget, and the most that the free memory allows to keep."""
         self._reserve_bytes, self._ranks = 0, 1
@@ -109,11 +111,6 @@ class Spill:
         """True if there was no memory for a frame since the last save began."""
         self._needs: deque[int] = deque(maxlen=SAVES)
         """How many frames each of the last saves needed."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all frames."""
-        return self._count * self.frame_bytes
 
     def allow(self, nbytes: int, reserve_bytes: int = 0, ranks: int = 1) -> None:
         """Set the limits of the spill.
@@ -135,13 +132,13 @@ class Spill:
         the training has taken what was to stay free.
         """
         lack_bytes = 0
-        if self._count:
+        if self.count:
             lack_bytes = max(0, self._reserve_bytes - free_memory()) // self._ranks
         with self.change:
             old_count, self._is_refused = self._kept_count, False
             self._needs.append(frames)
             surplus = -(-lack_bytes // self.frame_bytes)
-            allowance = max(0, self._count - surplus) if surplus else self._limit
+            allowance = max(0, self.count - surplus) if surplus else self._limit
             self._allowance = min(self._limit, allowance)
             new_count = self._kept_count
             self._trim()
@@ -169,7 +166,7 @@ class Spill:
                 saves needed.
         """
         limit = self._limit if hurries else self._kept_count
-        return self._count < limit and not self._is_refused
+        return self.count < limit and not self._is_refused
 
     def take(self) -> Frame | None:
         """Return a free frame; None if there is none."""
@@ -180,7 +177,7 @@ class Spill:
         """Count one more frame. The caller must hold ``change``, and must call ``grow`` after it
         has released it.
         """
-        self._count += 1
+        self.count += 1
 
     def grow(self, devices: Devices) -> None:
         """Make the frame that ``begin_growth`` has counted. It is page-locked for copies from
@@ -203,7 +200,7 @@ class Spill:
             slot.pin(devices)
         except BaseException as error:
             with self.change:
-                self._count -= 1
+                self.count -= 1
                 self._is_refused = True
                 self.change.notify_all()
             if not isinstance(error, HostMemoryExhausted | SlotCancelled):
@@ -238,9 +235,9 @@ class Spill:
         return min(self._allowance, max(self._needs, default=0))
 
     def _trim(self) -> None:
-        while self._free and self._count > self._kept_count:
+        while self._free and self.count > self._kept_count:
             self._free.pop().close()
-            self._count -= 1
+            self.count -= 1
 
 
 class Ring(Slot):

@@ -16,7 +16,6 @@ from ckpt.plan.save import SavePlan
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.frames import Ring
 from ckpt.staging.slot import Slot, capacity_of
-from ckpt.staging.window import RingWindow, Window
 
 # torch cannot copy or index tensors of these dtypes, so such a tensor is viewed as another dtype of
 # the same size.
@@ -78,15 +77,6 @@ class Image:
         self._views: dict[str, torch.Tensor] = {}
         self._is_in_waves = plan.size > slot.capacity
         self._piece_bytes = slot.spill.frame_bytes if isinstance(slot, Ring) else PIECE_BYTES
-
-    def window(self) -> Window:
-        """Write the header of a new image to the slot, and return the window of the image."""
-        header = self.plan.header
-        if self._is_in_waves:
-            assert isinstance(self.slot, Ring)
-            return RingWindow(self.slot, self.plan.size, header)
-        self.slot.view[: len(header)] = header
-        return Window(self.slot.view[: self.plan.size], self.plan.size, self.slot.path)
 
     def targets(self, index: int, *, flat: bool) -> list[Target]:
         """Return the places for item ``index`` of the plan.

@@ -177,7 +177,8 @@ class SlotPool:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all existing slots together, and of the spill."""
-        return sum(slot.capacity for slot in self.slots) + self._spill.nbytes
+        spill_bytes = self._spill.count * self._spill.frame_bytes
+        return sum(slot.capacity for slot in self.slots) + spill_bytes
 
     def has_all(self, nbytes: int) -> bool:
         """Return True if all slots for images of ``nbytes`` exist that ``reserve`` creates."""

@@ -18,6 +18,7 @@ from ckpt.errors import CkptError, StagingError
 from ckpt.locks import Condition
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.frames import Frame, Ring
+from ckpt.staging.slot import Slot
 
 _WRITE: Final = 0
 _HASH: Final = 1
@@ -347,3 +348,12 @@ class _Ranges:
         """Return True if the set has all integers from ``start`` up to ``end``, without it."""
         index = bisect_right(self._starts, start) - 1
         return index >= 0 and self._ends[index] >= end
+
+
+def begin_image(slot: Slot, nbytes: int, header: bytes) -> Window:
+    """Begin an image of ``nbytes`` in ``slot`` with ``header``, and return its window."""
+    if nbytes > slot.capacity:
+        assert isinstance(slot, Ring)
+        return RingWindow(slot, nbytes, header)
+    slot.view[: len(header)] = header
+    return Window(slot.view[:nbytes], nbytes, slot.path)

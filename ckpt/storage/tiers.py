@@ -95,27 +95,25 @@ class OpenTier:
         backend: The backend that reads and writes the store of the tier.
         nodes: The nodes of the job if the tier is local and the job runs on several nodes; else
             None.
+        url: The URL of the tier for display, without credentials.
+        in_memory: True if the tier keeps images in the memory in which they are staged.
     """
 
     index: int
     tier: Tier
     backend: StorageBackend
     nodes: Nodes | None = None
+    url: str = field(init=False)
+    in_memory: bool = field(init=False)
 
-    @property
-    def url(self) -> str:
-        """The URL of the tier for display, without credentials."""
-        return self.backend.url
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", self.backend.url)
+        object.__setattr__(self, "in_memory", isinstance(self.backend, AdoptsFiles))
 
     @property
     def required(self) -> bool:
         """True if a save fails when it does not reach this tier."""
         return not self.in_memory if self.tier.required is None else self.tier.required
-
-    @property
-    def in_memory(self) -> bool:
-        """True if the tier keeps images in the memory in which they are staged."""
-        return isinstance(self.backend, AdoptsFiles)
 
     @property
     def local(self) -> bool:

@@ -7,9 +7,9 @@ import re
 from tests.kit.worlds import ROOT, run_script
 
 MOST = {
-    "a save to one tier": (405, 69),
-    "a save to near and far": (467, 75),
-    "a restore": (553, 87),
+    "a save to one tier": (392, 61),
+    "a save to near and far": (450, 67),
+    "a restore": (539, 81),
 }
 """The most functions and files."""
 

@@ -60,7 +60,7 @@ def commit(
         committer = Committer(coordinator, place, name="tier0", bounds=Bounds(5, 0.3))
         message = messages[coordinator.rank]
         if isinstance(message, Durable):
-            committer.offer(REF, message)
+            committer.store.offer(REF, message.fragment)
         return committer.commit(REF, message)
 
     checks = getattr(world, "checks", {})
@@ -195,7 +195,7 @@ def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
         for rank, place in enumerate(places)
     ]
     for rank, committer in enumerate(committers):
-        committer.offer(REF, messages[rank])  # type: ignore[arg-type]
+        committer.store.offer(REF, messages[rank].fragment)  # type: ignore[union-attr]
     Dies(world, 1).post(f"tier0/{REF.folder}", encode_json(messages[1]))
 
     def die() -> None:

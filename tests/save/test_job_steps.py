@@ -11,7 +11,7 @@ from ckpt.config import Tier
 from ckpt.errors import AccessDenied
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.rollback import roll_back
-from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
+from ckpt.save.job_steps import IMAGE, EarlierSteps, JobSteps, TierSteps
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
@@ -27,12 +27,12 @@ def tiers(tmp_path: Path) -> tuple[OpenTier, ...]:
 
 def test_a_step_waits_until_every_tier_and_its_image_are_done_with_it(tiers) -> None:
     steps = JobSteps(tiers)
-    steps.begin_image(ONE)
+    steps.begin_waiting(ONE, IMAGE)
     steps.begin_waiting(ONE, "far")
     steps.begin_waiting(TWO, "far")
     assert steps.awaited_refs() == {ONE, TWO}
-    assert steps.end_image(ONE)
-    assert not steps.end_image(ONE), "a slot is released once"
+    assert steps.end_waiting(ONE, IMAGE)
+    assert not steps.end_waiting(ONE, IMAGE), "a slot is released once"
     assert steps.awaited_refs() == {ONE, TWO}
     assert steps.end_waiting(ONE, "far")
     assert steps.awaited_refs() == {TWO}

@@ -10,6 +10,7 @@ from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import plan_save
 from ckpt.staging.image import Image, copyable, view_as
 from ckpt.staging.slots import SlotPool
+from ckpt.staging.window import begin_image
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def views(image: Image) -> list[torch.Tensor]:
 
 
 def written(image: Image) -> memoryview:
-    window = image.window()
+    window = begin_image(image.slot, image.plan.size, image.plan.header)
     window.land(window.size)
     return window.view(0, window.size)
 

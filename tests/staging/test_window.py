@@ -116,15 +116,15 @@ def test_an_optimizer_that_waits_gets_the_rest_of_the_image_into_the_spill():
     window.wait_room(2 * STEP)
     assert not window.has_room(3 * STEP)
     copier, room = in_thread(lambda: window.wait_room(5 * STEP))
-    assert ring.spill.nbytes == 0
+    assert ring.spill.count == 0
     window.hurry()
     copier.join(5)
     assert room == [None]
-    assert ring.spill.nbytes == 3 * STEP
+    assert ring.spill.count == 3
     assert not window.has_room(6 * STEP)  # more is not allowed, so the optimizer waits
     window.abandon()
     ring.reclaim()
-    assert ring.spill.nbytes == 3 * STEP  # for the next save, which need not wait for pages
+    assert ring.spill.count == 3  # for the next save, which need not wait for pages
     following = RingWindow(ring, 6 * STEP)
     assert following.has_room(5 * STEP)
 
@@ -132,7 +132,7 @@ def test_an_optimizer_that_waits_gets_the_rest_of_the_image_into_the_spill():
 def test_the_spill_is_freed_when_the_last_saves_did_not_need_it():
     ring = ring_of(2, spill=3, step=STEP)
     for saves in range(9):
-        assert ring.spill.nbytes == (3 * STEP if saves else 0)
+        assert ring.spill.count == (3 if saves else 0)
         window = RingWindow(ring, 5 * STEP)
         if not saves:
             window.hurry()
@@ -140,7 +140,7 @@ def test_the_spill_is_freed_when_the_last_saves_did_not_need_it():
         window.abandon()
         window.hurry()  # the optimizer's step comes after the end of the save
         ring.reclaim()
-    assert ring.spill.nbytes == 0
+    assert ring.spill.count == 0
 
 
 def refuse(*_: object) -> None:
@@ -160,7 +160,7 @@ def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, c
         window.hurry()
         window.wait_room(STEP)
         assert not window.has_room(2 * STEP)
-        assert ring.spill.nbytes == 0
+        assert ring.spill.count == 0
         assert caplog.text.count("an optimizer's step may wait") == 1
         window.land(STEP)
         window.note_written(0, STEP)
@@ -171,7 +171,7 @@ def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, c
     window = RingWindow(ring, 2 * STEP)  # There is memory again
     window.hurry()
     window.wait_room(2 * STEP)
-    assert ring.spill.nbytes == STEP
+    assert ring.spill.count == 1
 
 
 def test_the_spill_leaves_the_reserve_to_the_training(monkeypatch, caplog):
@@ -197,20 +197,20 @@ def test_the_spill_leaves_the_reserve_to_the_training(monkeypatch, caplog):
     window.hurry()
     window.wait_room(5 * STEP)
     assert not window.has_room(6 * STEP)
-    assert ring.spill.nbytes == 4 * STEP
+    assert ring.spill.count == 4
     window.abandon()
     ring.reclaim()
     machine.free -= 3 * STEP
     window = RingWindow(ring, 9 * STEP)
     window.hurry()
-    assert ring.spill.nbytes == STEP
+    assert ring.spill.count == 1
     assert "little memory is free" in caplog.text
     window.abandon()
     ring.reclaim()
     ring.spill.allow(8 * STEP, reserve_bytes=2 * STEP, ranks=2)
     machine.free = 3 * STEP  # of the 4 that two ranks leave free: each makes room for its half
     RingWindow(ring, 9 * STEP).hurry()
-    assert ring.spill.nbytes == 0
+    assert ring.spill.count == 0
 
 
 def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
@@ -222,7 +222,7 @@ def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
     monkeypatch.setattr("ckpt.staging.frames.Slot.prefault", interrupted)
     with pytest.raises(KeyboardInterrupt):
         window.reserve([(0, 1)])
-    assert ring.spill.nbytes == 0
+    assert ring.spill.count == 0
 
 
 def test_bytes_of_several_frames_are_parts_of_the_memory_itself():
@@ -248,7 +248,7 @@ def test_memory_that_is_reserved_leaves_the_ring_to_the_copy():
     window.wait_room(4 * STEP)  # pieces 0 and 3 are in the ring
     window.abandon()
     ring.reclaim()
-    assert ring.spill.nbytes == 2 * STEP
+    assert ring.spill.count == 2
 
 
 def test_a_reserved_piece_that_was_written_before_the_copy_came_to_it_takes_no_frame():
@@ -331,7 +331,7 @@ def test_everything_passes_through_a_ring_unharmed(
     assert written == hashed == [data]
     window.abandon()
     ring.reclaim()
-    assert ring.spill.nbytes <= spill * STEP
+    assert ring.spill.count <= spill
 
 
 class Images(RuleBasedStateMachine):
@@ -387,7 +387,7 @@ class Images(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_bounded_and_bytes_are_right(self) -> None:
-        assert self.spill.nbytes <= 3 * STEP
+        assert self.spill.count <= 3
         for image in self.images:
             if image is not None:
                 image.check()

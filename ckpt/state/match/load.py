@@ -11,7 +11,7 @@ values, and the ``load_state_dict`` of objects is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -45,9 +45,8 @@ from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.state.tensors.per_rank import PerRank
 from ckpt.state.tensors.sharded import as_source
 from ckpt.state.walk.adapted import adapt
-from ckpt.state.walk.collect import find_parameters
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.modules import check_load, items_of, state_dict_errors, unwrap
+from ckpt.state.walk.modules import Parameters, check_load, items_of, state_dict_errors, unwrap
 from ckpt.state.walk.objects import (
     check_all_bounded,
     check_mode,
@@ -127,7 +126,7 @@ class _Match:
                 release(value)
         self._checkpoint = SavedState(manifest)
         selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
-        parameters = find_parameters(live, self._objects, last_walk)
+        parameters = _parameters_of(live, self._objects, last_walk)
         self._matcher = Matcher(self._checkpoint, selection, parameters)
         self._actions = self._matcher.actions
         self._is_in_object = False
@@ -426,3 +425,20 @@ class _Match:
 def _keyed_by(module: nn.Module) -> nn.Module:
     """Return the module in whose state dict the items of ``module`` have their keys."""
     return module.keyed_by() if isinstance(module, ModuleStandIn) else module
+
+
+def _parameters_of(
+    state: Mapping[str, Any], objects: Sequence[tuple[str, Any]], last_walk: LastWalk
+) -> Parameters:
+    """Return the parameters of the modules among ``objects``. The result also has the parameters of
+    the optimizers among ``objects`` that no module holds, if they are in the dicts, lists and
+    tuples of ``state``.
+    """
+    parameters = Parameters(
+        (value, last_walk.items(path, value))
+        for path, value in objects
+        if isinstance(value, nn.Module)
+    )
+    optimizers = [unwrap(value) for _, value in objects if isinstance(value, Optimizer)]
+    parameters.look_for(optimizers, walk_tensors(state))
+    return parameters

@@ -60,8 +60,9 @@ class TensorSink:
         self._direct_memories: dict[tuple[int, int], memoryview | None] = {}
         all_devices = {memory.device for memories in self._local_tensors for memory in memories}
         devices = [device for device in all_devices if device.type != "cpu"]
-        refuse_capture(devices, "restore")
-        drain(devices)
+        if devices:
+            refuse_capture(devices, "restore")
+            drain(devices)
         self._streams = {
             device: torch.accelerator.current_stream(device)
             for device in devices

@@ -223,23 +223,6 @@ class _Optimizers:
         return late_ids - eager_ids
 
 
-def find_parameters(
-    state: Mapping[str, Any], objects: Sequence[tuple[str, Any]], last_walk: LastWalk
-) -> Parameters:
-    """Return the parameters of the modules among ``objects``. The result also has the parameters of
-    the optimizers among ``objects`` that no module holds, if they are in the dicts, lists and
-    tuples of ``state``.
-    """
-    parameters = Parameters(
-        (value, last_walk.items(path, value))
-        for path, value in objects
-        if isinstance(value, nn.Module)
-    )
-    optimizers = [unwrap(value) for _, value in objects if isinstance(value, Optimizer)]
-    parameters.look_for(optimizers, walk_tensors(state))
-    return parameters
-
-
 class _Walk:
     """One walk over a state. ``out`` is its result."""
 
@@ -438,7 +421,9 @@ class _Walk:
             for entry in items.value_entries
             if self._choice.takes(f"{path}/{entry.fqn}")
         }
-        wrappers = module_wrappers(path, items, self._choice)
+        wrappers = Wrappers(items.tensors)
+        if not items.are_plain:
+            wrappers = module_wrappers(path, items, self._choice)
         values |= {name[len(path) + 1 :]: node for name, node in wrappers.nodes.items()}
         late_flags = list(map(self._late_parameters.__contains__, map(id, items.tensors)))
 
@@ -516,7 +501,7 @@ class _Walk:
         }
         settings, values = after_state_dict(path, optimizer, keeper.state)
         groups = self._group_nodes(settings, items.names, path)
-        node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.keys.node()}
+        node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.keys}
         if items.plain:
             node["plain"] = list(items.plain)
         if values:
@@ -535,7 +520,9 @@ class _Walk:
         is_late = optimizer in self._optimizers.members and self._optimizers.holds(optimizer)
         last = self._last_walk.optimizers.get(path)
         if last is not None and last.is_of(keeper, self._parameters, structure, self._choice):
-            wrappers = optimizer_wrappers(path, last)
+            wrappers = Wrappers(last.tensors)
+            if not last.are_plain:
+                wrappers = optimizer_wrappers(path, last)
             key = (is_late, last, *wrappers.key)
             if self._registry.add_known(path, key, wrappers.tensors):
                 return last, wrappers

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ckpt.state.tensors.declared import DeclaredPart
+from ckpt.state.tensors.layout import PLAIN
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.sharded import Piece
 
@@ -100,6 +101,7 @@ class ModuleItems:
             the same name. They may hold other parts of it.
         tensor_entries: The entries whose values are tensors.
         tensors: The values of ``tensor_entries``.
+        are_plain: True if each of them is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
         value_entries: The entries whose values are no tensors.
         piece_ids: The identity of each tensor that holds pieces of larger tensors.
         omissions: The canonical names of the items that are not saved.
@@ -113,6 +115,7 @@ class ModuleItems:
     holders: Mapping[int, tuple[int, ...]]
     tensor_entries: tuple[Entry, ...] = field(init=False)
     tensors: tuple[Source, ...] = field(init=False)
+    are_plain: bool = field(init=False)
     value_entries: tuple[Entry, ...] = field(init=False)
     piece_ids: frozenset[int] = field(init=False)
     omissions: tuple[str, ...] = ()
@@ -125,6 +128,7 @@ class ModuleItems:
         )
         object.__setattr__(self, "tensor_entries", tensor_entries)
         object.__setattr__(self, "tensors", tuple(entry.value for entry in tensor_entries))
+        object.__setattr__(self, "are_plain", PLAIN.issuperset(map(type, self.tensors)))
         object.__setattr__(self, "value_entries", value_entries)
         piece_ids = frozenset(
             id(entry.value) for entry in tensor_entries if entry.piece is not None

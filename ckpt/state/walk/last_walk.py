@@ -216,7 +216,7 @@ class OptimizerItems:
         tensors: The tensors of the state. A tensor that has several names occurs once for each.
         value_items: For each value of the state that is not a tensor, its index in
             ``Structure.values`` and its name.
-        keys: The order of the parameters in the state, and of the keys of each.
+        keys: The node of the order of the parameters in the state, and of the keys of each.
         plain: The keys whose tensors are plain though their parameters are ``DTensor`` objects, as
             ``part_of`` gives them, sorted.
         are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
@@ -285,7 +285,7 @@ class OptimizerItems:
                             self.tensors.append(value)
                         else:
                             self.value_items.append((index, state_name(path, part.path, key)))
-        self.keys = KeyOrder.of(orders, sorted(orders, key=start_by_path.__getitem__))
+        self.keys = KeyOrder.of(orders, sorted(orders, key=start_by_path.__getitem__)).node()
         self.plain = _plain_keys(self.owners, self.tensors)
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 

@@ -29,6 +29,7 @@ from ckpt.staging.device import Devices, is_ordered, refuse_capture
 from ckpt.staging.image import Image, copyable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Batch, Check, Snapshot
+from ckpt.staging.window import begin_image
 from ckpt.state.tensors.layout import Form, check_storage, form_of, leaf_of, local
 from ckpt.state.tensors.local_shards import LocalShards, Source
 from ckpt.state.tensors.zero_redundancy import keeper_of
@@ -85,7 +86,7 @@ class PreparedPlan:
         """
         for slot in slots:
             with self.lock:
-                _, batches = self._image_and_batches(slot, parts, overlap)
+                batches = self._batches(slot, parts, overlap)
                 if check == "sampled":
                     for batch in batches:
                         batch.sample.build()
@@ -113,14 +114,13 @@ class PreparedPlan:
             check: The ``check`` of ``SaveConfig``.
         """
         with self.lock:
-            image, batches = self._image_and_batches(slot, parts, overlap)
-            return Snapshot(step, batches, image.window(), check=check)
+            batches = self._batches(slot, parts, overlap)
+            window = begin_image(slot, self.plan.size, self.plan.header)
+            return Snapshot(step, batches, window, check=check)
 
-    def _image_and_batches(
-        self, slot: Slot, parts: Sequence[Part], overlap: bool
-    ) -> tuple[Image, list[Batch]]:
-        """Return the image in ``slot``, and the copies of each of ``parts`` into it. The image and
-        the copies of segments are kept with the slot.
+    def _batches(self, slot: Slot, parts: Sequence[Part], overlap: bool) -> list[Batch]:
+        """Return the copies of each of ``parts`` into the image in ``slot``. The image and the
+        copies of segments are kept with the slot.
         """
         layout: tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]] | None = slot.layouts.get(
             self
@@ -139,7 +139,7 @@ class PreparedPlan:
                     batches[(index, overlap)] = (part, batch)
             part_batches.append(batch)
             leaf_index += len(part.named_tensors) if isinstance(part, Segment) else 1
-        return image, part_batches
+        return part_batches
 
     def _batch(self, image: Image, part: Part, leaf_index: int, overlap: bool) -> Batch:
         """Return the copies of ``part`` into ``image``. ``leaf_index`` is the index of the first
@@ -236,7 +236,8 @@ class PlanCache:
         if self._plan is None or not _same_structure(self._structure, structure):
             self._plan = self._make_plan(walk_result.named_tensors)
         self._structure = structure
-        refuse_capture(self._plan.devices, "save_async")
+        if self._plan.devices:
+            refuse_capture(self._plan.devices, "save_async")
         return self._plan
 
     def forget(self) -> None:

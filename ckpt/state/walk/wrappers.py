@@ -5,6 +5,7 @@ inside of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,8 +25,9 @@ NameOf = Callable[[int], NameAndPiece | None]
 """A function from the index of a tensor to its name and piece, or None if it is not saved."""
 
 
+@dataclass(slots=True)
 class Wrappers:
-    """The wrapper tensors among the tensors of a module or optimizer. Each is taken apart once.
+    """The wrapper tensors among the tensors of a module or optimizer.
 
     Attributes:
         tensors: The tensors, with the innermost tensors in place of each wrapper tensor. Wrapper
@@ -33,25 +35,26 @@ class Wrappers:
         key: A value that is equal on the next save if the wrapper tensors have not changed. It does
             not cover the innermost tensors, so these must be compared separately.
         nodes: The name of each wrapper tensor -> its node in the manifest's tree.
-
-    Raises:
-        UnsupportedValue: A wrapper tensor cannot be saved. The error names it.
+        parts: The index of each wrapper tensor that is saved -> its parts.
     """
 
-    def __init__(
-        self, tensors: Sequence[Source], name_of: NameOf, *, are_plain: bool = False
-    ) -> None:
-        """Take apart the wrapper tensors among ``tensors``. ``name_of`` gives the name of each.
+    tensors: Sequence[Source]
+    key: tuple[Hashable, ...] = ()
+    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
+    parts: dict[int, WrapperParts] = field(default_factory=dict[int, WrapperParts])
 
-        ``are_plain`` is True if the caller knows that there are no wrapper tensors.
+    @classmethod
+    def among(cls, tensors: Sequence[Source], name_of: NameOf) -> Wrappers:
+        """Take apart the wrapper tensors among ``tensors``, each once. ``name_of`` gives the name
+        of each.
+
+        Raises:
+            UnsupportedValue: A wrapper tensor cannot be saved. The error names it.
         """
-        self._parts: dict[int, WrapperParts] = {}
-        self.tensors = tensors
-        self.key: tuple[Hashable, ...] = ()
-        self.nodes: dict[str, Node] = {}
-        if are_plain or not (indices := list(wrappers_in(tensors))):
-            return
+        parts_by_index: dict[int, WrapperParts] = {}
+        nodes: dict[str, Node] = {}
         parts_by_id: dict[int, WrapperParts] = {}
+        indices = list(wrappers_in(tensors))
         for index in indices:
             tensor, name_and_piece = tensors[index], name_of(index)
             if name_and_piece is None or not isinstance(tensor, torch.Tensor):
@@ -65,20 +68,17 @@ class Wrappers:
                 )
             if id(tensor) not in parts_by_id:
                 parts_by_id[id(tensor)] = take_apart(name, tensor)
-            parts = self._parts[index] = parts_by_id[id(tensor)]
-            self.nodes[name] = parts.layer.node(name, str)
-        unsaved_indices = set(indices) - self._parts.keys()
-        self.tensors = [
+            parts = parts_by_index[index] = parts_by_id[id(tensor)]
+            nodes[name] = parts.layer.node(name, str)
+        unsaved_indices = set(indices) - parts_by_index.keys()
+        inner_tensors = [
             inner
             for index, tensor in enumerate(tensors)
             if index not in unsaved_indices
-            for inner in self._innermost(index, tensor)
+            for inner in _innermost(tensor, parts_by_index.get(index))
         ]
-        self.key = tuple((index, parts.key) for index, parts in self._parts.items())
-
-    def _innermost(self, index: int, tensor: Source) -> list[Source]:
-        parts = self._parts.get(index)
-        return [tensor] if parts is None else [leaf for _, leaf in parts.layer.leaves()]
+        key = tuple((index, parts.key) for index, parts in parts_by_index.items())
+        return cls(inner_tensors, key, nodes, parts_by_index)
 
     def expand(self, index: int, item: NamedTensor) -> Iterator[NamedTensor]:
         """Yield ``item``. If its tensor is a wrapper tensor, yield an item for each innermost
@@ -88,7 +88,7 @@ class Wrappers:
             index: The position of the tensor of ``item`` among the tensors of the constructor.
             item: The tensor, and in ``replicas`` the ranks that have an equal copy.
         """
-        if (parts := self._parts.get(index)) is None:
+        if (parts := self.parts.get(index)) is None:
             yield item
             return
         for path, inner in parts.sources(item.replicas).items():
@@ -100,6 +100,10 @@ class Wrappers:
             )
 
 
+def _innermost(tensor: Source, parts: WrapperParts | None) -> list[Source]:
+    return [tensor] if parts is None else [leaf for _, leaf in parts.layer.leaves()]
+
+
 def module_wrappers(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
     """Return the wrapper tensors of the module at ``path`` that ``choice`` takes."""
 
@@ -108,7 +112,7 @@ def module_wrappers(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
         name = f"{path}/{entry.fqn}"
         return (name, entry.piece) if choice.takes(name) else None
 
-    return Wrappers(items.tensors, name_of)
+    return Wrappers.among(items.tensors, name_of)
 
 
 def optimizer_wrappers(path: str, items: OptimizerItems) -> Wrappers:
@@ -118,4 +122,4 @@ def optimizer_wrappers(path: str, items: OptimizerItems) -> Wrappers:
         part, key, _ = items.owners[index]
         return state_name(path, part.path, key), part.piece
 
-    return Wrappers(items.tensors, name_of, are_plain=items.are_plain)
+    return Wrappers.among(items.tensors, name_of)
