@@ -145,8 +145,8 @@ class ForeignFileMismatch(IntegrityError):
     """
 
     way = (
-        "put the file back as it was and where it was; or, if the folder is right as it is now, "
-        "adopt it again under the number of the step: ckpt adopt FOLDER ROOT --step N"
+        "put the file back as it was and where it was; or, if the folder was moved or is right as "
+        "it is now, adopt it again under the number of the step: ckpt adopt FOLDER ROOT --step N"
     )
 
     def __init__(self, key: str, detail: str, offset: int | None = None) -> None:

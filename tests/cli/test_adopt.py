@@ -124,6 +124,36 @@ def test_a_step_whose_folder_is_away_is_not_replaced_by_another_folder(cli: Cli)
     assert cli("verify", "runs", 12).code == 0
 
 
+def test_a_folder_that_was_moved_with_its_root_is_adopted_again(cli: Cli) -> None:
+    folder = Path("old/dcp/step-12")
+    save_dcp(folder)
+    path = folder.absolute() / "__0_0.distcp"
+    assert cli("adopt", folder, "old/runs/gpt").code == 0
+    Path("old").rename("new")
+    ran = cli("restore", "--root", "new/runs/gpt", "--step", 12, "--to", "near")
+    assert ran.code == 4
+    assert f"{str(path)!r}, from which the step was adopted, is gone" in ran.err
+    assert "if the folder was moved" in ran.err
+    assert "ckpt adopt FOLDER ROOT --step N" in ran.err
+    ran = cli("adopt", "new/dcp/step-12", "new/runs/gpt", "--step", 12)
+    assert ran.code == 0, ran.err
+    assert f"step 12 was adopted before, from {folder.absolute()}" in ran.err
+    assert len(list(Path("new/runs/gpt").glob("step-*"))) == 1
+    assert cli("verify", "new/runs/gpt").code == 0
+    check(Path("new/runs/gpt"))
+
+
+def test_a_folder_beside_its_root_that_moved_with_it_may_change(cli: Cli) -> None:
+    save_dcp(Path("old/dcp"), big=torch.zeros(9))
+    assert cli("adopt", "old/dcp", "old/runs", "--step", 12).code == 0
+    Path("old").rename("new")
+    assert cli("verify", "new/runs", 12).code == 0
+    changed(Path("new/dcp"), big=torch.ones(99))
+    ran = cli("adopt", "new/dcp", "new/runs", "--step", 12)
+    assert ran.code == 0, ran.err
+    assert torch.equal(load_state("new/runs", "big"), torch.ones(99))
+
+
 def test_a_step_that_is_pinned_stays_beside_the_one_that_replaces_it(cli: Cli) -> None:
     save_dcp(Path("dcp"), big=torch.zeros(9))
     assert cli("adopt", "dcp", "runs", "--step", 12).code == 0

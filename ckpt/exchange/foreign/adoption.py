@@ -49,7 +49,7 @@ from ckpt.exchange.foreign.imports import (
 from ckpt.exchange.foreign.joined_tensors import Locator
 from ckpt.exchange.foreign.own_part import OwnPart, Source
 from ckpt.exchange.foreign.rank_files import without_warnings
-from ckpt.exchange.foreign.renewal import changed_attempt, remove_attempt
+from ckpt.exchange.foreign.renewal import OldAttempt, remove_attempt, replaceable_attempt
 from ckpt.exchange.foreign.shaper import ImportReport, Shaper, digest_of
 from ckpt.exchange.foreign.sources import kind_of
 from ckpt.exchange.inert.inert_torch import Span
@@ -153,7 +153,7 @@ def adopt_checkpoint(
 
     Every byte of the files is read once, for the checksums. An error leaves the root as it was.
     A step that was adopted before from the same path, and whose files were changed since, is
-    replaced.
+    replaced, and so is a step whose folder was moved to ``source``.
 
     Args:
         foreign: The checkpoint to adopt.
@@ -176,9 +176,9 @@ def adopt_checkpoint(
         number = step_in(source) if step is None else step
         report = AdoptionReport(kind=kind, step=number)
         refs = (list_attempts or partial(committed, backend))()
-        old_ref: StepRef | None = None
+        old: OldAttempt | None = None
         if any(ref.step == number for ref in refs):
-            old_ref = changed_attempt(backend, number, source)
+            old = replaceable_attempt(backend, number, source)
         else:
             check_free(backend.url, number, refs)
         locator = Locator()
@@ -186,18 +186,16 @@ def adopt_checkpoint(
             state = read_foreign(foreign, report, locator)
         shaper = Shaper(report, foreign.plain, foreign.parameter_names)
         walk = collect(shaper.shape(state), rank=0)
-        _Adoption(backend, StepRef(number, new_attempt()), locator, report).write(
+        _Adoption(backend, StepRef(number, new_attempt()), locator, report, old).write(
             walk, shaper, os.path.abspath(source), on_progress
         )
-        if old_ref is not None:
-            remark = (
-                ""
-                if remove_attempt(backend, old_ref)
-                else f"; attempt {old_ref.attempt} stays beside it"
-            )
+        if old is not None:
+            is_removed = remove_attempt(backend, old.ref)
+            remark = "" if is_removed else f"; attempt {old.ref.attempt} stays beside it"
+            change = f"from {old.lost_path}" if old.lost_path else "and was damaged since"
             report.notes.append(
-                f"step {number} was adopted before, and was damaged since: it has the "
-                f"files as they are now{remark}"
+                f"step {number} was adopted before, {change}: it has the files as they are now"
+                f"{remark}"
             )
     return report
 
@@ -210,12 +208,19 @@ class _Adoption:
         ref: The step.
         locator: What has read the state.
         report: The report, which the adoption completes.
+        old: The attempt that the step replaces; None if there is none.
     """
 
     def __init__(
-        self, backend: StorageBackend, ref: StepRef, locator: Locator, report: AdoptionReport
+        self,
+        backend: StorageBackend,
+        ref: StepRef,
+        locator: Locator,
+        report: AdoptionReport,
+        old: OldAttempt | None,
     ) -> None:
         self._backend, self._ref, self._locator, self._report = backend, ref, locator, report
+        self._old = old
         self._chunk_bytes = SaveConfig().chunk_bytes
 
     def write(
@@ -228,6 +233,11 @@ class _Adoption:
             spans[span.path].append(span)
         files = [cut_file(path, spans[path], self._chunk_bytes) for path in sorted(spans)]
         chunk_tables = hash_files(files, on_progress)
+        if self._old is not None:
+            tables = enumerate(zip(files, chunk_tables, strict=True))
+            self._old.check_files(
+                File(file.path, rank, file.size, table) for rank, (file, table) in tables
+            )
         checksums = _Checksums(files, chunk_tables, self._locator)
         shaper.note_equal(checksums.digest)
         metadata = {
