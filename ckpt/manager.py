@@ -138,7 +138,7 @@ class CheckpointManager:
         self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         collect_lasting = partial(self._collect, lasting=True)
-        self._reserver = Reserver(self._saver, self._plans, collect_lasting, self._config)
+        self._reserver = Reserver(self._saver, self._plans, walk, collect_lasting, self._config)
         self._last_step: int | None = None
         self._newest_ref: StepRef | None = None  # The newest save that the saver has begun
         self._restore_count = 0
@@ -477,6 +477,7 @@ class CheckpointManager:
                 self._listers, for_newest=selector is None, evaluates=not rollback
             ),
             readers as workers,
+            self._last_walk.forget_on_error(),
         ):
             context = RestoreContext(
                 tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,

@@ -353,6 +353,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------
 
 
+def is_zero(optimizer: Optimizer) -> bool:
+    """Return True if ``optimizer`` is torch's ``ZeroRedundancyOptimizer``."""
+    api = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return api is not None and isinstance(optimizer, api.ZeroRedundancyOptimizer)
+
+
 def overlaps_with_ddp(optimizer: Optimizer) -> bool:
     """Return True if ``optimizer`` is a ``ZeroRedundancyOptimizer`` that steps during
     ``backward()``.

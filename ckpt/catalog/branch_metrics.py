@@ -29,7 +29,7 @@ from ckpt.errors import (
 from ckpt.model.keys import StepId, StepRef
 from ckpt.model.metrics import metrics_of
 from ckpt.model.rollback import Rollback, current_branch, last_rollback
-from ckpt.model.selector import BestStep, BranchStep, LatestStep, Selector, resolve, why_none
+from ckpt.model.selector import BestStep, BranchStep, LatestStep, NamedStep, resolve, why_none
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo, StorageBackend
 
@@ -168,11 +168,11 @@ def chosen_step(
 
 def step_on(
     stores: Sequence[StorageBackend],
-    selector: Selector | None,
+    selector: NamedStep,
     modes: Callable[[], Mapping[str, Mode]],
-) -> StepId | None:
-    """Return the step that ``selector`` names on the stores of a run; None for the newest. The name
-    of a branch stands for one attempt.
+) -> StepId:
+    """Return the step that ``selector`` names on the stores of a run. The name of a branch stands
+    for one attempt.
 
     All stores are asked, since any of them may have the best step. ``modes`` is called for a best
     step, and returns which values of a metric are the best, by its name.
@@ -181,8 +181,6 @@ def step_on(
         StorageError: A store denies access or does not answer.
         NoCheckpoint, ConfigError: As for ``chosen_step``.
     """
-    if selector is None or isinstance(selector, int):
-        return selector
     if isinstance(selector, BranchStep):
         return find_branch(stores, selector)
     roots = [MetricsReader(store).read(selector) for store in stores]

@@ -90,7 +90,8 @@ class BranchStep:
         return f"{_BRANCH}{self.name}"
 
 
-Selector = int | LatestStep | BestStep | BranchStep
+NamedStep = LatestStep | BestStep | BranchStep
+Selector = int | NamedStep
 
 
 def is_selector(text: str) -> bool:

@@ -60,7 +60,8 @@ class Sources:
 
 
 class NodeSurvey:
-    """The node survey of one restore. All ranks enter it as a context manager.
+    """The node survey of one restore from tiers of which some are local to nodes. All ranks enter
+    it as a context manager.
 
     On entry, the lowest rank of each node posts which steps its node has. If there are several
     nodes, it also starts a server. The leader reads the posted records. On exit, the servers are
@@ -88,7 +89,7 @@ class NodeSurvey:
         rank = coordinator.rank
         # The lowest rank of a node announces the steps of the node.
         self._own_tiers = [
-            tier for tier in tiers if _is_node_local(tier) and rank in _lowest_ranks(tier)
+            tier for tier in tiers if tier.is_node_local and rank in _lowest_ranks(tier)
         ]
         self._all_peers: list[Peer] | None = None
         self._server: NodeServer | None = None
@@ -190,7 +191,7 @@ class NodeSurvey:
             candidate: The step.
             stores: The stores that the method ``stores`` has returned.
         """
-        if not _is_node_local(self._tiers[candidate.nearest]) or self._is_on_shared_tier(
+        if not self._tiers[candidate.nearest].is_node_local or self._is_on_shared_tier(
             candidate, stores
         ):
             return ""
@@ -238,9 +239,7 @@ class NodeSurvey:
         return self._all_peers
 
     def _gather(self) -> list[Peer]:
-        ranks = {
-            rank for tier in self._tiers if _is_node_local(tier) for rank in _lowest_ranks(tier)
-        }
+        ranks = {rank for tier in self._tiers if tier.is_node_local for rank in _lowest_ranks(tier)}
         wait = Wait(_START_SECONDS, "what its node has")
         messages = gather(self._coordinator, self._subject, wait, ranks=ranks)
         return [_peer_decoder.decode(message) for message in messages.values()]
@@ -248,7 +247,7 @@ class NodeSurvey:
     def _is_on_shared_tier(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> bool:
         """Return True if a shared tier has the step as a checkpoint."""
         for position in candidate.reachable:
-            if not _is_node_local(self._tiers[position]):
+            if not self._tiers[position].is_node_local:
                 with suppress(StorageError):
                     if is_committed(stores[position], candidate.ref):
                         return True
@@ -327,17 +326,6 @@ class NodeSurvey:
         ]
 
 
-def survey_of(
-    tiers: Sequence[OpenTier], coordinator: Coordinator, *, subject: str, step: int | None
-) -> NodeSurvey | None:
-    """Return the node survey of one restore, or None if each node sees the same files on all
-    ``tiers``.
-    """
-    if not any(map(_is_node_local, tiers)):
-        return None
-    return NodeSurvey(tiers, coordinator, subject=subject, step=step)
-
-
 def copy_count(peers: Sequence[Peer], tier: int) -> int:
     """Return the largest number of copies that the nodes have of any file on a tier, between 1 and
     4. The result is the same on all ranks that have the same ``peers``.
@@ -371,13 +359,6 @@ def _list_or_nothing(backend: StorageBackend) -> RootContents:
     except CkptError as error:
         _log.warning("ckpt: the contents of %s cannot be listed: %s", backend.url, error)
         return RootContents([])
-
-
-def _is_node_local(tier: OpenTier) -> bool:
-    """Return True if a node may see only its own part of each step on ``tier``, because the tier is
-    local to the node.
-    """
-    return tier.nodes is not None or tier.tier.local is True
 
 
 def _lowest_ranks(tier: OpenTier) -> tuple[int, ...]:

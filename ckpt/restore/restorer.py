@@ -37,8 +37,8 @@ from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.levels import without_collector
 from ckpt.model.patterns import no_match_error
 from ckpt.model.rollback import Rollback, heads_of, last_rollback
-from ckpt.model.selector import Selector
-from ckpt.nodes.survey import NodeSurvey, Sources, survey_of
+from ckpt.model.selector import NamedStep, Selector
+from ckpt.nodes.survey import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.chunk_reader import Sink
@@ -227,7 +227,9 @@ class Restorer:
         skips: list[tuple[int, str]] = []
         subject = f"{self._rounds.subject}/nodes"
         number = step if isinstance(step, int) else None
-        neighbours = survey_of(self._tiers, self._coordinator, subject=subject, step=number)
+        neighbours: NodeSurvey | None = None
+        if any(tier.is_node_local for tier in self._tiers):
+            neighbours = NodeSurvey(self._tiers, self._coordinator, subject=subject, step=number)
         with neighbours or nullcontext():
             outcome = self._restore_first(state, step, skips, neighbours)
         if outcome is not None:
@@ -237,17 +239,12 @@ class Restorer:
             report = replace(report, seconds=seconds, skipped=tuple(skips))
             self._announce(report, is_empty=not state_match.leaves)
             return report
+        urls = ", ".join(tier.url for tier in self._tiers)
         if not skips and step is None:
             if self._coordinator.rank == LEADER:  # A first start is normal, so this is no warning
-                _log.info(
-                    "ckpt: nothing is restored: there is no checkpoint in %s",
-                    ", ".join(tier.url for tier in self._tiers),
-                )
+                _log.info("ckpt: nothing is restored: there is no checkpoint in %s", urls)
             return None
-        raise NoCheckpoint(
-            ", ".join(tier.url for tier in self._tiers),
-            why_none(step, skips, self._is_overwritten),
-        )
+        raise NoCheckpoint(urls, why_none(step, skips, self._is_overwritten))
 
     def _restore_first(
         self,
@@ -339,7 +336,8 @@ class Restorer:
         finish = neighbours.on_shared_tiers(finisher.finish) if neighbours else finisher.finish
         node_rollback = neighbours.rollback() if neighbours else None
         tiers, urls = zip(*((tier.tier, tier.url) for tier in self._tiers), strict=True)
-        number = step_on(stores, step, partial(modes_of_run, tiers, urls))
+        modes = partial(modes_of_run, tiers, urls)
+        number = step_on(stores, step, modes) if isinstance(step, NamedStep) else step
         rollback = last_rollback([node_rollback, self._known_rollback])
         for candidate in candidates(
             stores, number, workers=self._listers, finish=finish, rollback=rollback

@@ -166,11 +166,14 @@ class Claim:
 
     def warn(self) -> None:
         """Log a warning if ``take`` would fail, since the root belongs to a job that is alive.
-        There is none about another manager of this process, for whose saves ``take`` waits.
+        There is none about another manager of this process, for whose saves ``take`` waits, and
+        none on a rank that is not the leader.
 
         Raises:
             StorageError: The store has failed.
         """
+        if self.is_claimed or self._takeover_post is not None:
+            return
         owner = read_owner(self._backend)
         if owner is not None and refuses(owner, self._owner) and owner.work is None:
             _log.warning(

@@ -92,9 +92,9 @@ class Backfill:
     def begin(self, url: str) -> None:
         """Start to copy in the background, and return at once.
 
-        The saver calls this after each commit of a step on a durable tier. The first call starts
-        the copies. Later calls start those again that the tier ``url`` has not taken, each time
-        after twice as many commits as before.
+        The saver of a job that has restored a step calls this after each commit of a step on a
+        durable tier. The first call starts the copies. Later calls start those again that the tier
+        ``url`` has not taken, each time after twice as many commits as before.
         """
         if (restored_ref := self._earlier.begin()) is not None:
             self._restored_ref = restored_ref

@@ -46,7 +46,7 @@ class EarlierSteps:
         self._listing_end = threading.Event()
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job has restored ``ref`` and continues from it."""
+        """Note that the job has restored ``ref``, from which it continues with its first save."""
         with self._lock:
             self._restored_ref = ref
 
@@ -173,12 +173,13 @@ class JobSteps:
         belong to the job's history any more.
         """
         with self._change:
+            has_begun = self.durable_step >= 0
             self.restored, self.durable_step = ref, min(self.durable_step, ref.step)
             self.restores += 1
             self._newest = {
                 url: newest for url, newest in self._newest.items() if newest.step <= ref.step
             }
-        if self._earlier is not None:
+        if self._earlier is not None and not has_begun:
             self._earlier.set_restored(ref)
 
     def has_abandoned(self, ref: StepRef) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt.config import SaveConfig
 from ckpt.save.saver import Saver
 from ckpt.state.walk.collect import WalkResult
+from ckpt.state.walk.last_walk import LastWalk
 from ckpt.state.walk.objects import has_optimizer
 from ckpt.state.walk.prepare import PlanCache, growth_of
 
@@ -22,6 +23,7 @@ class Reserver:
     Args:
         saver: The owner of the slots.
         plans: Gets the plan, which the first save then uses.
+        last_walk: The results of the last walk over the state.
         collect: Finds the tensors of a state.
         config: The settings of saves.
 
@@ -32,10 +34,12 @@ class Reserver:
         self,
         saver: Saver,
         plans: PlanCache,
+        last_walk: LastWalk,
         collect: Callable[[Mapping[str, Any]], WalkResult],
         config: SaveConfig,
     ) -> None:
-        self._saver, self._plans, self._collect, self._config = saver, plans, collect, config
+        self._saver, self._plans, self._last_walk = saver, plans, last_walk
+        self._collect, self._config = collect, config
 
     def reserve(self, state: Mapping[str, Any]) -> None:
         """Begin to reserve the memory in the background. See ``CheckpointManager.prepare``."""
@@ -53,12 +57,14 @@ class Reserver:
         self._saver.reserve(nbytes, None if growth else warm, devices=preparation.devices)
 
     def reserve_quietly(self, state: Mapping[str, Any]) -> None:
-        """Reserve the memory after a restore, if the state has an optimizer.
+        """Reserve the memory after a restore, if the state has an optimizer. Otherwise the job may
+        only evaluate, and nothing is kept of the state.
 
-        Errors are only logged: the first save raises them, and a job that only evaluates never
-        saves.
+        Errors are only logged: the first save raises them.
         """
         if not has_optimizer(state):
+            self._last_walk.forget()
+            self._plans.forget()
             return
         try:
             self.reserve(state)

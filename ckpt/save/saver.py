@@ -227,7 +227,7 @@ class Saver:
         if for_newest:
             await_others(self._coordinator.attempt)
         writers = () if evaluates else self._durable
-        warnings = [workers.submit(writer.warn_of_owner) for writer in writers]
+        warnings = [workers.submit(writer.root.warn) for writer in writers]
         yield
         wait(warnings, _OWNERS_SECONDS)
 
@@ -484,7 +484,8 @@ class Saver:
         """After a commit, start copies on other nodes, the backfill and pruning."""
         if self._replicas is not None:
             self._replicas.committed(writer.tier, ref, partial(self._remove_earlier_steps, writer))
-        if not writer.in_memory and self._backfill is not None:
+        has_restored = self.steps.restored is not None
+        if has_restored and self._backfill is not None and not writer.in_memory:
             self._backfill.begin(writer.url)
         self.slots.look_again()
         with self._lock:

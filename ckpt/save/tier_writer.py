@@ -290,15 +290,6 @@ class TierWriter:
         with self._turn_lock, errors_of(self.url):
             self._take_over()
 
-    def warn_of_owner(self) -> None:
-        """Log a warning if the root belongs to a job that is alive, so that a save would fail.
-
-        Raises:
-            StorageError: The store has failed.
-        """
-        if self._node_coordinator.rank == LEADER and not self.root.is_claimed:
-            self.root.warn()
-
     def remove_earlier_steps(self, restored: StepRef | None = None) -> None:
         """Remove the steps that earlier jobs left on this tier in memory, and so free the memory.
         Only the leader of the node does this.

@@ -97,6 +97,8 @@ class OpenTier:
             None.
         url: The URL of the tier for display, without credentials.
         in_memory: True if the tier keeps images in the memory in which they are staged.
+        is_node_local: True if a node may see only its own part of each step, because the tier is
+            local to the node.
     """
 
     index: int
@@ -105,10 +107,13 @@ class OpenTier:
     nodes: Nodes | None = None
     url: str = field(init=False)
     in_memory: bool = field(init=False)
+    is_node_local: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", self.backend.url)
         object.__setattr__(self, "in_memory", isinstance(self.backend, AdoptsFiles))
+        is_node_local = self.nodes is not None or self.tier.local is True
+        object.__setattr__(self, "is_node_local", is_node_local)
 
     @property
     def required(self) -> bool:

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.coordination.leaving import own_coordinator
 from ckpt.coordination.single import SingleCoordinator, new_attempt
+from ckpt.errors import CommitError
 
 
 def test_attempts_are_new_each_time_and_fit_a_folder():
@@ -34,12 +37,26 @@ def test_the_first_verdict_stands():
 
 
 def test_what_is_forgotten_takes_its_verdicts_along(tmp_path):
-    alone = SingleCoordinator()
-    with CheckpointManager(
-        [tmp_path / "near", Tier(str(tmp_path / "far"), capacity="1GB")], coordinator=alone
-    ) as manager:
+    tiers = [tmp_path / "near", Tier(str(tmp_path / "far"), capacity="1GB")]
+    with CheckpointManager(tiers) as manager:
+        alone = manager._coordinator
+        assert isinstance(alone, SingleCoordinator)
         for step in range(3):
             manager.save({"x": torch.zeros(3)}, step)
         assert alone.set_once("step", b"stays") == b"stays"
         alone.forget("ste")
         assert list(alone._verdicts) == ["step"]
+
+
+def test_who_leaves_says_nothing_more_and_leaves_the_object_of_others_alone():
+    shared = SingleCoordinator()
+    own = own_coordinator(shared)
+    assert own.attempt == shared.attempt
+    own.post("s", b"word")
+    own.leave("interrupted")
+    with pytest.raises(CommitError, match="has left"):
+        own.post("s", b"word")
+    with pytest.raises(CommitError, match="has left"):
+        own.clone().set_once("s", b"word")
+    shared.post("s", b"word")
+    assert shared.set_once("s", b"word") == b"word"

@@ -4,8 +4,9 @@ import gc
 import logging
 import pickle
 import uuid
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -411,3 +412,27 @@ def test_tensors_that_a_restore_makes_in_inference_mode_can_be_trained(tmp_path:
         train(one, 2)
     pairs = zip(state["model"].parameters(), fresh["model"].parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_manager_keeps_nothing_of_a_state_that_is_evaluated_or_does_not_fit(
+    tmp_path: Path, fits: bool
+) -> None:
+    def restored(manager: CheckpointManager) -> weakref.ref[nn.Module]:
+        """Return the model that the call does not need any more."""
+        model = nn.Linear(4 if fits else 5, 4)
+        state: dict[str, Any] = {"model": model}
+        if not fits:
+            state["optimizer"] = torch.optim.AdamW(model.parameters())
+        with nullcontext() if fits else suppress(RestoreError):
+            manager.restore(state)
+        return weakref.ref(model)
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save({"model": model, "optimizer": optimizer}, 1, only="model" if fits else None)
+    with CheckpointManager(tmp_path / "run") as manager:
+        model_ref = restored(manager)
+        gc.collect()
+        assert model_ref() is None

@@ -160,6 +160,17 @@ def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers
     assert steps.protected_refs(tiers[0]) == {THREE}
 
 
+def test_a_job_that_has_saved_before_its_first_restore_fills_no_tier(tiers) -> None:
+    near, _ = tiers
+    near.backend.put(ONE.manifest, [b"{}"])
+    earlier = EarlierSteps(tiers, "b" * 12, 30)
+    steps = JobSteps(tiers, earlier)
+    steps.set_committed(near, StepRef(2, "b" * 12))
+    steps.set_restored(ONE)
+    assert steps.protected_refs(near) == frozenset()
+    assert earlier.begin() is None
+
+
 def test_all_steps_stay_on_a_tier_that_the_backfill_cannot_list(tiers) -> None:
     near, far = tiers
     farthest = OpenTier(2, far.tier, far.backend)

@@ -21,7 +21,7 @@ from ckpt.errors.storage import frameless
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
-from ckpt.model.selector import selector_of
+from ckpt.model.selector import NamedStep, selector_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.observe.metric_modes import modes_of_run
@@ -59,7 +59,11 @@ class OpenCheckpoint:
         self.root = self._backend.url
         try:
             modes = partial(modes_of_run, [tier], [self.root])
-            number = step_on([self._backend], selector, modes)
+            number = (
+                step_on([self._backend], selector, modes)
+                if isinstance(selector, NamedStep)
+                else selector
+            )
             ref = find(self._backend, number)[0]
             manifest = read_manifest(self._backend, ref)
         except BaseException:

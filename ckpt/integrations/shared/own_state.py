@@ -8,9 +8,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.state.tensors.zero_redundancy import is_zero
 from ckpt.state.walk.modules import check_kind, unwrap
 from ckpt.state.walk.stand_in import OptimizerStandIn
+from ckpt.torch_private import is_zero
 
 
 class OwnState:

@@ -38,9 +38,14 @@ from ckpt.state.match.selection import (
     removed_from,
     with_prefix,
 )
-from ckpt.state.match.targets import has_live, has_sharded, holds_names
+from ckpt.state.match.targets import (
+    forget_copies,
+    has_live,
+    has_sharded,
+    holds_names,
+    release_gathered,
+)
 from ckpt.state.tensors.arrays import is_fillable
-from ckpt.state.tensors.gathered import forget_copies, release
 from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.state.tensors.per_rank import PerRank
 from ckpt.state.tensors.sharded import as_source
@@ -76,7 +81,7 @@ def match(
     of the last walk over the state; None if there was none.
 
     The call frees the parameters that FSDP has gathered, so all ranks make it in the same order
-    (see ``gathered.release``). It also calls the ``state_dict()`` of some objects of the state.
+    (see ``release_gathered``). It also calls the ``state_dict()`` of some objects of the state.
 
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: The manifest
@@ -123,7 +128,7 @@ class _Match:
         refresh_stand_ins(self._objects)
         for _, value in self._objects:
             if isinstance(value, nn.Module):
-                release(value)
+                release_gathered(value)
         self._checkpoint = SavedState(manifest)
         selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
         parameters = _parameters_of(live, self._objects, last_walk)

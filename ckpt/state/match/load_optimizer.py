@@ -32,7 +32,6 @@ from ckpt.state.match.saved import ABSENT, SavedParameter, is_mapping, tag
 from ckpt.state.tensors.layout import empty_in_order, is_plain
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.wrapped import is_wrapper
-from ckpt.state.tensors.zero_redundancy import keeper_of
 from ckpt.state.walk.items import Part
 from ckpt.state.walk.modules import (
     PLACELESS,
@@ -49,7 +48,7 @@ from ckpt.state.walk.modules import (
     placeless,
     state_name,
 )
-from ckpt.state.walk.packing import member_like
+from ckpt.state.walk.optimizer_state import keeper_of, member_like
 from ckpt.state.walk.stand_in import OptimizerStandIn
 
 _IMPLEMENTATION_SETTINGS: Final = frozenset(

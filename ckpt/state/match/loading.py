@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ckpt.errors import CkptError, RestoreError
-from ckpt.state.tensors.zero_redundancy import Keeper, is_zero
 from ckpt.state.walk.modules import is_on_device
-from ckpt.state.walk.packing import pack
+from ckpt.state.walk.optimizer_state import Keeper, pack
 from ckpt.state.walk.stand_in import OptimizerStandIn
-from ckpt.torch_private import optimizer_hooks
+from ckpt.torch_private import is_zero, optimizer_hooks
 
 _PARAMETERS: Final = "params"
 _NAMES: Final = "param_names"

@@ -27,7 +27,7 @@ from ckpt.model.views import View, sizes
 from ckpt.state.match.targets import memory_of
 from ckpt.state.tensors.layout import is_expanded, is_plain, local, view_in
 from ckpt.state.tensors.local_shards import Source
-from ckpt.state.tensors.zero_redundancy import keeper_of
+from ckpt.state.walk.optimizer_state import keeper_of
 from ckpt.torch_private import storage_identity
 
 Targets = Mapping[Hashable, tuple[str, Source | None]]

@@ -1,14 +1,22 @@
-"""Test the properties of a state's values that decide how a restore treats them.
+"""Test the properties of a state's values that decide how a restore treats them, and remove the
+copies of parameters that torch keeps.
 
 Targets may share a part of their memory: a flat buffer and views of it, a matrix and its transpose,
 or an expanded tensor, whose elements share memory. If one of these targets is filled, others
 change. So the restore first reads the values of each target into separate memory (``read_apart``).
 It then copies them into the targets one after another, and checks that each target has the values
 that were read for it.
+
+A restore does not fill the copies. FSDP keeps the gathered parameters of some modules after a
+forward pass, and its next forward pass uses them again. ``torch.autocast`` keeps parameters that it
+has converted to the lower precision until its outermost block ends. A graph that inductor has
+frozen holds parameters as constants.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -28,6 +36,16 @@ from ckpt.state.tensors.per_rank import PerRank
 from ckpt.state.tensors.sharded import as_source
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.objects import declares_state, has_only_values, is_stateful
+from ckpt.torch_private import (
+    fsdp1_handle,
+    fsdp1_reshard,
+    fsdp1_wrappers,
+    fsdp2_groups,
+    has_frozen_graphs,
+    may_be_gathering,
+)
+
+_log = logging.getLogger("ckpt")
 
 
 def memory_of(target: Source) -> Hashable:
@@ -212,3 +230,43 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch."))
     plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
+
+
+def release_gathered(module: nn.Module) -> None:
+    """Free the parameters that FSDP has gathered in ``module``, so that the next forward pass
+    gathers the restored parameters.
+
+    All ranks call this function in the same order, since it waits for the end of an all-gather that
+    is under way. Parameters of FSDP1 inside ``summon_full_params()`` stay gathered.
+    """
+    for _, wrapper in fsdp1_wrappers(module):
+        if (handle := fsdp1_handle(wrapper)) is not None:
+            fsdp1_reshard(handle)
+    for child in _fsdp2_modules(module):
+        if any(map(may_be_gathering, fsdp2_groups(child))):
+            # A call of ``unshard(async_op=True)`` may be under way, and this call waits for it.
+            child.unshard()
+        child.reshard()
+
+
+def forget_copies() -> None:
+    """Drop the converted parameters that ``torch.autocast`` keeps, and all compiled graphs of this
+    process if inductor may have frozen one. Torch makes both again when it needs them.
+    """
+    torch.clear_autocast_cache()
+    if has_frozen_graphs():
+        _log.warning(
+            "ckpt: torch.compile has frozen parameters into a graph of this process: all graphs "
+            "are compiled again after this restore"
+        )
+        torch.compiler.reset()
+
+
+def _fsdp2_modules(module: nn.Module) -> list[Any]:
+    """Return the modules in ``module`` that ``fully_shard`` has wrapped."""
+    api: Any = sys.modules.get("torch.distributed.fsdp")
+    return (
+        []
+        if api is None
+        else [child for child in module.modules() if isinstance(child, api.FSDPModule)]
+    )

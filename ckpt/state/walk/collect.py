@@ -35,7 +35,6 @@ from ckpt.state.tensors.local_shards import LocalShards, Source
 from ckpt.state.tensors.per_rank import PerRank
 from ckpt.state.tensors.sharded import as_source
 from ckpt.state.tensors.wrapped import is_wrapper, kind_of, take_apart
-from ckpt.state.tensors.zero_redundancy import Keeper, keeper_of
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.advice import advice_for
 from ckpt.state.walk.items import ModuleItems, Part
@@ -61,7 +60,13 @@ from ckpt.state.walk.objects import (
     walk_objects,
     walk_tensors,
 )
-from ckpt.state.walk.packing import after_state_dict, before_state_dict, plain_of
+from ckpt.state.walk.optimizer_state import (
+    Keeper,
+    after_state_dict,
+    before_state_dict,
+    keeper_of,
+    plain_of,
+)
 from ckpt.state.walk.segments import NamedTensor, Segment, Table, views_of
 from ckpt.state.walk.stand_in import OptimizerStandIn
 from ckpt.state.walk.tied_tensors import Registry

@@ -10,7 +10,8 @@ speed of C, and calls no ``state_dict()``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, Final, NamedTuple
@@ -26,7 +27,6 @@ from ckpt.model.values import Node
 from ckpt.state.tensors.declared import DeclaredPart, declarations
 from ckpt.state.tensors.layout import PLAIN, is_plain
 from ckpt.state.tensors.local_shards import Source
-from ckpt.state.tensors.zero_redundancy import Keeper
 from ckpt.state.walk.items import ModuleItems, Part
 from ckpt.state.walk.modules import (
     Parameters,
@@ -38,6 +38,7 @@ from ckpt.state.walk.modules import (
     state_name,
 )
 from ckpt.state.walk.objects import Choice
+from ckpt.state.walk.optimizer_state import Keeper
 from ckpt.state.walk.segments import Segment, Table
 from ckpt.state.walk.stand_in import ModuleStandIn
 
@@ -150,6 +151,17 @@ class LastWalk:
         self.optimizers.clear()
         self.versions.clear()
         self._choices.clear()
+
+    @contextmanager
+    def forget_on_error(self) -> Generator[None]:
+        """Return a context manager that calls ``forget`` if its block raises. The caller of the
+        block may then give the state up, and build another one.
+        """
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
 
 
 class Structure:

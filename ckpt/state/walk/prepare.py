@@ -32,8 +32,8 @@ from ckpt.staging.snapshot import Batch, Check, Snapshot
 from ckpt.staging.window import begin_image
 from ckpt.state.tensors.layout import Form, check_storage, form_of, leaf_of, local
 from ckpt.state.tensors.local_shards import LocalShards, Source
-from ckpt.state.tensors.zero_redundancy import keeper_of
 from ckpt.state.walk.collect import WalkResult
+from ckpt.state.walk.optimizer_state import keeper_of
 from ckpt.state.walk.segments import NamedTensor, Segment
 from ckpt.storage.tiers import OpenTier
 

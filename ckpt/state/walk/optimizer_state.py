@@ -1,4 +1,8 @@
-"""Give an optimizer the form of its ``state_dict()``, and run the hooks of that method.
+"""Find the state of an optimizer on this rank, give it the form of a ``state_dict()``, and run the
+hooks of that method.
+
+The state belongs to the optimizer itself. That of a ``ZeroRedundancyOptimizer`` belongs to the
+optimizer inside of it, which has this rank's share of the parameters.
 
 A setting that is a member of an enum is saved as the number or text it equals. A checkpoint names
 no class, so only the optimizer in the state knows the enum.
@@ -7,19 +11,64 @@ no class, so only the optimizer in the state knows the enum.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
+import torch
 from torch.optim import Optimizer
 
 from ckpt.errors import UnsupportedValue
 from ckpt.state.walk.modules import OWN_STATE, state_dict_errors
-from ckpt.torch_private import optimizer_hooks
+from ckpt.torch_private import is_zero, optimizer_hooks, overlaps_with_ddp
 
 _GROUPS: Final = "param_groups"
 _PARAMETERS: Final = "params"
 _STATE: Final = "state"
+State = MutableMapping[torch.Tensor, dict[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """The state of an optimizer on this rank.
+
+    Attributes:
+        state: The state of each parameter.
+        own_ids: The identities (``id``) of the parameters whose state this rank keeps; None if it
+            keeps the state of all.
+    """
+
+    state: State
+    own_ids: frozenset[int] | None = None
+
+    def keeps(self, parameter: torch.Tensor) -> bool:
+        """Return True if this rank keeps the state of ``parameter``."""
+        return self.own_ids is None or id(parameter) in self.own_ids
+
+
+def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
+    """Return the state of ``optimizer``, which is at ``path`` in the state to save or restore.
+
+    The result has no parameter groups. ``optimizer.param_groups`` has all parameters, also for a
+    ``ZeroRedundancyOptimizer``.
+
+    Raises:
+        UnsupportedValue: ``optimizer`` is a ``ZeroRedundancyOptimizer`` that steps during
+            ``backward()``.
+    """
+    if not is_zero(optimizer):
+        return Keeper(optimizer.state)
+    if overlaps_with_ddp(optimizer):
+        raise UnsupportedValue(
+            path,
+            "ZeroRedundancyOptimizer with overlap_with_ddp, which steps inside of backward()",
+            "make it with overlap_with_ddp=False",
+        )
+    inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
+    return Keeper(
+        inner.state, frozenset(id(p) for group in inner.param_groups for p in group["params"])
+    )
 
 
 def pack(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[str, Any]:
