@@ -6,6 +6,7 @@ and the values that are accepted.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -55,6 +56,17 @@ def text_of(value: object) -> str:
     """
     is_plain = value is None or isinstance(value, str | bytes | bool | int | float)
     return repr(value) if is_plain else f"<{type(value).__name__}>"
+
+
+def place(name: str, value: object, purpose: str) -> str:
+    """Return the folder or URL ``value`` as a string. Raise if it is none."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(
+            f"{name}={text_of(value)}: {purpose}, such as 'runs/gpt' or 's3://bucket/run42'"
+        )
+    return value
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:

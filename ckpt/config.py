@@ -47,6 +47,7 @@ from ckpt.checks import (
     known_only,
     number,
     one_of,
+    place,
     text_of,
     true_or_false,
     whole,
@@ -164,6 +165,9 @@ class Tier:
             any other tier.
         buddies: How many other nodes keep copies of the files of each node, so that a step
             outlives the loss of a node. Only a tier that is local to each node can have buddies.
+        base: The root of another run on the same store, such as "s3://bucket/base-run". Frozen
+            parameters that its newest step has too are not written again: the saves of this run
+            refer to that step, which the other root keeps as long as they do.
     """
 
     url: str
@@ -178,6 +182,7 @@ class Tier:
     local: bool | None = None
     buddies: int = 0
     best_counts: bool = False
+    base: str | None = None
 
     def __new__(cls, *args: object, **fields: object) -> Self:
         """Check the names of the keyword arguments. An unknown name raises the same `ConfigError`
@@ -192,13 +197,10 @@ class Tier:
         return redact(f"Tier({', '.join(values)})")
 
     def __post_init__(self) -> None:
-        if isinstance(self.url, os.PathLike):
-            object.__setattr__(self, "url", os.fspath(self.url))
-        if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"url={text_of(self.url)}: a tier needs a folder or a URL, such as 'runs/gpt' or "
-                "'s3://bucket/run42'"
-            )
+        object.__setattr__(self, "url", place("url", self.url, "a tier needs a folder or a URL"))
+        if self.base is not None:
+            purpose = "a base is the root of another run, a folder or a URL"
+            object.__setattr__(self, "base", place("base", self.base, purpose))
         if not isinstance(self.options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"options of {self.url!r} must be a table of names and values, not "
@@ -701,7 +703,7 @@ def _config_of(table: Mapping[str, Any], file_path: str) -> Config:
 
 
 def _tier_of(row: object, folder: str) -> Tier:
-    """Return the tier of a row of ``[[tiers]]``. Its path is relative to ``folder``."""
+    """Return the tier of a row of ``[[tiers]]``. Its paths are relative to ``folder``."""
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
     known_only("tiers.", row, tuple(Tier.__dataclass_fields__))
@@ -709,11 +711,14 @@ def _tier_of(row: object, folder: str) -> Tier:
     if isinstance(best := settings.get("keep_best"), list):
         settings["keep_best"] = tuple(best)
     tier = Tier(**settings)
-    if tier.url == MEMORY:
-        return tier
-    if folder and "://" not in tier.url and "::" not in tier.url and not tier.url.startswith("~"):
-        return replace(tier, url=os.path.join(folder, tier.url))
-    return tier
+    base = tier.base and _beside_file(tier.base, folder)
+    return replace(tier, url=_beside_file(tier.url, folder), base=base)
+
+
+def _beside_file(url: str, folder: str) -> str:
+    """Return ``url``, which is relative to ``folder`` if it is a relative path."""
+    is_path = url != MEMORY and "://" not in url and "::" not in url and not url.startswith("~")
+    return os.path.join(folder, url) if folder and is_path else url
 
 
 def _tls_of(table: Mapping[str, Any], folder: str) -> Tls:

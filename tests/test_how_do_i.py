@@ -58,12 +58,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "gpt"
 
 
-def answer(words: str) -> dict[str, Any]:
+def answer(words: str, **own_names: object) -> dict[str, Any]:
     """Run the answer with these words as a user does, and return its names."""
     (text,) = [text for text in _PYTHON if words in text]
     names = job(5)
     names |= {"state": dict(names), "ckpt": ckpt, "torch": torch}
-    names |= {"CheckpointManager": CheckpointManager, "Tier": Tier}
+    names |= {"CheckpointManager": CheckpointManager, "Tier": Tier, **own_names}
     exec(text, names)
     return names
 
@@ -110,6 +110,21 @@ def test_the_run_goes_on_from_an_older_step() -> None:
     assert report is not None
     assert report.step == 200
     assert equal(state["model"], 2)
+
+
+def test_a_frozen_base_is_shared() -> None:
+    state = job(1)
+    state["model"][0].requires_grad_(False)
+    with CheckpointManager("runs/gpt") as manager:
+        manager.save(state, 400)
+    answer("base=", state=state)
+    outcome = CliRunner().invoke(app, ["ls", "runs/lora"])
+    assert "and step 400 of ../gpt" in outcome.output
+    assert equal_weights(ckpt.load("runs/lora", "model"), state["model"])
+
+
+def equal_weights(weights: Any, model: nn.Module) -> bool:
+    return all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_the_best_step_stays() -> None:
@@ -228,7 +243,7 @@ def test_the_text_has_these_commands() -> None:
 
 
 def test_each_answer_in_code_is_run_here() -> None:
-    assert len(_PYTHON) == 13
+    assert len(_PYTHON) == 14
     assert {line.split()[1] for line in _COMMANDS} == {
         "watch",
         "export",

@@ -382,8 +382,11 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def fields_of(tier: Tier, url: str) -> dict[str, Any]:
-    """Return the fields of ``tier`` as a `Job` contains them, with ``url`` as the URL."""
-    fields = {name: getattr(tier, name) for name in Tier.__dataclass_fields__}
+    """Return the fields of ``tier`` as a `Job` contains them, with ``url`` as the URL. An agent
+    writes no increments, and needs no base for them.
+    """
+    names = [name for name in Tier.__dataclass_fields__ if name != "base"]
+    fields = {name: getattr(tier, name) for name in names}
     return {**fields, "url": url, "options": dict(tier.options)}
 
 

@@ -74,7 +74,8 @@ def put_branch(backend: StorageBackend, branch: BranchStep, ref: StepRef, reason
         StorageError: The store has failed.
     """
     if may_name(backend, branch, ref):
-        put_endless_pin(backend, ref, _token(branch.name), branch=branch.name, reason=reason)
+        pin = Pin(ref, ENDLESS, _token(branch.name))
+        put_endless_pin(backend, pin, reason, branch=branch.name)
 
 
 def find_branch(stores: Sequence[StorageBackend], branch: BranchStep) -> StepRef:

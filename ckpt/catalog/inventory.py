@@ -41,8 +41,8 @@ from ckpt.errors import (
     TransientStorageError,
     errors_of,
 )
-from ckpt.model.keys import StepRef, fragment_name, is_fragment
-from ckpt.model.manifest import Encoding, Increment, Location, bases_of
+from ckpt.model.keys import BaseRef, StepRef, fragment_name, is_fragment
+from ckpt.model.manifest import Encoding, Increment, Location, bases_of, own_refs
 from ckpt.model.metrics import metrics_of
 from ckpt.model.record_encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.rollback import Rollback
@@ -52,7 +52,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.root.claim_marker import is_removal_marker
 from ckpt.root.pins import Pin, all_pins, live_of
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
-from ckpt.storage.locations import LocatedStore, as_foreign_mismatch
+from ckpt.storage.locations import LocatedStore, as_foreign_mismatch, root_at
 
 _READER_THREADS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
@@ -82,6 +82,8 @@ class StoredStep:
         metrics: The metrics in ``metadata``.
         staged_bytes: The size of the images of all ranks.
         bases: The older steps whose files hold a part of the images.
+        outer_bases: The steps in other roots whose files do. A "damaged" step has them too if it
+            is damaged since one of them is gone.
         last_change: When a file of the step was last put or an unfinished write last changed, in
             seconds since 1970. None if neither the store nor a fragment has a date, or if the step
             is "committed" or "unsupported".
@@ -114,6 +116,7 @@ class StoredStep:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     staged_bytes: int = 0
     bases: frozenset[StepRef] = frozenset()
+    outer_bases: frozenset[BaseRef] = frozenset()
     last_change: float | None = None
     unfinished_writes: tuple[UnfinishedWrite, ...] = ()
     is_part: bool = False
@@ -238,9 +241,10 @@ class Inventory:
             self.pins = all_pins(self._backend)
         self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
         live_pins, present_refs = live_of(self.pins, listing.refs), set(listing.refs)
+        absent_bases = absent_outer_bases(self._backend, steps)
         steps = [
-            _damaged_without_bases(step, step.bases - present_refs)
-            if not step.bases <= present_refs
+            _damaged_without_bases(step, step.bases - present_refs, step.outer_bases & absent_bases)
+            if not step.bases <= present_refs or step.outer_bases & absent_bases
             else step
             for step in steps
         ]
@@ -378,6 +382,7 @@ class Inventory:
         if self._is_partial and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
         parse(outline.metadata, "metadata")  # Raises an error if it is damaged
+        bases = bases_of(outline.increments)
         step = StoredStep(
             ref=ref,
             objects=objects,
@@ -389,7 +394,8 @@ class Inventory:
             metadata=outline.metadata.copy(),  # A view would keep the whole manifest in memory
             staged_bytes=sum(file.size for file in files),
             is_adopted=bool(locations),
-            bases=bases_of(outline.increments),
+            bases=own_refs(bases),
+            outer_bases=frozenset(base for base in bases if base.root),
         )
         return self._with_late_metrics(step, objects)
 
@@ -541,14 +547,41 @@ def heirs_of(steps: Iterable[StoredStep]) -> dict[StepRef, list[StepRef]]:
     return heirs
 
 
-def _damaged_without_bases(step: StoredStep, absent_refs: Collection[StepRef]) -> StoredStep:
-    """Return a committed step as a damaged one, since the older steps ``absent_refs`` that it
-    refers to are not on the tier.
+def absent_outer_bases(backend: StorageBackend, steps: Iterable[StoredStep]) -> frozenset[BaseRef]:
+    """Return the steps in other roots that checkpoints of ``steps`` refer to and that are gone.
+
+    Raises:
+        AccessDenied, TransientStorageError: Another root denies access or does not answer.
     """
-    numbers = ", ".join(str(ref.step) for ref in sorted(absent_refs))
-    reason = f"step {numbers}, which holds a part of it, is gone"
+
+    def is_absent(base: BaseRef) -> bool:
+        try:
+            return not is_committed(root_at(backend, base.root), base.ref)
+        except (AccessDenied, TransientStorageError):
+            raise
+        except StorageError:  # The path leads out of the store
+            return True
+
+    bases = {base for step in steps for base in step.outer_bases}
+    return frozenset(base for base in bases if is_absent(base))
+
+
+def _damaged_without_bases(
+    step: StoredStep, absent_refs: Collection[StepRef], absent_bases: Collection[BaseRef]
+) -> StoredStep:
+    """Return a committed step as a damaged one, since the steps ``absent_refs`` on the tier and
+    ``absent_bases`` in other roots that it refers to are gone.
+    """
+    own_text = ", ".join(str(ref.step) for ref in sorted(absent_refs))
+    texts = [own_text] if own_text else []
+    texts += [f"{base.ref.step} of {base.root}" for base in sorted(absent_bases)]
     return StoredStep(
-        ref=step.ref, objects=step.objects, state="damaged", reason=reason, pins=step.pins
+        ref=step.ref,
+        objects=step.objects,
+        state="damaged",
+        reason=f"step {', '.join(texts)}, which holds a part of it, is gone",
+        pins=step.pins,
+        outer_bases=step.outer_bases,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from ckpt.catalog.heirs import require_no_heirs
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.tiered_reader import SourceManifest, TieredReader
 from ckpt.catalog.transfer import (
@@ -23,7 +24,6 @@ from ckpt.catalog.transfer import (
     copy_fragments,
     fetch_step,
     has_codec,
-    require_no_heirs,
 )
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.coordination.step_files import put_manifest
@@ -81,7 +81,9 @@ def mend_step(
         data_faults, _ = verify_files(folder, files)
         damaged_keys = {fault.key for fault in data_faults}
     bases = (file.base for file in files if file.base is not None and file.base.key in damaged_keys)
-    if has_own_manifest and not all(is_committed(folder.backend, base.ref) for base in bases):
+    # The verification of an older step mends its files. Those in another root are never written.
+    are_mended = (not base.root and is_committed(folder.backend, base.ref) for base in bases)
+    if has_own_manifest and not all(are_mended):
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
     files = [file for file in files if file.key in damaged_keys]

@@ -406,12 +406,12 @@ class TieredReader:
         if isinstance(file, StoredFile):
             if (stored_file := self._files(position).get(file.rank)) is None:
                 return ObjectNotFound(file.key)
-            key, expected_size, location = stored_file.key, stored_file.size, stored_file.location
+            key, expected_size = stored_file.key, stored_file.size
+            store, _ = store_with(self.sources[position], stored_file)
         else:
-            key, expected_size, location = self.ref.key(file.name), file.size, ""
-        source = self.sources[position]
+            key, expected_size = self.ref.key(file.name), file.size
+            store = self.sources[position]
         try:
-            store = store_with(source, location) if location else source
             size = self._retry.call(partial(store.head, key)).size
         except TransientStorageError as error:
             self.note_failure(position, key, error, 0)

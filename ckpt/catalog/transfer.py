@@ -29,8 +29,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from ckpt.catalog.heirs import require_no_heirs
 from ckpt.catalog.index import own_objects, read_manifest, read_packed
-from ckpt.catalog.inventory import Inventory, heirs_of
 from ckpt.catalog.self_contained import SelfContainedStep
 from ckpt.catalog.tiered_reader import OnRepair, SourceManifest, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
@@ -379,12 +379,20 @@ def _stored_content(image: StoredImage, source: StoredFile, tensors: Sequence[Te
         replace(tensor, shards=tuple(shard for shard in tensor.shards if shard.rank == source.rank))
         for tensor in tensors
     ]
-    # The first ``count`` chunks are those of the base. ``lead`` is the length of the header.
+    # The first ``count`` chunks are those of the base.
     start = sum(image.lengths[: increment.count])
     lengths = [chunk.nbytes for chunk in source.chunks]
-    header = (
-        tail_header(own_tensors, lengths, increment.count, source.rank) if increment.lead else b""
-    )
+    header = b""
+    if source.encoding is None:
+        header = tail_header(
+            own_tensors,
+            lengths,
+            increment.count,
+            source.rank,
+            has_image_header=increment.base_lead > 0,
+        )
+    if increment.base_lead:  # The first chunk is in this file too
+        header += bytes(image.view(0, image.lengths[0]))
     return TailImage(image, start, header)
 
 
@@ -433,20 +441,6 @@ def copy_fragments(
         )
         for fragment_ref in fragments
     )
-
-
-def require_no_heirs(folder: StepFolder) -> None:
-    """Raise ``ObjectExists`` if increments of other steps refer to the files of the step, so that
-    these must not be written in another encoding.
-    """
-    steps = Inventory(folder.backend).look()
-    if heirs := heirs_of(steps).get(folder.ref):
-        numbers = ", ".join(str(ref.step) for ref in sorted(heirs))
-        raise ObjectExists(
-            folder.ref.manifest,
-            f"steps {numbers} on {folder.backend.url} refer to its files, which would get another "
-            "encoding: copy these steps to another place first, and remove them here",
-        )
 
 
 def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) -> None:

@@ -46,7 +46,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, Run, chunks_of
 from ckpt.storage.api import StorageBackend, read_record
-from ckpt.storage.locations import as_foreign_mismatch, store_with
+from ckpt.storage.locations import as_fault_of, store_with
 
 T = TypeVar("T")
 
@@ -294,17 +294,18 @@ def _examine_sizes(
 
 def _header_faults(folder: StepFolder, file: StoredFile) -> list[Fault]:
     """Return the fault of the header of an increment, which is no chunk, in a list; an empty list
-    if there is none.
+    if there is none. An encoded file has no header.
     """
     assert file.increment is not None
+    if not file.increment.checksum:
+        return []
     header_bytes = file.increment.lead
     header = memoryview(bytearray(header_bytes))
     try:
-        if header_bytes:
-            folder.retry.call(partial(folder.backend.read_into, file.key, 0, header))
+        folder.retry.call(partial(folder.backend.read_into, file.key, 0, header))
     except StorageError as error:
         return [fault_of(error)]
-    if not header_bytes or checksum(header) == file.increment.checksum:
+    if checksum(header) == file.increment.checksum:
         return []
     return [Fault(key=file.key, what="its bytes were changed", offset=0, nbytes=header_bytes)]
 
@@ -353,19 +354,15 @@ def _fragment_or_fault(
 def _examine_size(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int, Fault | None]:
     """Return ``file``, its size on the store (0 if unknown), and its fault; None if it has none."""
     try:
-        store = store_with(folder.backend, file.location)
-        size = folder.retry.call(partial(store.head, file.key)).size
+        store, key = store_with(folder.backend, file)
+        size = folder.retry.call(partial(store.head, key)).size
     except StorageError as error:
-        return (
-            file,
-            0,
-            fault_of(as_foreign_mismatch(error, file.location) if file.location else error),
-        )
+        return file, 0, fault_of(as_fault_of(error, file))
     if size == file.size:
         return file, size, None
     damage = FileDamaged(file.key, size, file.size)
     if file.location:
-        return file, size, fault_of(as_foreign_mismatch(damage, file.location))
+        return file, size, fault_of(as_fault_of(damage, file))
     return file, size, Fault(key=file.key, what=damage.detail, offset=min(size, file.size))
 
 

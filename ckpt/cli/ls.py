@@ -34,7 +34,7 @@ from ckpt.model.metrics import METRICS
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import decode, parse
 from ckpt.observe.metric_modes import modes_of_run
-from ckpt.root.pins import ENDLESS
+from ckpt.root.pins import BASE_END, ENDLESS
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, urls_of
@@ -555,7 +555,8 @@ def _size_and_state(step: StoredStep) -> tuple[str, str]:
         text += ", abandoned"
     if step.pins:
         end = _pinned_until(step)
-        text += ", named" if end == ENDLESS else f", pinned until {output.moment(end)}"
+        marks = {ENDLESS: ", named", BASE_END: ", base of another run"}
+        text += marks.get(end) or f", pinned until {output.moment(end)}"
     if step.state == "committed":
         return _size(step), text
     return output.size(step.nbytes) if step.nbytes else "-", text
@@ -576,6 +577,8 @@ def _size(step: StoredStep) -> str:
         return f"{text} (adopted: {output.size(step.staged_bytes)} elsewhere)"
     if step.bases:
         text += f" and step {output.ranges([ref.step for ref in step.bases])}"
+    for base in sorted(step.outer_bases):
+        text += f" and step {base.ref.step} of {base.root}"
     if not step.codecs:
         return text
     return f"{text} ({', '.join(step.codecs)} of {output.size(step.staged_bytes)})"
@@ -595,6 +598,7 @@ def _bytes_and_pins(step: StoredStep) -> dict[str, object]:
         "codecs": list(step.codecs),
         "adopted": step.is_adopted,
         "bases": sorted(ref.step for ref in step.bases),
+        "outer_bases": [base.name for base in sorted(step.outer_bases)],
         "pinned_until": output.moment_utc(_pinned_until(step)) if step.pins else None,
     }
 

@@ -25,7 +25,7 @@ from ckpt.cli.options import (
     seconds,
 )
 from ckpt.cli.records import Field
-from ckpt.root.pins import ENDLESS, Pin, PinNote, all_pins, note_of, put_pin
+from ckpt.root.pins import BASE_END, ENDLESS, Pin, PinNote, all_pins, note_of, put_pin
 
 _FIELDS: Final[Sequence[Field[tuple[Pin, PinNote]]]] = (
     Field("", lambda pair: pair[0].ref, kind="step"),
@@ -89,7 +89,8 @@ def unpin(
     r"""End the pins of a step, or of all steps without STEP.
 
     Pins of `ckpt watch` end too. A watcher at work puts its pin again after some minutes. Named
-    branches stay (`ckpt branch NAME --delete`).
+    branches stay (`ckpt branch NAME --delete`). The pin of another run that needs the step as its
+    base ends only if STEP is given: end it if that run is gone.
 
     \b
     Examples:
@@ -101,7 +102,8 @@ def unpin(
     pins_and_names = [
         pin for pin in backend.ask(partial(all_pins, backend)) if number in (None, pin.ref.step)
     ]
-    pins = [pin for pin in pins_and_names if pin.until != ENDLESS]
+    kept_ends = {ENDLESS, BASE_END} if number is None else {ENDLESS}
+    pins = [pin for pin in pins_and_names if pin.until not in kept_ends]
     if not pins:
         backend.ask(partial(find, backend, number))  # Raises if there is no such step
     pins_with_notes = [(pin, note_of(backend, pin)) for pin in pins]
@@ -112,8 +114,10 @@ def unpin(
         return
     records.show(_FIELDS, pins_with_notes, flexible=("reason",))
     output.show_line(f"{output.count(len(pins), 'pin')} ended")
-    if name_count := len(pins_and_names) - len(pins):
+    if name_count := sum(pin.until == ENDLESS for pin in pins_and_names):
         output.note(
             f"{output.count(name_count, 'name')} still kept: `ckpt branch NAME --delete` ends a "
             "named branch"
         )
+    if number is None and any(pin.until == BASE_END for pin in pins_and_names):
+        output.note("other runs need some steps as their bases: give STEP to end such a pin")

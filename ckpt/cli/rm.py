@@ -35,9 +35,10 @@ from ckpt.model.rollback import on_branch
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
 from ckpt.observe.journal_files import journal_files, journal_of
 from ckpt.retention.removal import remove
+from ckpt.root.base_pins import remove_base_pins
 from ckpt.root.leases import LEASE_REASON
 from ckpt.root.owner import delete_owner
-from ckpt.root.pins import Pin, all_pins, note_of, remove_pin
+from ckpt.root.pins import BASE_END, Pin, all_pins, note_of, remove_pin
 from ckpt.storage.group import is_shared
 from ckpt.storage.places import is_folder, local_path
 
@@ -136,6 +137,7 @@ def rm(
             stack.enter_context(silence_notes(tier.store))
         if not dry_run:
             removals = _carry_out(removals)
+            _end_base_pins(tiers, removals)
             if whole_run:
                 _remove_rest(tiers)
     if json:
@@ -230,6 +232,14 @@ def _check(
                     f"step {step.ref.step} on {tier.store.url} is the branch {names[0]}: end it "
                     f"with `ckpt branch {tier.store.url} {names[0]} --delete` first"
                 )
+            if base_pins := [pin for pin in pins if pin.until == BASE_END]:
+                note = tier.store.ask(partial(note_of, tier.store, base_pins[0]))
+                raise CommitError(
+                    f"step {step.ref.step} on {tier.store.url} holds a part of another run "
+                    f"({note.reason}), which would be damaged without it: remove that run first "
+                    "with `ckpt rm ROOT --run`, or copy its steps with `ckpt copy`; if it is gone, "
+                    f"end the pin with `ckpt unpin {tier.store.url} {step.ref.step}`"
+                )
             raise CommitError(
                 f"step {step.ref.step} on {tier.store.url} is pinned until "
                 f"{output.moment(max(pin.until for pin in pins))}: end the pin with "
@@ -298,6 +308,17 @@ def _carry_out(
                 "pinned it meanwhile, or finishes it: try again later"
             )
     return list(removals)
+
+
+def _end_base_pins(
+    tiers: Sequence[RunTier], removals: Sequence[tuple[RunTier, StoredStep]]
+) -> None:
+    """End the pins on steps of other roots that no step refers to any more after ``removals``."""
+    for tier in tiers:
+        removed_refs = {step.ref for other_tier, step in removals if other_tier is tier}
+        bases = {base for step in tier.steps for base in step.outer_bases}
+        rest = (step for step in tier.steps if step.ref not in removed_refs)
+        remove_base_pins(tier.store, bases - {base for step in rest for base in step.outer_bases})
 
 
 def _has_rest(tier: RunTier) -> bool:

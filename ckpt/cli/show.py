@@ -30,7 +30,7 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.output import ranges
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Manifest, StoredFile
+from ckpt.model.manifest import Manifest, StoredFile, bases_of
 from ckpt.model.values import check_structure, decode, exact_text, join, parse
 from ckpt.storage.api import ObjectInfo, StorageBackend
 
@@ -150,10 +150,12 @@ def _codec_text(manifest: Manifest) -> str:
 
 
 def _base_text(manifest: Manifest) -> str:
-    if not manifest.bases:
-        return ""
-    numbers = output.ranges([ref.step for ref in manifest.bases])
-    return f"; a part is in step {numbers}"
+    texts: list[str] = []
+    if manifest.bases:
+        texts.append(f"step {output.ranges([ref.step for ref in manifest.bases])}")
+    outer_bases = sorted(base for base in bases_of(manifest.increments) if base.root)
+    texts += [f"step {base.ref.step} of {base.root}" for base in outer_bases]
+    return f"; a part is in {' and '.join(texts)}" if texts else ""
 
 
 def _show_files(manifest: Manifest) -> None:
@@ -169,7 +171,7 @@ def _show_files(manifest: Manifest) -> None:
                     data[rank].location or data[rank].file.name,
                     str(rank),
                     output.size(data[rank].size),
-                    str(len(data[rank].chunks) - data[rank].base_count),
+                    str(len(data[rank].chunks) - len(data[rank].base_chunks)),
                     _contents(data[rank]),
                 )
             )
@@ -184,7 +186,9 @@ def _show_files(manifest: Manifest) -> None:
 def _contents(file: StoredFile) -> str:
     if file.base is None:
         return "tensors"
-    return f"tensors; {output.count(file.base_count, 'chunk')} in step {file.base.ref.step}"
+    place = f" of {file.base.root}" if file.base.root else ""
+    count = output.count(len(file.base_chunks), "chunk")
+    return f"tensors; {count} in step {file.base.ref.step}{place}"
 
 
 def _tier_bytes(objects: Sequence[ObjectInfo]) -> int:
@@ -245,7 +249,7 @@ def _files(manifest: Manifest) -> list[dict[str, object]]:
             "location": stored_file.location or None,
             "stored_bytes": stored_file.size,
             "base": stored_file.base.key if stored_file.base else None,
-            "base_chunks": stored_file.base_count,
+            "base_chunks": len(stored_file.base_chunks),
         }
         for stored_file in manifest.stored_files().values()
     ]

@@ -28,6 +28,8 @@ WATCHERS: Final = "watchers"
 ROLLBACKS: Final = "rollbacks"
 """The name of the folder that holds the rollbacks."""
 
+_PATH_TO_ROOT: Final = re.compile(r"(\.\.)(/\.\.)*(/(?!\.{1,2}(/|$))[^/\0]+)+")
+_MOST_PATH_CHARACTERS: Final = 4096
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([a-z]{6,32})")
 _TRIAL: Final = re.compile(r"t([a-j]+)$")
 _LETTERS: Final = str.maketrans("0123456789", "abcdefghij")
@@ -132,6 +134,35 @@ def parse_folder(name: str) -> StepRef | None:
     ref = StepRef(int(match.group(1)), match.group(2)) if match else None
     # ``_STEP`` also matches a name with more leading zeros than ckpt writes.
     return ref if ref is not None and ref.folder == name else None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BaseRef:
+    """The step that an increment names as its base.
+
+    Attributes:
+        root: The path to the root that has the step, relative to the root of the increment, such as
+            "../base-run"; empty if it is the same root.
+        ref: The step.
+    """
+
+    root: str
+    ref: StepRef
+
+    @property
+    def name(self) -> str:
+        return f"{self.root}/{self.ref.folder}" if self.root else self.ref.folder
+
+
+def parse_base(name: str) -> BaseRef | None:
+    """Return the base that an increment names, or None if ckpt never gives a base this name.
+
+    A path to another root goes up at least once, then down at least once, and is normalized.
+    """
+    root, slash, folder = name.rpartition("/")
+    is_path = len(root) <= _MOST_PATH_CHARACTERS and _PATH_TO_ROOT.fullmatch(root)
+    ref = parse_folder(folder) if is_path or not slash else None
+    return None if ref is None else BaseRef(root, ref)
 
 
 def rollback_key(number: int) -> str:

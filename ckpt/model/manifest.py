@@ -29,7 +29,7 @@ import msgspec
 
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
-from ckpt.model.keys import StepRef, parse_folder
+from ckpt.model.keys import BaseRef, StepRef, parse_base
 from ckpt.model.runs import Runs
 from ckpt.model.views import View
 
@@ -90,17 +90,23 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A data file that holds only the end of the image of ``rank``. The chunks before it are equal
-    to those of an older step of the same job, and are in the data file of that step.
+    to those of an older step of the same job, or of a step in another root, and are in the data
+    file of that step.
 
     Attributes:
-        base: The folder of the older step, on the same tier. Its data file of ``rank`` is whole.
-        base_size: The size of the older data file on the tier in bytes.
-        count: How many chunks, from the begin of the image on, are in the older file. They have the
-            same place there.
-        lead: The size in bytes of the safetensors header with which the file begins. It is no chunk
-            of the image. An encoded file has none.
-        checksum: The checksum of this header; empty if there is none.
+        base: The folder of the other step on the same tier, or the path to it (see ``BaseRef``).
+            Its data file of ``rank`` is whole.
+        base_size: The size of the other data file on its tier in bytes.
+        count: How many chunks, from the begin of the image on, are in the other file, at the same
+            place. In another root they follow its first chunk, and the first chunk of the image,
+            its header, is in this file.
+        lead: The size in bytes of what the file holds before its own chunks: a safetensors header,
+            which is no chunk of the image and which an encoded file lacks, and after it the first
+            chunk of the image if the base is in another root.
+        checksum: The checksum of these bytes; empty if there are none or the file is encoded.
         size: The size of the file on the tier in bytes.
+        base_lead: The size of the first chunk of the other file on its tier in bytes, if the base
+            is in another root; else 0.
     """
 
     rank: int
@@ -110,12 +116,18 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lead: int
     checksum: str
     size: int
+    base_lead: int = 0
 
 
-def bases_of(increments: Iterable[Increment]) -> frozenset[StepRef]:
-    """Return the older steps that increments refer to."""
-    refs = (parse_folder(folder) for folder in {increment.base for increment in increments})
-    return frozenset(ref for ref in refs if ref is not None)
+def bases_of(increments: Iterable[Increment]) -> frozenset[BaseRef]:
+    """Return the steps that increments refer to."""
+    bases = (parse_base(name) for name in {increment.base for increment in increments})
+    return frozenset(base for base in bases if base is not None)
+
+
+def own_refs(bases: Iterable[BaseRef]) -> frozenset[StepRef]:
+    """Return those of ``bases`` that are steps of the same root as the increments."""
+    return frozenset(base.ref for base in bases if not base.root)
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -318,8 +330,8 @@ class Manifest(
 
     @property
     def bases(self) -> frozenset[StepRef]:
-        """Return the older steps whose files hold a part of the images."""
-        return bases_of(self.increments)
+        """Return the older steps of the same root whose files hold a part of the images."""
+        return own_refs(bases_of(self.increments))
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -363,7 +375,9 @@ class StoredFile:
         location: The path of the file if it is a file of another program (see ``Location``); else
             empty. It is also the key of the file, for a store of locations.
         increment: The entry of the manifest if the file is an increment; otherwise None.
-        base_count: How many chunks, from the first on, are in ``base``.
+        base_chunks: The indices of the chunks that are in ``base``.
+        root: The path to the root that has the file, relative to that of its manifest (see
+            ``BaseRef``); empty if it is the same root.
     """
 
     ref: StepRef
@@ -372,7 +386,8 @@ class StoredFile:
     size: int
     location: str = ""
     increment: Increment | None = None
-    base_count: int = 0
+    base_chunks: range = range(0)
+    root: str = ""
 
     @classmethod
     def of(
@@ -384,8 +399,10 @@ class StoredFile:
         whole_size = file.size if encoding is None else encoding.size
         if increment is None:
             return cls(ref, file, encoding, whole_size)
-        count = increment.count
-        return cls(ref, file, encoding, increment.size, increment=increment, base_count=count)
+        base_chunks = range(1 if increment.base_lead else 0, increment.count)
+        return cls(
+            ref, file, encoding, increment.size, increment=increment, base_chunks=base_chunks
+        )
 
     @property
     def rank(self) -> int:
@@ -397,7 +414,8 @@ class StoredFile:
 
     @property
     def key(self) -> str:
-        return self.location or self.ref.key(self.file.name)
+        key = self.location or self.ref.key(self.file.name)
+        return f"{self.root}/{key}" if self.root else key
 
     @property
     def codec(self) -> str | None:
@@ -418,16 +436,21 @@ class StoredFile:
             return offsets
         count = increment.count
         shift = increment.lead - offsets[count]
-        return offsets[:count] + [offset + shift for offset in offsets[count:]]
+        own_offsets = [offset + shift for offset in offsets[count:]]
+        if not increment.base_lead:
+            return offsets[:count] + own_offsets
+        shift = increment.base_lead - self.lengths[0]
+        base_offsets = [offset + shift for offset in offsets[1:count]]
+        return [increment.lead - self.lengths[0], *base_offsets, *own_offsets]
 
     @cached_property
     def base(self) -> StoredFile | None:
-        """Return the file of the older step that holds the first chunks; None if the file holds
+        """Return the file of the other step that holds the first chunks; None if the file holds
         all chunks.
         """
-        if (increment := self.increment) is None or (ref := parse_folder(increment.base)) is None:
+        if (increment := self.increment) is None or (base := parse_base(increment.base)) is None:
             return None
-        return StoredFile(ref, self.file, self.encoding, increment.base_size)
+        return StoredFile(base.ref, self.file, self.encoding, increment.base_size, root=base.root)
 
     @cached_property
     def staged_index(self) -> Mapping[int, int]:

@@ -354,6 +354,11 @@ def _check_increment(record: Packed, columns: Columns, key: str) -> None:
     own_size = increment.lead + _total(lengths[increment.count :])
     require(own_size == increment.size, key, "its increment has another size")
     base_size = _total(lengths[: increment.count])
+    if base_lead := increment.base_lead:
+        header_bytes = _total(lengths[:1])
+        fits = increment.lead == header_bytes if record.encoded else increment.lead > header_bytes
+        require(fits, key, "its increment has another header")
+        base_size += base_lead - header_bytes
     require(base_size <= increment.base_size, key, "the base of its increment is too small")
 
 

@@ -16,7 +16,7 @@ from ckpt.codec.registry import is_known
 from ckpt.errors import CodecMissing, ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
-from ckpt.model.keys import StepRef, data_name, fragment_name, parse_folder
+from ckpt.model.keys import BaseRef, StepRef, data_name, fragment_name, parse_base
 from ckpt.model.manifest import Encoding, File, Increment, Location, Manifest, Packed, Tensor
 from ckpt.model.runs import fault_of
 from ckpt.model.values import parse
@@ -165,8 +165,7 @@ def check_increments(
     encodings: Mapping[int, Encoding],
     key: str,
 ) -> None:
-    """Raise ``ManifestCorrupt`` if an increment names no other step of the tier, or has an
-    impossible size.
+    """Raise ``ManifestCorrupt`` if an increment names no other step, or has an impossible size.
 
     Args:
         increments: The increments of a manifest or fragment.
@@ -181,15 +180,24 @@ def check_increments(
         "a rank has two increments",
     )
     for increment in increments:
-        base = parse_folder(increment.base)
+        base = parse_base(increment.base)
         detail = f"the increment of rank {increment.rank}"
-        require(base is not None and base != ref, key, f"{detail} names no other step")
-        require(increment.rank in ranks and increment.count > 0, key, detail)
-        sizes = (increment.lead, increment.size, increment.base_size)
+        names_other = base is not None and base != BaseRef("", ref)
+        require(names_other, key, f"{detail} names no other step")
+        least_count = 1 + bool(increment.base_lead)
+        require(increment.rank in ranks and increment.count >= least_count, key, detail)
+        sizes = (increment.lead, increment.size, increment.base_size, increment.base_lead)
         require(all(0 <= size <= _MAX_BYTES for size in sizes), key, f"{detail} has a wrong size")
+        has_other_root = base is not None and bool(base.root)
         is_encoded = increment.rank in encodings
-        has_header = increment.lead > 0 and _is_checksum(increment.checksum)
-        require((increment.lead == 0) if is_encoded else has_header, key, f"{detail}: its header")
+        has_lead = increment.lead > 0
+        has_header = (
+            has_lead == has_other_root
+            if is_encoded
+            else has_lead and _is_checksum(increment.checksum)
+        )
+        fits = has_header and has_other_root == bool(increment.base_lead)
+        require(fits, key, f"{detail}: its header")
 
 
 def _check_codec(encoding: Encoding, key: str) -> None:

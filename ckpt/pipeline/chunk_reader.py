@@ -24,8 +24,9 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from ckpt.codec.registry import codec_named
 from ckpt.errors import ChecksumMismatch, FileDamaged, StorageError
@@ -35,8 +36,8 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import Reach, as_damage, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan, Run, coalesce
-from ckpt.storage.api import ReadableStore, ScatterReads, aligned_memory
-from ckpt.storage.locations import LocatedStore, as_foreign_mismatch
+from ckpt.storage.api import ReadableStore, ScatterReads, StorageBackend, aligned_memory
+from ckpt.storage.locations import LocatedStore, as_fault_of, store_with
 
 RUN_BYTES: Final = 16 << 20
 """The most bytes of one request, unless a single chunk is larger."""
@@ -146,7 +147,7 @@ class ChunkReader:
 
     def __init__(self, backend: ReadableStore, retry: RetryPolicy) -> None:
         self._backend, self._retry = backend, retry
-        self._foreign_reader: ChunkReader | None = None
+        self._outer_readers: dict[str, ChunkReader] = {}  # By the path to another root
         self._alignment = backend.capabilities.alignment
         self._buffers, self._decode_buffers = _Buffers(), _Buffers()
 
@@ -168,10 +169,10 @@ class ChunkReader:
             sink: The targets of the chunks.
             on_proven: Called with each chunk that has passed the verification.
         """
-        if file.location and not isinstance(self._backend, LocatedStore):
-            return self._read_foreign(run, file, sink, on_proven)
         if run.in_base and file.base is not None:
             file = file.base
+        if file.root or (file.location and not isinstance(self._backend, LocatedStore)):
+            return self._read_outside(run, file, sink, on_proven)
         try:
             return self._read(run, file, sink, on_proven)
         except Exception as error:
@@ -188,12 +189,16 @@ class ChunkReader:
             cause = self._cause_of(error, file)
             return [(read, cause) for read in run.reads]
 
-    def _read_foreign(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Misses:
-        """Do what ``read`` does for a file of another program."""
-        if self._foreign_reader is None:
-            self._foreign_reader = ChunkReader(LocatedStore(self._backend.url), self._retry)
-        misses = self._foreign_reader.read(run, file, sink, on_proven)
-        return [(read, as_foreign_mismatch(error, file.location)) for read, error in misses]
+    def _read_outside(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Misses:
+        """Do what ``read`` does for a file of another program or in another root."""
+        if (reader := self._outer_readers.get(file.root)) is None:
+            try:
+                store, _ = store_with(cast("StorageBackend", self._backend), file)
+            except StorageError as error:  # The path leads out of the store
+                return [(read, error) for read in run.reads]
+            reader = self._outer_readers.setdefault(file.root, ChunkReader(store, self._retry))
+        misses = reader.read(run, replace(file, root=""), sink, on_proven)
+        return [(read, as_fault_of(error, file)) for read, error in misses]
 
     def _cause_of(self, error: Exception, file: StoredFile) -> Exception:
         """Return `FileDamaged` in the place of an error of a read beyond the end of ``file``, and

@@ -55,7 +55,7 @@ class ChunkRead:
         targets: The regions that the chunk fills.
         encoded_nbytes: The size of the chunk in the file if the chunk is encoded, else None.
         as_stored: Whether the reader wants the bytes as they are in the file, without decoding.
-        in_base: Whether the chunk is in the file of an older step (see ``StoredFile.base``).
+        in_base: Whether the chunk is in the file of another step (see ``StoredFile.base``).
     """
 
     rank: int
@@ -94,7 +94,7 @@ class ChunkRead:
             targets=tuple(targets),
             encoded_nbytes=file.encoded_nbytes(index),
             as_stored=as_stored,
-            in_base=index < file.base_count,
+            in_base=index in file.base_chunks,
         )
 
     def from_file(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
@@ -108,7 +108,7 @@ class ChunkRead:
             offset=file.offsets[index],
             encoded_nbytes=file.encoded_nbytes(index),
             as_stored=as_stored,
-            in_base=index < file.base_count,
+            in_base=index in file.base_chunks,
         )
 
     @property

@@ -206,7 +206,14 @@ def safetensors_header(entries: Sequence[Entry], rank: int, *, phase: int = 0) -
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
-def tail_header(tensors: Iterable[Tensor], chunks: Sequence[int], count: int, rank: int) -> bytes:
+def tail_header(
+    tensors: Iterable[Tensor],
+    chunks: Sequence[int],
+    count: int,
+    rank: int,
+    *,
+    has_image_header: bool = False,
+) -> bytes:
     """Return the header of an increment, which holds all chunks of an image but the first
     ``count``.
 
@@ -219,6 +226,8 @@ def tail_header(tensors: Iterable[Tensor], chunks: Sequence[int], count: int, ra
         chunks: The lengths of all chunks of the image in bytes.
         count: How many chunks are left out.
         rank: The rank of the image.
+        has_image_header: Whether the increment has the first chunk too, the header of the image.
+            This is the first entry, with the name "image-header".
     """
     starts = list(accumulate(chunks, initial=0))
     shards = sorted(
@@ -228,6 +237,8 @@ def tail_header(tensors: Iterable[Tensor], chunks: Sequence[int], count: int, ra
     )
 
     def entries() -> Iterator[Entry]:
+        if has_image_header:
+            yield "image-header", "uint8", (chunks[0],)
         for offset, _, tensor, shard in shards:
             itemsize = DTYPES[tensor.dtype].itemsize
             if offset >= starts[count]:  # The whole box is in the increment

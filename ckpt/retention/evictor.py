@@ -356,7 +356,9 @@ def _codec_ratio(steps: list[StoredStep]) -> float | None:
     Returns None if ``steps`` has no encoded step.
     """
     encoded_steps = (
-        step for step in steps if step.staged_bytes > 0 and step.codecs and not step.bases
+        step
+        for step in steps
+        if step.staged_bytes > 0 and step.codecs and not (step.bases or step.outer_bases)
     )
     newest_step = max(encoded_steps, key=lambda step: step.ref, default=None)
     return min(1.0, newest_step.nbytes / newest_step.staged_bytes) if newest_step else None

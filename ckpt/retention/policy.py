@@ -21,6 +21,7 @@ from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
 from ckpt.model.metrics import best_steps
 from ckpt.root.claim import Claim
+from ckpt.root.pins import BASE_END
 from ckpt.storage.api import StorageBackend
 
 GRACE_SECONDS: Final = 24 * 3600.0
@@ -33,6 +34,7 @@ NEWEST_OWN: Final = "newest of the running job"
 YOUNG: Final = "less than a day old, and its job may still finish it"
 FARTHER_NEED: Final = "a farther tier waits for it"
 PIN: Final = "pinned"
+OTHER_RUN: Final = "base of another run"
 BRANCH_WITHOUT_STEP: Final = "abandoned, but the branch in its place has no step yet"
 FOREIGN: Final = "another job's, committed after this one had taken the root"
 Metrics = Mapping[StepRef, Mapping[str, float]]
@@ -337,7 +339,8 @@ def judge(
         if step.ref in protected_refs:
             return (*reasons_by_ref.get(step.ref, ()), FARTHER_NEED)
         if step.pins:
-            return (*reasons_by_ref.get(step.ref, ()), PIN)
+            is_base = any(pin.until == BASE_END for pin in step.pins)
+            return (*reasons_by_ref.get(step.ref, ()), OTHER_RUN if is_base else PIN)
         if step.state == "committed":
             is_foreign = claim is not None and not claim.may_remove(step)
             return reasons_by_ref[step.ref] or ((FOREIGN,) if is_foreign else ())

@@ -46,6 +46,10 @@ CLOCK_SKEW_SECONDS: Final = 3600.0
 LONGEST_SECONDS: Final = 366 * 24 * 3600.0
 ENDLESS: Final = 250_000_000_000
 """The end of a pin that does not end by itself: the year 9892."""
+BASE_END: Final = ENDLESS + 1
+"""The end of a pin of another run, whose increments refer to the step. It does not end by itself
+either.
+"""
 
 ANY_ATTEMPT: Final = "anyattempt"
 """The attempt that a pin names if it keeps every attempt at its step, those to come too."""
@@ -113,21 +117,17 @@ def reserve_step(backend: StorageBackend, step: int, seconds: float, reason: str
     return _put_unchecked(backend, _new_pin(StepRef(step, ANY_ATTEMPT), seconds), reason)
 
 
-def put_endless_pin(
-    backend: StorageBackend, ref: StepRef, token: str, *, branch: str, reason: str
-) -> Pin:
-    """Pin ``ref`` until the pin is removed. Raises the errors of ``put_pin``.
+def put_endless_pin(backend: StorageBackend, pin: Pin, reason: str, *, branch: str = "") -> None:
+    """Put ``pin``, which keeps its step until the pin is removed. Raises the errors of ``put_pin``.
 
     Args:
         backend: The store.
-        ref: The step.
-        token: The token of the pin.
-        branch: The name of the branch that the pin stands for.
+        pin: The pin.
         reason: The reason, for people.
+        branch: The name of the branch that the pin stands for; empty if it stands for none.
     """
-    pin = _put_unchecked(backend, Pin(ref, ENDLESS, token), reason, branch)
+    _put_unchecked(backend, pin, reason, branch)
     _check_presence(backend, pin, look_for_removal=True)
-    return pin
 
 
 def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:

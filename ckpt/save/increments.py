@@ -1,10 +1,13 @@
-"""Decides which chunks of an image an increment leaves out, since an older step has them.
+"""Decides which chunks of an image an increment leaves out, since another step has them.
 
 The image of a state with frozen tensors begins with them. Before the data file is written, the
 first chunks are hashed and compared with those of the base, which is the last whole file of the
-same save plan that this rank has committed to the tier. Everything before the first difference
-stays out of the new file. So one pass over the image is enough, also if the image passes through a
-ring.
+same save plan that this rank has committed to the tier, or a file in another root (see
+``save.other_root``). Everything before the first difference stays out of the new file. So one pass
+over the image is enough, also if the image passes through a ring.
+
+The header of an image names all tensors, and another run may train others. So an increment of a
+file in another root has the header of its image itself, and only what follows is compared.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ from msgspec.structs import replace
 from ckpt.catalog.index import is_committed
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import BaseRef, StepRef
 from ckpt.model.manifest import Chunk, Encoding, Increment
 from ckpt.pipeline.image_writer import Source, loss_reports
 from ckpt.pipeline.tail_image import TailImage
 from ckpt.plan.save import SavePlan, tail_header
 from ckpt.save.save_request import SaveRequest
 from ckpt.storage.api import StorageBackend
+from ckpt.storage.locations import root_at
 
 _MOST_BASES: Final = 4
 MOST_INCREMENTS: Final = 1000
@@ -52,20 +56,30 @@ class BaseFile:
 
     Attributes:
         ref: The step.
-        plan: The save plan of the file.
+        plan: The save plan of the file. Of a file in another root, that of its increments.
         file: The file.
         increments: How many committed files refer to it.
+        root: The path to the root that has the step (see ``BaseRef``); empty if it is the same
+            root.
     """
 
     ref: StepRef
     plan: SavePlan
     file: WrittenFile
     increments: int = 0
+    root: str = ""
 
     @property
     def size(self) -> int:
         """Return the size of the file on its tier in bytes."""
-        return self.file.encoding.size if self.file.encoding else self.plan.size
+        encoding = self.file.encoding
+        return encoding.size if encoding else sum(chunk.nbytes for chunk in self.file.chunks)
+
+    @property
+    def lead(self) -> int:
+        """Return the size of the first chunk on its tier in bytes."""
+        encoding = self.file.encoding
+        return encoding.lengths[0] if encoding else self.file.chunks[0].nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +89,23 @@ class Tail:
     Attributes:
         base: The file that holds the chunks before.
         start: The number of bytes before.
-        header: The bytes with which the file begins; empty if it is encoded.
+        header: The bytes with which the file begins: a header of its own, unless it is encoded, and
+            ``image_header``.
         count: The number of chunks before.
+        image_header: The first chunk of the image, if the base is in another root; else empty.
     """
 
     base: BaseFile
     start: int
     header: bytes
     count: int
+    image_header: bytes = b""
+
+    def widths_of_own(self, widths: Sequence[int]) -> Sequence[int]:
+        """Return those of ``widths``, one for each chunk of the image, that are of chunks in the
+        file.
+        """
+        return [*(widths[:1] if self.image_header else ()), *widths[self.count :]]
 
     def part_of(self, job: SaveRequest) -> tuple[Source, tuple[int, ...], tuple[Chunk, ...]]:
         """Return the bytes of the file for the image of ``job``, the lengths of its chunks, and the
@@ -105,22 +128,31 @@ class Tail:
             chunks: The chunks of the file, with the header.
             own_encoding: Their encoding; None if they are not encoded.
         """
-        base, encoding, own_chunks = self.base.file, None, chunks[bool(self.header) :]
+        base, encoding, image_header = self.base.file, None, self.image_header
+        lead, is_whole_header = len(self.header), bool(self.header)
         if own_encoding is not None and base.encoding is not None:
-            lengths = (*base.encoding.lengths[: self.count], *own_encoding.lengths)
+            own_lengths, base_lengths = own_encoding.lengths, base.encoding.lengths[: self.count]
+            lead = own_lengths[0] if image_header else 0
+            if image_header:
+                base_lengths = (lead, *base_lengths[1:])
+            lengths = (*base_lengths, *own_lengths[is_whole_header:])
             encoding = replace(own_encoding, lengths=lengths)
-        data_size = own_encoding.size if own_encoding else sum(chunk.nbytes for chunk in own_chunks)
-        header_bytes = len(self.header)
+        own_chunks = chunks[is_whole_header:]
+        size = own_encoding.size if own_encoding else sum(chunk.nbytes for chunk in chunks)
         increment = Increment(
             rank,
-            self.base.ref.folder,
+            BaseRef(self.base.root, self.base.ref).name,
             self.base.size,
             self.count,
-            header_bytes,
-            checksum(self.header) if header_bytes else "",
-            header_bytes + data_size,
+            lead,
+            checksum(self.header) if lead and own_encoding is None else "",
+            size,
+            self.base.lead if image_header else 0,
         )
-        return WrittenFile((*base.chunks[: self.count], *own_chunks), encoding, increment)
+        base_chunks = base.chunks[: self.count]
+        if image_header:
+            base_chunks = (Chunk(len(image_header), checksum(image_header)), *base_chunks[1:])
+        return WrittenFile((*base_chunks, *own_chunks), encoding, increment)
 
 
 def base_of(plan: SavePlan, bases: Sequence[BaseFile]) -> BaseFile | None:
@@ -143,7 +175,7 @@ def bases_after(job: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]) 
     other_bases = [other_base for other_base in bases if other_base is not base]
     if file.increment is None:
         return [BaseFile(ref=job.ref, plan=job.plan, file=file), *other_bases][:_MOST_BASES]
-    if base is None or file.increment.count < _most_chunks(job.plan):
+    if base is None or file.increment.count < most_chunks(job.plan):
         return other_bases  # Something has changed that was frozen, so the next file is whole
     return [dataclasses.replace(base, plan=job.plan, increments=base.increments + 1), *other_bases]
 
@@ -169,36 +201,68 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
     if base.increments >= MOST_INCREMENTS:
         return None
     try:
-        if not is_committed(backend, base.ref):
+        if not is_committed(root_at(backend, base.root), base.ref):
             return None
     except CkptError:
         return None
-    limit = _most_chunks(plan)
+    begin, limit = 1 if base.root else 0, most_chunks(plan)
     if job.known_chunks:
-        pairs = zip(base.file.chunks[:limit], job.known_chunks, strict=False)
-        count = next((i for i, (old, new) in enumerate(pairs) if old != new), limit)
+        count = _first_difference(base.file.chunks[:limit], job.known_chunks[:limit], begin)
     else:
-        count = _count_equal(job.image, plan.chunks[:limit], base.file.chunks)
+        count = _count_equal(job.image, plan.chunks[:limit], base.file.chunks, begin)
     if count < 2:  # Only the header is equal
         return None
-    is_encoded = base.file.encoding is not None
-    header = b"" if is_encoded else tail_header(plan.tensors, plan.chunks, count, rank)
-    return Tail(base=base, start=sum(plan.chunks[:count]), header=header, count=count)
+    image_header = plan.header if base.root else b""
+    header = image_header
+    if base.file.encoding is None:
+        has_header = bool(image_header)
+        header = (
+            tail_header(plan.tensors, plan.chunks, count, rank, has_image_header=has_header)
+            + image_header
+        )
+    start = sum(plan.chunks[:count])
+    return Tail(base=base, start=start, header=header, count=count, image_header=image_header)
 
 
-def _most_chunks(plan: SavePlan) -> int:
+def has_equal_begin(job: SaveRequest, chunks: Sequence[Chunk]) -> bool:
+    """Return True if the first chunk of the image of ``job`` after the header is equal to that in
+    ``chunks``.
+    """
+    if job.known_chunks:
+        return chunks[1:2] == job.known_chunks[1:2]
+    start, nbytes = job.plan.chunks[:2]
+    if not chunks[1:] or chunks[1].nbytes != nbytes:
+        return False
+    with loss_reports(job.image.note_loss):
+        return checksum(*job.image.parts(start, start + nbytes)) == chunks[1].checksum
+
+
+def most_chunks(plan: SavePlan) -> int:
     """Return how many chunks an increment may leave out. It has the last chunk in any case."""
     return min(plan.frozen_chunks, len(plan.chunks) - 1)
 
 
-def _count_equal(image: Source, lengths: Sequence[int], chunks: Sequence[Chunk]) -> int:
-    """Return how many of the first chunks of an image are equal to ``chunks``."""
-    edges = pairwise(accumulate(lengths, initial=0))
+def _first_difference(chunks: Sequence[Chunk], other_chunks: Sequence[Chunk], begin: int) -> int:
+    """Return the index of the first chunk, from ``begin`` on, that differs or that only one of them
+    has.
+    """
+    count = min(len(chunks), len(other_chunks))
+    pairs = enumerate(zip(chunks[begin:], other_chunks[begin:], strict=False), begin)
+    return next((index for index, (old, new) in pairs if old != new), count)
+
+
+def _count_equal(image: Source, lengths: Sequence[int], chunks: Sequence[Chunk], begin: int) -> int:
+    """Return the index of the first chunk of an image, from ``begin`` on, that differs from that in
+    ``chunks``.
+    """
+    edges = list(pairwise(accumulate(lengths, initial=0)))[begin:]
     with loss_reports(image.note_loss):
-        for index, ((start, end), chunk) in enumerate(zip(edges, chunks, strict=False)):
-            if checksum(*image.parts(start, end)) != chunk.checksum:
+        pairs = zip(edges, chunks[begin:], strict=False)
+        for index, ((start, end), chunk) in enumerate(pairs, begin):
+            is_equal = end - start == chunk.nbytes
+            if not is_equal or checksum(*image.parts(start, end)) != chunk.checksum:
                 return index
             if index:  # If nothing else is equal, the header is written
                 image.note_hashed(start, end)
                 image.note_written(start, end)
-    return len(lengths)
+    return min(len(lengths), len(chunks))

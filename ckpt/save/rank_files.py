@@ -46,6 +46,7 @@ from ckpt.save.increments import (
     tail_of,
 )
 from ckpt.save.job_steps import JobSteps
+from ckpt.save.other_root import OtherRoot
 from ckpt.save.save_request import SaveRequest
 from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier
@@ -147,6 +148,8 @@ class RankFiles:
         self._takes_increments = config.incremental and is_shared
         self.has_room_for_base = True
         self._bases: list[BaseFile] = []
+        codec = self._encoder.codec if self._encoder else ""
+        self._other_root = OtherRoot.of(tier, codec, rank, config)
         self._steps = steps
         self._copier, self._has_agent_failed = copier, False
         self._deltas: DeltaWriter | None = None
@@ -191,9 +194,9 @@ class RankFiles:
         if self._deltas is not None and job.source is None:
             job = replace(job, image=self._deltas.record(job))
         tail: Tail | None = None
-        if self._bases and job.plan.frozen_chunks and self.has_room_for_base:
-            base = base_of(job.plan, self._bases)
-            if base is not None and not self._steps.has_abandoned(base.ref):
+        if job.plan.frozen_chunks and (self._bases or self._other_root is not None):
+            base = self._base_of(job)
+            if base is not None:
                 tail = tail_of(job, base, self._backend, self._rank)
         if job.source is None:
             self._file_from_memory = file = self._write(job, tail, counter)
@@ -208,6 +211,17 @@ class RankFiles:
             )
 
         return retry.call(attempt)
+
+    def _base_of(self, job: SaveRequest) -> BaseFile | None:
+        """Return the base of the file of ``job``; None if the file must be whole."""
+        base = base_of(job.plan, self._bases)
+        if base is None and self._other_root is not None:
+            base = self._other_root.base_for(job)
+            self._bases += [base] if base else []
+        if base is None or base.root:  # Another root has room for its own steps
+            return base
+        is_usable = self.has_room_for_base and not self._steps.has_abandoned(base.ref)
+        return base if is_usable else None
 
     def put_fragment(self, job: SaveRequest, file: WrittenFile, retry: RetryPolicy) -> FragmentRef:
         """Write the fragment of ``job``. Its data file must be durable.
@@ -290,7 +304,8 @@ class RankFiles:
             chunks = write_image(write, self._backend)
         else:
             # The bytes of an element of each chunk, by which the codec sorts them
-            widths = widths_of(plan.chunks, plan.tensors)[tail.count if tail else 0 :]
+            all_widths = widths_of(plan.chunks, plan.tensors)
+            widths = tail.widths_of_own(all_widths) if tail else all_widths
             chunks, encoded_lengths = write_encoded(write, self._backend, encoder, widths)
             encoding = Encoding(self._rank, encoder.codec, encoded_lengths)
         return tail.file(self._rank, chunks, encoding) if tail else WrittenFile(chunks, encoding)

@@ -1,8 +1,13 @@
-"""Read the files of other programs that an adopted step consists of, where they are.
+"""Read the data files that a step has outside of its root, where they are.
 
-The manifest of an adopted step has a *location* for each data file: an absolute path, or a path
-relative to the root. This is the only place where a manifest may name a file outside of its root.
-So a store of locations has no method that writes or deletes, and opens ordinary files only.
+The manifest of an adopted step has a *location* for each data file, which is a file of another
+program: an absolute path, or a path relative to the root. A store of locations has no method that
+writes or deletes, and opens ordinary files only.
+
+The base of an increment may be a step in another root of the same store, which the manifest names
+by a relative path. Its files are read by a backend of that root, with the options of the tier.
+
+These are the only places where a manifest may name a file outside of its root.
 """
 
 from __future__ import annotations
@@ -19,9 +24,10 @@ from ckpt.errors import (
     ObjectNotFound,
     StorageError,
 )
+from ckpt.model.manifest import StoredFile
 from ckpt.storage.api import Capabilities, ObjectInfo, ReadableStore, ScatterReads, StorageBackend
-from ckpt.storage.places import is_folder, local_path
-from ckpt.storage.registry import open_backend
+from ckpt.storage.places import is_folder, local_path, url_at
+from ckpt.storage.registry import neighbor, open_backend
 
 _ALIGNMENT: Final = 4096
 
@@ -92,12 +98,47 @@ def location_of(root: str, path: str) -> str:
     return os.path.relpath(path, root_path) if is_near else path
 
 
-def store_with(backend: StorageBackend, location: str) -> ReadableStore:
-    """Return the store that has a data file of a step of ``backend``.
+def root_at(backend: StorageBackend, path: str) -> StorageBackend:
+    """Return the backend of the root at ``path``, relative to the root of ``backend``; ``backend``
+    itself if the path is empty.
 
-    ``location`` is the location of the file; empty if it is in the folder of the step.
+    Raises:
+        StorageError: The path leads out of the store.
     """
-    return LocatedStore(backend.url) if location else backend
+    return neighbor(backend, lambda url: url_at(url, path)) if path else backend
+
+
+def store_with(backend: StorageBackend, file: StoredFile) -> tuple[ReadableStore, str]:
+    """Return the store that has a data file of a step of ``backend``, and the key of the file
+    there.
+
+    Raises:
+        StorageError: The path to another root leads out of the store.
+    """
+    if file.location:
+        return LocatedStore(backend.url), file.location
+    return root_at(backend, file.root), file.ref.key(file.file.name)
+
+
+def as_fault_of(error: Exception, file: StoredFile) -> Exception:
+    """Return the error to raise in the place of ``error``, which the store with ``file`` has
+    raised: `ForeignFileMismatch` for a file of another program, and for a file in another root an
+    error that names it by its path.
+    """
+    if file.location:
+        return as_foreign_mismatch(error, file.location)
+    if not file.root:
+        return error
+    match error:
+        case ChecksumMismatch():
+            return ChecksumMismatch(file.key, error.offset, error.nbytes)
+        case FileDamaged():
+            return FileDamaged(file.key, error.size, error.wanted)
+        case StorageError():
+            error.key = file.key
+            return error
+        case _:
+            return error
 
 
 def as_foreign_mismatch(error: Exception, location: str) -> Exception:

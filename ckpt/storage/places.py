@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Callable
 from typing import Final, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
+from ckpt.errors import ConfigError, StorageError
 from ckpt.storage.registry import scheme_of
 
 OBJECT_STORES: Final = frozenset(
@@ -135,6 +137,61 @@ def _comparable(place: str, other_place: str) -> tuple[str, str]:
     if _ACCOUNT.match(place) and _ACCOUNT.match(other_place):
         return place, other_place
     return _ACCOUNT.sub(r"\1", place), _ACCOUNT.sub(r"\1", other_place)
+
+
+def path_between(url: str, target: str) -> str:
+    """Return the path from the root ``url`` to the root ``target``, such as "../base-run".
+
+    Raises:
+        ConfigError: The roots are on different stores, or one is the other or inside of it.
+    """
+    url, target = without_query(url), without_query(target)
+    position = relation(url, target)
+    if position != "apart":
+        raise ConfigError(
+            f"{target} and {url} are one root, or one is inside of the other: name the root of "
+            "another run"
+        )
+    place, target_place = _comparable(_canonical(url), _canonical(target))
+    if "::" in url + target or _store_of(place) != _store_of(target_place):
+        raise ConfigError(
+            f"{target} is not on the store of {url}: name a root of the same "
+            f"{'machine' if is_folder(url) else 'bucket or server'}, or copy the step there with "
+            "`ckpt copy`"
+        )
+    return posixpath.relpath(target_place, place)
+
+
+def url_at(url: str, path: str) -> str:
+    """Return the URL of the root at ``path``, which is relative to the root ``url``.
+
+    Raises:
+        StorageError: The path leads out of the store.
+    """
+    address, mark, query = url.partition("?") if is_object_store(url) else (url, "", "")
+    place = os.path.realpath(local_path(url)) if is_folder(url) else address.rstrip("/")
+    store = _store_of(place)
+    names = [name for name in place[len(store) :].split("/") if name]
+    for name in path.split("/"):
+        if name != "..":
+            names.append(name)
+        elif names:
+            names.pop()
+        else:
+            raise StorageError(path, f"leads out of the store of {without_query(url)}")
+    return (
+        f"file://{quote(store + '/'.join(names))}"
+        if is_folder(url)
+        else (f"{store}/{'/'.join(names)}{mark}{query}")
+    )
+
+
+def _store_of(place: str) -> str:
+    """Return the part of a place that all roots of its store have: '/' for the path of a folder,
+    and scheme and bucket or host of a URL.
+    """
+    scheme, separator, path = place.partition("://")
+    return f"{scheme}://{path.partition('/')[0]}" if separator else "/"
 
 
 def local_path(url: str) -> str:

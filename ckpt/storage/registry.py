@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import threading
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Final, cast
 
 from ckpt.errors import ConfigError, UnknownScheme
@@ -72,7 +75,44 @@ def open_backend(url: str, options: Mapping[str, object] | None = None) -> Stora
     """
     _check_root(url)
     scheme = scheme_of(url)
-    return _factory(url, scheme)(url, dict(options or {}))
+    backend = _factory(url, scheme)(url, dict(options or {}))
+    with suppress(TypeError):  # The class of another distribution may allow no weak reference
+        _origins[backend] = _Origin(url, dict(options or {}))
+    return backend
+
+
+class _Origin:
+    """The URL and the options of a backend, and the backends of other roots of its store."""
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.url, self.options = url, options
+        self.neighbors: dict[str, StorageBackend] = {}
+        self.lock = threading.Lock()
+
+
+_origins: Final = weakref.WeakKeyDictionary[StorageBackend, _Origin]()
+
+
+def neighbor(backend: StorageBackend, join: Callable[[str], str]) -> StorageBackend:
+    """Return the backend of another root of the store of ``backend``, with the same options.
+
+    The same root has one backend as long as ``backend`` lives.
+
+    Args:
+        backend: A backend of ``open_backend``. One that was made in another way has no options.
+        join: Returns the URL of the other root for the URL of ``backend``.
+
+    Raises:
+        StorageError: ``join`` has raised it.
+    """
+    origin = _origins.get(backend) or _Origin(backend.url, {})
+    url = join(origin.url)
+    with origin.lock:
+        if url not in origin.neighbors:
+            origin.neighbors[url] = store = open_backend(url, origin.options)
+            # At the exit of the interpreter, the connections end with it.
+            weakref.finalize(backend, store.close).atexit = False
+        return origin.neighbors[url]
 
 
 def _check_root(url: str) -> None:

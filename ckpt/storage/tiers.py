@@ -30,6 +30,7 @@ from ckpt.storage.places import (
     is_folder,
     is_object_store,
     is_spelling_of,
+    path_between,
     relation,
     without_query,
 )
@@ -260,7 +261,28 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
                 _check_memory(hierarchy[-1], hierarchy[:-1])
             elif hierarchy[-1].local and is_object_store(url):
                 raise ConfigError(f"{hierarchy[-1].url} is seen by all nodes: leave local out")
+            if tier.base is not None:
+                path_to_base(hierarchy[-1])
     return tuple(hierarchy)
+
+
+def path_to_base(tier: OpenTier) -> str:
+    """Return the path from the root of ``tier`` to that of its ``Tier.base``.
+
+    Raises:
+        ConfigError: Each node has a store of its own, or the base is on another store or is the
+            root itself.
+    """
+    url, base = tier.tier.url, tier.tier.base
+    assert base is not None
+    if tier.local:
+        raise ConfigError(f"each node has its own {tier.url}, with whole files: leave base out")
+    if "?" in base and server_of(Tier(base)) != server_of(tier.tier):
+        raise ConfigError(
+            f"{without_query(base)} is on another server than {tier.url}: name a root on the same "
+            "one, or copy the step there with `ckpt copy`"
+        )
+    return path_between(url, base)
 
 
 def warn_of_unconditional_puts(tiers: Sequence[OpenTier]) -> None:

@@ -130,12 +130,14 @@ class StepCopier:
         has_capacity = target.tier.capacity is not None
         evictor = Evictor(target, self.claim, _CopyGuard(target.backend, self.guard, step.ref))
         encoder = encoder_of(codec)
-        keeps_encoding = step.codecs == ((encoder.codec,) if encoder else ()) and not step.bases
+        has_increments = bool(step.bases or step.outer_bases)
+        own_codecs = (encoder.codec,) if encoder else ()
+        keeps_encoding = step.codecs == own_codecs and not has_increments
         # If the copy encodes the files in another way, their size is not known in advance.
         is_exact = encoder is None or keeps_encoding
         if has_capacity:
             # The copy also gets the bytes that the step has in files of other steps or programs.
-            needs_other_files = bool(step.bases) or step.is_adopted
+            needs_other_files = has_increments or step.is_adopted
             is_copied_as_stored = not needs_other_files and (keeps_encoding or not step.codecs)
             nbytes = step.nbytes if is_copied_as_stored else step.staged_bytes
             if is_exact:

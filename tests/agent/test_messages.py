@@ -93,7 +93,7 @@ def test_the_messages_have_the_fields_that_the_number_of_the_format_stands_for()
         kind.cls.__name__: " ".join(field.encode_name for field in kind.fields)
         for kind in structs(kinds)
     }
-    fields["Tier"] = " ".join(Tier.__dataclass_fields__)
+    fields["Tier"] = " ".join(fields_of(TIERS[0], ""))
     assert fields == FIELDS[PROTOCOL]
 
 

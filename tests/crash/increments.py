@@ -2,7 +2,8 @@
 removed. Every listed step is what was saved.
 
 It runs as a script: ROOT BEGIN STRIDE. The job dies before each STRIDE-th call, the first time
-before call BEGIN.
+before call BEGIN. ``other_root.py`` does the same with a base in another root, whose run goes on
+and prunes after the job has died.
 """
 
 from __future__ import annotations
@@ -51,13 +52,28 @@ def model_at(step: int) -> nn.Sequential:
 def job(root: Path, log: Path) -> None:
     """Save the steps after the newest one, and note each that is committed."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    with CheckpointManager(Tier(str(root), keep_last=1), journal=False) as manager:
+    base = str(base_of(root)) if base_of(root).exists() else None
+    tier = Tier(str(root), keep_last=1, base=base)
+    with CheckpointManager(tier, journal=False) as manager:
         state = {"model": model_at(0)}
         report = manager.restore(state)
         for step in range(report.step + 1 if report else 1, STEPS + 1):
             state["model"].load_state_dict(model_at(step).state_dict())
             manager.save(state, step)
             os.write(descriptor, f"{step}\n".encode())
+
+
+def base_of(root: Path) -> Path:
+    return root.with_name(f"{root.name}-base")
+
+
+def save_base(root: Path, step: int) -> None:
+    """Save a whole step of the run whose root is the base of ``root``, and remove the others that
+    no run needs.
+    """
+    tier = Tier(str(base_of(root)), keep_last=1)
+    with CheckpointManager(tier, journal=False, incremental=False) as manager:
+        manager.save({"model": model_at(1)}, step)
 
 
 def check(root: Path, log: Path) -> None:
@@ -89,14 +105,18 @@ def doomed(root: Path, log: Path, number: int) -> None:
     job(root, log)
 
 
-def main() -> None:
+def main(*, has_base: bool = False) -> None:
     warm_up()
     folder, begin, stride = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     deaths = 0
     for number in range(begin, 10_000, stride):
         root, log = folder / str(number), folder / f"{number}.log"
+        if has_base:
+            assert os.waitpid(fork(partial(save_base, root, 1)), 0)[1] == 0
         code = os.waitstatus_to_exitcode(os.waitpid(fork(partial(doomed, root, log, number)), 0)[1])
         assert code in (0, -signal.SIGKILL), code
+        if has_base:
+            assert os.waitpid(fork(partial(save_base, root, 2)), 0)[1] == 0
         check(root, log)
         if code == 0:
             break

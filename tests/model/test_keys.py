@@ -15,6 +15,7 @@ from ckpt.model.keys import (
     StepRef,
     data_name,
     fragment_name,
+    parse_base,
     parse_folder,
     step_of,
 )
@@ -118,3 +119,37 @@ def test_steps_order_by_number():
 def test_names_of_ranks_are_names_of_ours(rank):
     assert OURS.fullmatch(data_name(rank))
     assert OURS.fullmatch(fragment_name(rank))
+
+
+FOLDER = "step-000000001.aaaaaa"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"/etc/{FOLDER}",
+        f"../{FOLDER}",
+        f"../../{FOLDER}",
+        f"../../../{FOLDER}",
+        f"base/{FOLDER}",
+        f"./base/{FOLDER}",
+        f"../base/../x/{FOLDER}",
+        f"../base/./{FOLDER}",
+        f"..//base/{FOLDER}",
+        f"../base//{FOLDER}",
+        "../base/..",
+        f"../ba\0se/{FOLDER}",
+        f"../{'x' * 5000}/{FOLDER}",
+        "../base/step-1.aaaaaa",
+        "s3://bucket/step-000000001.aaaaaa",
+    ],
+)
+def test_a_path_that_is_not_normalized_names_no_base(name):
+    assert parse_base(name) is None
+
+
+@pytest.mark.parametrize("name", [FOLDER, f"../b/{FOLDER}", f"../../b/c.d/..e/{FOLDER}"])
+def test_the_name_of_a_base_is_its_path(name):
+    base = parse_base(name)
+    assert base is not None
+    assert base.name == name

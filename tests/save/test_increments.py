@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors import safe_open
-from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, Tier
@@ -38,81 +37,8 @@ from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.kit.examples import examples
+from tests.save.adapted import LAYERS, WIDTH, Adapted, bases, check, ref_of, save, size_of
 from tests.servers import KEY, SECRET
-
-LAYERS = 6
-WIDTH = 128
-
-
-class Adapted:
-    """A model whose last layer alone is trained, as with LoRA."""
-
-    def __init__(self, frozen: int = LAYERS - 1) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-        for layer in list(self.model)[:frozen]:
-            layer.requires_grad_(False)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained)
-
-    @property
-    def state(self) -> dict[str, object]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
-    def train(self) -> None:
-        self.model(torch.randn(2, WIDTH)).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def change(self, layer: int) -> None:
-        with torch.no_grad():
-            list(self.model.parameters())[2 * layer].add_(1)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
-
-
-def save(
-    root: Tier | Path | list[Tier],
-    count: int = 4,
-    *,
-    between: Callable[[Adapted, int], None] = lambda *_: None,
-    **settings: object,
-) -> dict[int, Mapping[str, torch.Tensor]]:
-    """Save some steps, and return the weights of each."""
-    training = Adapted()
-    weights: dict[int, Mapping[str, torch.Tensor]] = {}
-    with CheckpointManager(root, **settings) as manager:  # type: ignore[arg-type]
-        for step in range(1, count + 1):
-            training.train()
-            between(training, step)
-            manager.save_async(training.state, step).result()
-            weights[step] = training.weights()
-    return weights
-
-
-def check(root: Path, weights: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-    for ref in committed(open_backend(str(root))):
-        loaded = ckpt.load(root, "model", step=ref.step)
-        for name, value in weights[ref.step].items():
-            assert torch.equal(loaded[name], value), (ref.step, name)
-
-
-def ref_of(root: Path, step: int) -> StepRef:
-    return next(ref for ref in committed(open_backend(str(root))) if ref.step == step)
-
-
-def size_of(root: Path, step: int) -> int:
-    return sum(
-        path.stat().st_size
-        for path in (root / ref_of(root, step).folder).iterdir()
-        if path.suffix in (".safetensors", ".encoded")
-    )
-
-
-def bases(root: Path, step: int) -> set[int]:
-    manifest = read_manifest(open_backend(str(root)), ref_of(root, step))
-    return {ref.step for ref in manifest.bases}
 
 
 def test_a_save_that_leaves_out_most_is_done_in_the_end(tmp_path):

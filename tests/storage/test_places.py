@@ -6,7 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ckpt.errors import ConfigError
+from ckpt.model.keys import parse_base
 from ckpt.storage.places import (
     canonical,
     is_folder,
@@ -14,7 +18,9 @@ from ckpt.storage.places import (
     is_object_store,
     is_same_place,
     is_spelling_of,
+    path_between,
     relation,
+    url_at,
 )
 
 
@@ -101,3 +107,19 @@ def test_a_folder_that_exists_is_not_missing_whatever_its_spelling(tmp_path: Pat
 )
 def test_what_a_scheme_says(url: str, folder: bool, object_store: bool) -> None:
     assert (is_folder(url), is_object_store(url)) == (folder, object_store)
+
+
+PLACES = st.lists(st.sampled_from(["a", "b", "c d", "é", "..."]), min_size=1, max_size=4)
+
+
+@given(place=PLACES, other_place=PLACES, store=st.sampled_from(["/", "s3://bucket/"]))
+def test_the_path_between_two_roots_leads_from_one_to_the_other(place, other_place, store):
+    url, other_url = store + "/".join(place), store + "/".join(other_place)
+    try:
+        path = path_between(url, other_url)
+    except ConfigError:
+        count = min(len(place), len(other_place))
+        assert place[:count] == other_place[:count]
+        return
+    assert parse_base(f"{path}/step-000000001.aaaaaa") is not None
+    assert path_between(url_at(url, path), url) == path_between(other_url, url)

@@ -1,4 +1,6 @@
-"""Two ranks save an adapter on frozen FSDP2 and DDP layers. Each step is what was saved."""
+"""Two ranks save an adapter on frozen FSDP2 and DDP layers. Each step is what was saved.
+A second run has the first as its base.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ import ckpt
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
+from ckpt.model.keys import BaseRef
+from ckpt.model.manifest import bases_of
 from ckpt.storage.registry import open_backend
 
 WIDTH = 64
@@ -37,12 +41,12 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def main(folder: Path, kind: str) -> None:
-    root = folder / kind
+def main(folder: Path, kind: str, base: str | None = None) -> None:
+    root = folder / (f"{kind}-b" if base else kind)
     model = model_of(kind)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    with CheckpointManager(Tier(str(root), keep_last=2)) as manager:
+    with CheckpointManager(Tier(str(root), keep_last=2, base=base)) as manager:
         for step in range(1, 5):
             model(torch.full((2, WIDTH), float(step))).sum().backward()
             optimizer.step()
@@ -53,10 +57,14 @@ def main(folder: Path, kind: str) -> None:
     if dist.get_rank() == 0:
         store = open_backend(str(root))
         refs = {ref.step: ref for ref in committed(store)}
-        assert sorted(refs) == [1, 3, 4], refs
+        assert sorted(refs) == ([3, 4] if base else [1, 3, 4]), refs
         for step in (3, 4):
             manifest = read_manifest(store, refs[step])
-            assert manifest.bases == {refs[1]}, manifest.bases
+            if base:
+                (base_ref,) = [ref for ref in committed(open_backend(base)) if ref.step == 1]
+                assert bases_of(manifest.increments) == {BaseRef(f"../{kind}", base_ref)}
+            else:
+                assert manifest.bases == {refs[1]}, manifest.bases
             assert len(manifest.increments) == 2
         for step in refs:
             loaded = ckpt.load(root, "model", step=step)
@@ -68,6 +76,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for case in ("fsdp2", "ddp"):
         main(Path(sys.argv[1]), case)
+        dist.barrier()
+        main(Path(sys.argv[1]), case, base=str(Path(sys.argv[1]) / case))
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")

@@ -1,0 +1,162 @@
+"""Finds a step in another root that the first save of a job can be an increment of (``Tier.base``).
+
+The rank looks once, for the newest step whose data file of this rank is whole. Its chunks after the
+header are compared with the image by their digests, as those of a base of the job's own. So the
+states need no equal names: the frozen parameters alone must come first, in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import islice
+from typing import Final
+
+from ckpt.catalog.fragments import load_fragment
+from ckpt.catalog.index import list_root, read_packed
+from ckpt.config import SaveConfig
+from ckpt.errors import (
+    AccessDenied,
+    CkptError,
+    ConfigError,
+    IntegrityError,
+    NoCheckpoint,
+    ObjectNotFound,
+)
+from ckpt.model.fill_manifest import carried_fragment
+from ckpt.model.keys import BaseRef, StepRef, parse_base
+from ckpt.model.manifest import Manifest
+from ckpt.root.base_pins import pinned_bases, put_base_pin
+from ckpt.save.increments import BaseFile, WrittenFile, has_equal_begin, most_chunks
+from ckpt.save.save_request import SaveRequest
+from ckpt.storage.locations import root_at
+from ckpt.storage.tiers import OpenTier, path_to_base
+
+_MOST_STEPS: Final = 8
+"""How many steps of the other root a rank reads at most."""
+
+_log = logging.getLogger("ckpt")
+
+
+class OtherRoot:
+    """The root of another run that the saves of one rank may refer to.
+
+    Thread safety: one thread at a time.
+
+    Args:
+        tier: The tier of the saves.
+        codec: The name of its codec; empty if it has none.
+        rank: The rank.
+        path: The path from the root of the tier to the other root.
+    """
+
+    def __init__(self, tier: OpenTier, codec: str, rank: int, path: str) -> None:
+        self._backend, self._codec, self._rank, self._path = tier.backend, codec, rank, path
+        self._name = tier.tier.base
+        self._has_looked = False
+
+    @classmethod
+    def of(cls, tier: OpenTier, codec: str, rank: int, config: SaveConfig) -> OtherRoot | None:
+        """Return the other root of a tier; None if the tier has none.
+
+        Raises:
+            ConfigError: All files of the tier are whole, or the other root is on another store.
+        """
+        if tier.tier.base is None:
+            return None
+        if not config.incremental or config.copies == "per_node":
+            cause = "copies='per_node'" if config.incremental else "incremental=False"
+            raise ConfigError(f"{cause} writes whole files, which need no base: leave one out")
+        return cls(tier, codec, rank, path_to_base(tier))
+
+    def base_for(self, job: SaveRequest) -> BaseFile | None:
+        """Return a base for the image of ``job``, after a pin was put on its step.
+
+        Only the first call looks for one, and any later call returns None. If there is none, a
+        warning says why, and the caller writes a whole file.
+        """
+        if self._has_looked or most_chunks(job.plan) < 2:
+            return None
+        self._has_looked = True
+        try:
+            base_file = self._newest_file(job)
+            put_base_pin(self._backend, BaseRef(self._path, base_file.ref))
+        except AccessDenied as error:
+            self._warn(
+                f"{error}: give this job the right to read there, and to write below pins/, which "
+                "keeps the step from being removed"
+            )
+        except CkptError as error:
+            self._warn(str(error))
+        else:
+            return base_file
+        return None
+
+    def _warn(self, cause: str) -> None:
+        level = logging.INFO if self._rank else logging.WARNING
+        text = "ckpt: %s: the first save is written as a whole, without base=%s: %s"
+        _log.log(level, text, self._backend.url, self._name, cause)
+
+    def _newest_file(self, job: SaveRequest) -> BaseFile:
+        """Return the data file of this rank in the newest step of the other root that has a whole
+        one with the same first parameters. A step that this run refers to already comes first.
+
+        Raises:
+            NoCheckpoint: There is none.
+            CkptError: The other root cannot be read.
+        """
+        store, cause = root_at(self._backend, self._path), "it has no checkpoint"
+        pinned_refs = [base.ref for base in pinned_bases(self._backend, self._path)]
+        refs = dict.fromkeys([*pinned_refs, *list_root(store).on_branch])
+        whole_refs = set[StepRef]()
+        for ref in islice(refs, _MOST_STEPS):
+            try:
+                manifest, _ = read_packed(store, ref)
+                whole = _whole_of(manifest, self._rank)
+                if whole.root:
+                    cause = f"step {ref.step} has its own base in {whole.root!r}: name that root"
+                    continue
+                if whole.ref in whole_refs:
+                    continue
+                whole_refs.add(whole.ref)
+                if whole.ref != ref:
+                    manifest, _ = read_packed(store, whole.ref)
+                file = self._file_in(manifest, whole.ref, job)
+            except ObjectNotFound:
+                continue
+            except IntegrityError as error:
+                cause = str(error)
+                continue
+            if isinstance(file, BaseFile):
+                return file
+            cause = f"step {whole.ref.step} {file}"
+        raise NoCheckpoint(store.url, cause)
+
+    def _file_in(self, manifest: Manifest, ref: StepRef, job: SaveRequest) -> BaseFile | str:
+        """Return the data file of this rank in a step as a base for the image of ``job``, or why it
+        cannot be one.
+        """
+        stored_file = manifest.stored_files().get(self._rank)
+        if stored_file is None:
+            return f"has no file of rank {self._rank}"
+        if stored_file.location or stored_file.increment:
+            return "is no step with files of its own"
+        if (stored_file.codec or "") != self._codec:
+            return "has another codec"
+        fragment_ref = next(ref for ref in manifest.fragments if ref.rank == self._rank)
+        store = root_at(self._backend, self._path)
+        fragment = carried_fragment(manifest, self._rank, key=ref.manifest)
+        if fragment is None:
+            fragment, _ = load_fragment(store, ref, manifest, fragment_ref, stored_file.file)
+        assert fragment.file is not None
+        chunks = tuple(fragment.file.chunks)
+        if not has_equal_begin(job, chunks):
+            return f"begins with other parameters in the file of rank {self._rank}"
+        file = WrittenFile(chunks, next(iter(fragment.encoded), None))
+        return BaseFile(ref=ref, plan=job.plan, file=file, root=self._path)
+
+
+def _whole_of(manifest: Manifest, rank: int) -> BaseRef:
+    """Return the step whose data file of ``rank`` is whole: that of the manifest, or its base."""
+    names = (increment.base for increment in manifest.increments if increment.rank == rank)
+    own = BaseRef("", StepRef(manifest.step, manifest.attempt))
+    return next(map(parse_base, names), own) or own
