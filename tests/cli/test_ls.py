@@ -80,6 +80,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "codecs": [],
         "adopted": False,
         "bases": [],
+        "outer_bases": [],
         "pinned_until": None,
     }
 
