@@ -702,6 +702,36 @@ def test_in_a_forked_child_the_manager_refuses_and_close_harms_nobody(root: str)
         assert manager.steps() == [1, 2]
 
 
+_STARTS_A_WORKER = """
+import multiprocessing
+import sys
+
+from ckpt import CheckpointManager
+
+
+class Readers:  # as a data loader of torchdata that has not been read from
+    def state_dict(self):
+        self.worker = multiprocessing.get_context("fork").Process(target=int)
+        self.worker.start()
+        return {"position": 0}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
+
+
+readers = Readers()
+with CheckpointManager(sys.argv[1]) as manager:
+    manager.save({"readers": readers}, 1)
+    readers.worker.join()
+    print("steps", manager.steps(), "worker", readers.worker.exitcode)
+"""
+
+
+def test_a_worker_that_the_state_starts_inside_of_a_save_ends_without_an_error(root: str) -> None:
+    said = run_code(_STARTS_A_WORKER, root)
+    assert said.splitlines() == ["steps [1] worker 0"]
+
+
 # -- places and settings ---------------------------------------------------------------------------
 
 

@@ -50,10 +50,11 @@ class CallGuard:
 
     def check_alone(self, name: str) -> None:
         """Raise ``ConfigError`` if the manager is open and this thread is inside one of its
-        methods.
+        methods. A process that was forked inside of a method, such as a worker that a data loader
+        starts in its ``state_dict()``, is not inside of it.
         """
         outer = self.calls.get(threading.get_ident())
-        if outer is not None and not self.is_closed:
+        if outer is not None and not self.is_closed and os.getpid() == self.pid:
             error = ConfigError(
                 f"{name}() was called inside of {outer}() in the same thread, as by a signal "
                 "handler: let manager.on_signals() handle the signal, or raise SystemExit in the "
