@@ -5,9 +5,10 @@
 The model is a GPT-2 of transformers with an adapter of PEFT, trained with AdamW. Each way to save
 has a process of its own. A save follows each step, and the next step begins when the save is
 durable. The program prints a table in Markdown, with a row for each way: what the process has
-written for a save (the ``wchar`` of ``/proc/self/io``), as the median and the mean without the
-first save, and as a multiple of the bytes that are trained: the adapter and its optimizer state;
-and medians of the call and of the time until the step is durable.
+written for the first save (the ``wchar`` of ``/proc/self/io``), and for the others as the median
+and the mean, and as a multiple of the bytes that are trained: the adapter and its optimizer state;
+and medians of the call and of the time until the step is durable. With ``base=``, a run with
+another adapter has saved a step before, which is not counted.
 
 It needs ``pip install peft transformers``, and for the other way ``pip install moonclip``.
 """
@@ -72,8 +73,8 @@ def main() -> None:
     parser.add_argument("--dir", default=os.getcwd(), help="a folder on the disk to measure")
     args = parser.parse_args()
     case = Case(args.saves, args.layers, args.width)
-    print("| way | written per save | mean | of what is trained | call | durable |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| way | first save | written per save | mean | of what is trained | call | durable |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for name in WAYS:
         if name == "moonclip" and importlib.util.find_spec("moonclip") is None:
             continue
@@ -102,6 +103,7 @@ def _cells(figures: Figures) -> str:
     median = statistics.median(written)
     return " | ".join(
         [
+            size(figures.written[0]),
             size(int(median)),
             size(int(statistics.mean(written))),
             f"{median / figures.trained_bytes:.2f}×",
@@ -113,7 +115,7 @@ def _cells(figures: Figures) -> str:
 
 def _work(pipe: Connection, name: str, folder: str, case: Case) -> None:
     torch.set_num_threads(1)
-    model = _model(case)
+    model = _model(case, case.rank)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     tokens = torch.randint(0, 1000, (2, 32))
@@ -124,6 +126,9 @@ def _work(pipe: Connection, name: str, folder: str, case: Case) -> None:
         optimizer.zero_grad()
 
     train()
+    if name == BASE_WAY:
+        with CheckpointManager(f"{folder}/base", journal=False) as manager:
+            manager.save({"model": _model(case, 2 * case.rank)}, 1)
     save, close = WAYS[name](folder, model, optimizer)
     written: list[int] = []
     calls: list[float] = []
@@ -141,7 +146,7 @@ def _work(pipe: Connection, name: str, folder: str, case: Case) -> None:
     pipe.send(Figures(trained_bytes, trained_bytes + frozen_bytes, written, calls, durables))
 
 
-def _model(case: Case) -> Any:
+def _model(case: Case, adapter_rank: int) -> Any:
     peft = importlib.import_module("peft")
     transformers = importlib.import_module("transformers")
 
@@ -150,7 +155,7 @@ def _model(case: Case) -> Any:
     )
     torch.manual_seed(0)
     base = transformers.GPT2LMHeadModel(config)
-    lora = peft.LoraConfig(r=case.rank, target_modules=["c_attn"], task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(r=adapter_rank, target_modules=["c_attn"], task_type="CAUSAL_LM")
     return peft.get_peft_model(base, lora)
 
 
@@ -159,13 +164,13 @@ def _written() -> int:
     return int(next(line for line in text.splitlines() if line.startswith("wchar")).split()[1])
 
 
-def _ours(codec: str, incremental: bool) -> Any:
+def _ours(codec: str, incremental: bool, *, has_base: bool = False) -> Any:
     def make(
         folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[Save, Callable[[], None]]:
-        manager = CheckpointManager(
-            Tier(folder, codec=codec, keep_last=_KEEP), incremental=incremental, journal=False
-        )
+        base = f"{folder}/base" if has_base else None
+        tier = Tier(f"{folder}/run", codec=codec, keep_last=_KEEP, base=base)
+        manager = CheckpointManager(tier, incremental=incremental, journal=False)
         state = {"model": model, "optimizer": optimizer}
 
         def save(step: int) -> float:
@@ -196,8 +201,10 @@ def _moonclip(
     return save, manager.flush
 
 
+BASE_WAY: Final = "ckpt, `base=`"
 WAYS: Final[Mapping[str, Any]] = {
     "ckpt": _ours("none", incremental=True),
+    BASE_WAY: _ours("none", incremental=True, has_base=True),
     'ckpt, `codec="zstd"`': _ours("zstd", incremental=True),
     "ckpt, `incremental=False`": _ours("none", incremental=False),
     "moonclip": _moonclip,
