@@ -41,6 +41,8 @@ _FORM_BY_TAG: Final[dict[str | None, type]] = {
     "tuple": tuple,
     **dict.fromkeys(MAPPINGS, Mapping),
 }
+_OWN_NODES: Final = frozenset({bool, float, int, str, type(None)})
+"""The types of values most of which are their own nodes."""
 _NODE_TYPES: Final = frozenset({dict, list})  # The types of nodes that contain nodes
 MOST_COLLISIONS: Final = 16
 """The most members of a set, or keys of a dict, that may have the same hash.
@@ -264,9 +266,7 @@ def _nodes(
         # torch gives an ``OrderedDict`` an attribute, which takes a tag of its own.
         if depth > deepest or any(map(vars, containers.get(OrderedDict, ()))):
             raise _NOT_PLAIN
-        nodes |= _container_nodes(
-            containers, growth, lambda inner: _nodes(inner, depth + 1, deepest, leaf, growth)
-        )
+        nodes |= _container_nodes(containers, depth, deepest, leaf, growth)
     if all(nodes[kind] is group for kind, group in groups.items()):
         return values
     if len(groups) == 1:
@@ -277,16 +277,16 @@ def _nodes(
 
 
 def _container_nodes(
-    containers: Mapping[type, Sequence[Any]],
-    growth: Growth,
-    nodes_of: Callable[[Sequence[Any]], Sequence[Any]],
+    containers: Mapping[type, Sequence[Any]], depth: int, deepest: int, leaf: Leaf, growth: Growth
 ) -> dict[type, Sequence[Any]]:
-    """Return the nodes of containers, by their types. ``nodes_of`` returns the nodes of the values
-    inside of them.
-    """
+    """Return the nodes of containers, by their types."""
     nonempty = {kind: list(filter(None, members)) for kind, members in containers.items()}
     if not growth.is_bounded(nonempty):
         raise _NOT_PLAIN
+    items = contents(nonempty)
+    # A dict of thousands of tensors is no plain value, whatever its keys are.
+    for kind in set(map(type, items)) - CONTAINERS - _OWN_NODES:
+        leaf(next(item for item in items if type(item) is kind), depth + 1)
     names = set(chain.from_iterable(nonempty.get(dict, ())))
     pair_flags = {
         kind: _pair_flags(kind, members, names)
@@ -294,14 +294,13 @@ def _container_nodes(
         if issubclass(kind, dict)
     }
     paired_mappings = [list(compress(containers[kind], pair_flags[kind])) for kind in pair_flags]
-    items = contents(nonempty)
     item_count = len(items)
     if any(paired_mappings):
         growth.name_chars = math.inf
         items += chain.from_iterable(chain.from_iterable(paired_mappings))  # Their keys
     else:
         growth.count(item_count + 2 * len(containers.get(tuple, ())), names)
-    nodes = nodes_of(items)
+    nodes = _nodes(items, depth + 1, deepest, leaf, growth)
     item_nodes, key_nodes = iter(nodes), islice(nodes, item_count, None)
     is_own = nodes is items and not any(paired_mappings)
     return {

@@ -17,7 +17,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
-from ckpt.model import values
+from ckpt.model import levels, values
 from ckpt.model.levels import is_plain
 from ckpt.model.values import decode, dumps, encode, plain_node, to_json
 from ckpt.state.walk.collect import collect
@@ -228,6 +228,22 @@ def test_no_function_is_called_for_each_of_many_containers(
         return count
 
     assert calls(2000) < calls(200) + 100  # One call for each container would be 1800 more
+
+
+def test_the_keys_of_many_tensors_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save looks whether each value of the state is plain, and a large dict of tensors is not."""
+    looked_at: list[int] = []
+    pair_flags = levels._pair_flags
+
+    def counted(kind: type, members: Any, keys: Any) -> Any:
+        looked_at.append(len(keys))
+        return pair_flags(kind, members, keys)
+
+    monkeypatch.setattr(levels, "_pair_flags", counted)
+    tensors = {f"t{i}": torch.zeros(1) for i in range(2000)}
+    assert plain_node(tensors, "t") is None
+    assert plain_node({"inner": tensors}, "t") is None
+    assert looked_at == [1]
 
 
 @pytest.mark.parametrize("runs", [True, False])
