@@ -170,11 +170,14 @@ def fill_slots(
         """Return True if the present tensor of ``slot`` can be filled in place."""
         if slot.present is None:
             return False
+        places = holders.of(slot.present)
+        if places <= {slot.place}:  # The memory is that of this slot alone
+            return True
         stored_name, _ = targets.get(memory_of(slot.present), (None, None))
         return all(
             (place is None and stored_name == slot.record.name)
             or (place in slot_at and slot.shares_as_saved(slot_at[place]))
-            for place in holders.of(slot.present)
+            for place in places
         )
 
     groups: dict[tuple[bool, str, torch.device], list[Slot]] = defaultdict(list)
@@ -204,7 +207,7 @@ def _fill_alike(group: Sequence[Slot], holder: Slot | None, target: Source | Non
         tensors.insert(0, target.detach())
     for slot in group:
         like = present if slot is holder and present is not None else slot.make()
-        tensor = next((candidate for candidate in tensors if _kind(candidate) == _kind(like)), None)
+        tensor = next((candidate for candidate in tensors if _are_alike(candidate, like)), None)
         if tensor is None:
             tensor = like
             tensors.append(tensor)
@@ -249,8 +252,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return storage_identity(memory) if memory.untyped_storage().nbytes() else 0
 
 
+def _are_alike(a: Source, b: Source) -> bool:
+    """Return True if two tensors can stand for each other."""
+    return a is b or _kind(a) == _kind(b)
+
+
 def _kind(source: Source) -> Hashable:
-    """Return a value that is equal for two tensors that can stand for each other."""
+    """Return the kind of a tensor, see ``_are_alike``."""
     if not isinstance(source, torch.Tensor):
         return id(source)
     memory = local(source)
