@@ -152,6 +152,8 @@ class Window:
         return self._error is not None or self._is_abandoned
 
     def _wait_landed(self, end: int) -> None:
+        if self._landed_bytes >= end and not self._has_ended:
+            return  # Most chunks are read after the copy, and each would take the lock
         with self._change:
             self._change.wait_for(lambda: self._has_ended or self._landed_bytes >= end)
             self._raise_if_ended()
