@@ -76,7 +76,7 @@ def advise(
     if not records:
         if not os.path.exists(local_path(url)):
             raise NoCheckpoint(url, "it does not exist")
-        open_backend(url)  # A file, or the folder of a step, is refused as elsewhere
+        open_backend(url).close()  # A file, or the folder of a step, is refused as elsewhere
         raise ConfigError(
             f"{url} has no journal: the job that wrote it had journal=False, or another tier has "
             "it: a journal is beside the nearest folder of a job"

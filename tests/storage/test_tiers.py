@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
+from ckpt.storage.api import Capabilities
 from ckpt.storage.tiers import (
     open_tiers,
     resolve_tier,
@@ -19,6 +21,7 @@ from ckpt.storage.tiers import (
     urls_of,
     warn_of_unconditional_puts,
 )
+from tests.kit.stores import Wrapped, wrap_stores
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +176,26 @@ def test_a_store_without_an_atomic_create_is_named_if_it_comes_first(
         for tier in tiers:
             tier.backend.close()
     assert (f"{FTP} is the nearest durable tier" in caplog.text) == warns
+
+
+class Unconditional(Wrapped):
+    """A store in which two puts *if absent* of one key may both succeed."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, put_if_absent=False)
+
+
+def test_a_job_that_only_restores_hears_nothing_of_puts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"x": torch.ones(3)}
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(state, 1)
+    wrap_stores(monkeypatch, lambda _, store: Unconditional(store))
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.restore(state)
+        assert "nearest durable tier" not in caplog.text
+        for step in (2, 3):
+            manager.save(state, step)
+    assert caplog.text.count("is the nearest durable tier") == 1
