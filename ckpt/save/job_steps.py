@@ -263,6 +263,10 @@ class JobSteps:
         )
         return self.awaited_refs() | earlier | copied_refs
 
+    def is_nearest(self, tier: OpenTier) -> bool:
+        """Return True if ``tier`` is the nearest durable one."""
+        return self._durable_tiers[:1] == (tier,)
+
     def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         """Return True if ``ref`` is a step of an earlier job that a farther tier than ``tier`` may
         want and lack.
@@ -313,6 +317,11 @@ class TierSteps:
     def rollback(self) -> Rollback | None:
         """The rollback that counts; None if the run has none."""
         return self.steps.rollback
+
+    @property
+    def is_nearest(self) -> bool:
+        """Whether this is the nearest durable tier."""
+        return self.steps.is_nearest(self.tier)
 
     def awaited_refs(self) -> frozenset[StepRef]:
         """Return the steps whose images are in use, and those that wait for a farther tier."""

@@ -50,7 +50,7 @@ from ckpt.save.tier_writer import TierWriter
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
-from ckpt.storage.tiers import OpenTier, warn_of_unconditional_puts
+from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
 _OWNERS_SECONDS: Final = 1.0
@@ -96,7 +96,6 @@ class Saver:
         self._replicas = NodeReplicas.of(tiers, coordinator, config, reports.observers)
         self._coordinator, self._config, self._reports = coordinator, config, reports
         self._is_leader = coordinator.rank == LEADER
-        self._unchecked_tiers = tiers if self._is_leader else ()
         durable = [tier for tier in tiers if not tier.in_memory]
         # On a tier that is local to each node, the leader sees only the files of its own node.
         has_backfill = self._is_leader and len(durable) > 1 and not durable[0].nodes
@@ -270,9 +269,6 @@ class Saver:
         ``begin`` is called.
         """
         outcome = SaveOutcome(pending, self._reports, self.slots.nbytes)
-        if self._unchecked_tiers:  # At the first save: a job that only restores puts nothing
-            warn_of_unconditional_puts(self._unchecked_tiers)
-            self._unchecked_tiers = ()
         job = replace(self.suspicions.scan(job, trainable), restored_ref=self.steps.restored)
         save = ActiveSave(job, snapshot, slot, outcome, trainable)
         # While the save waits for its turn, a later step may be announced as the last one.

@@ -55,7 +55,7 @@ from ckpt.save.job_steps import TierSteps
 from ckpt.save.rank_files import FileCopier, RankFiles
 from ckpt.save.save_request import SaveRequest
 from ckpt.save.slot_steps import SlotSteps
-from ckpt.storage.tiers import OpenTier
+from ckpt.storage.tiers import OpenTier, warn_of_unconditional_puts
 
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
@@ -513,6 +513,8 @@ class TierWriter:
                 self._takeover.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
                 self._pruner.remove_remains(self._steps.restored)
+            if self._steps.is_nearest:
+                warn_of_unconditional_puts(self.tier)
             branch = on_branch(self._steps.rollback, listing)
             self._foreign_refs = [ref for ref in branch if ref.job != self.root.own]
             self._warn_of_later(self._foreign_refs)

@@ -285,14 +285,12 @@ def path_to_base(tier: OpenTier) -> str:
     return path_between(url, base)
 
 
-def warn_of_unconditional_puts(tiers: Sequence[OpenTier]) -> None:
-    """Log a warning if the nearest durable tier is a store in which two puts *if absent* of one key
-    may both succeed, unless the options of the tier say so.
+def warn_of_unconditional_puts(tier: OpenTier) -> None:
+    """Log a warning if ``tier``, the nearest durable one, is a store in which two puts *if absent*
+    of one key may both succeed, unless its options say so.
     """
-    tier = next((tier for tier in tiers if not tier.in_memory), None)
-    if tier is None or tier.backend.capabilities.put_if_absent:
-        return
-    if "put_if_absent" not in tier.tier.options:
+    is_conditional = tier.backend.capabilities.put_if_absent
+    if not is_conditional and "put_if_absent" not in tier.tier.options:
         _log.warning(
             "ckpt: %s is the nearest durable tier, and two jobs that save one step there could "
             "both commit it: name a local folder or an object store before it (docs/stores.md)",
