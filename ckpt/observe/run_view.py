@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
+
+from msgspec.structs import replace
 
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
@@ -18,12 +21,13 @@ from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of, mark_cut
 from ckpt.observe.job_life import JobLife, end_of, life_of
 from ckpt.observe.journal_reader import JournalReader
+from ckpt.observe.journal_record import Record
 from ckpt.observe.step_rows import facts_of, time_of
 from ckpt.observe.time_spent import TimeSpent, time_spent
 from ckpt.observe.timed_calls import answers
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_folder, is_missing
+from ckpt.storage.places import is_folder, is_missing, is_spelling_of
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import urls_of
 
@@ -171,7 +175,8 @@ class TierWatch:
     Thread safety: one thread at a time.
 
     Attributes:
-        url: The URL of the store, as events name it.
+        url: The URL of the store, as the user names it.
+        path: The path of a folder without symbolic links; empty for another store.
         error: Why the tier cannot be opened or listed; empty if it can be.
         backend: The backend of the tier; None if it cannot be opened.
         steps: The steps of the last listing that has ended.
@@ -185,6 +190,7 @@ class TierWatch:
         self._query: Future[Sequence[StoredStep]] | None = None
         self._asked_at = 0.0
         self._worker = Workers("look", 1)
+        self.path = ""
         self._open_call = self._worker.submit(self._open, tier)
         wait([self._open_call], _OPEN_SECONDS)
         self._space = FolderSpace(self.url) if is_folder(self.url) else None
@@ -193,6 +199,7 @@ class TierWatch:
         try:
             self.backend = open_backend(self.url, tier.options)
             self.url, self._inventory = self.backend.url, Inventory(self.backend, for_display=True)
+            self.path = os.path.realpath(self.url) if is_folder(self.url) else ""
         except CkptError as error:
             self.error = str(error)
 
@@ -276,7 +283,8 @@ class RunWatch:
         _look(self.tiers, patience)
         records = [record for journal in self._journals for record in journal.read()]
         beats = {job: beat for journal in self._journals for job, beat in journal.beats().items()}
-        history = history_of(sorted(records, key=lambda record: record.at))
+        records.sort(key=lambda record: record.at)
+        history = history_of(_with_listed_urls(records, self.tiers))
         life = life_of(history, beats, time.time())
         if life is not None and life.state == "died":
             mark_cut(history.saves.values())
@@ -323,6 +331,29 @@ class RunWatch:
                 self.tiers.append(tier := TierWatch(url, Tier(url)))
                 listed_urls.add(tier.url)
                 _look([tier], patience)
+
+
+def _with_listed_urls(records: Sequence[Record], tiers: Sequence[TierWatch]) -> Sequence[Record]:
+    """Return the records of a journal with the URLs of ``tiers`` where they name them otherwise,
+    such as by a path without symbolic links. No file system of another place is asked.
+    """
+    names = {url for record in records for url in (record.tier, *record.tiers)} - {""}
+    urls = {
+        name: tier.url
+        for name in names - {tier.url for tier in tiers}
+        for tier in tiers
+        if is_spelling_of(name, tier.path or tier.url)
+    }
+    if not urls:
+        return records
+    return [
+        replace(
+            record,
+            tier=urls.get(record.tier, record.tier),
+            tiers=tuple(urls.get(url, url) for url in record.tiers),
+        )
+        for record in records
+    ]
 
 
 def _look(tiers: Sequence[TierWatch], patience: float) -> None:

@@ -16,7 +16,7 @@ import ckpt.observe.run_view
 from ckpt import CheckpointManager
 from ckpt.config import Tier
 from ckpt.observe.run_looks import RunLooks
-from ckpt.observe.run_view import watch_runs
+from ckpt.observe.run_view import RunWatch, watch_runs
 from ckpt.storage.registry import open_backend
 
 
@@ -72,3 +72,14 @@ def test_a_dead_mount_freezes_only_its_own_run(
     while looks.look(5.0)[0].tiers[0].error:
         pass
     assert [step.step for step in looks.look(5.0)[0].steps] == [1]
+
+
+def test_a_run_behind_a_link_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to("data")
+    with CheckpointManager(tmp_path / "data" / "gpt") as manager:
+        manager.save({"x": torch.ones(3)}, 1)
+    url = str(tmp_path / "link" / "gpt")
+    view = RunWatch(url, [Tier(url)]).look(20)
+    assert [tier.url for tier in view.tiers] == [url]
+    assert view.steps[0].cells[0].seconds > 0

@@ -212,9 +212,10 @@ class Follower(Iterator[Version]):
         step = step_id.step if isinstance(step_id, StepRef) else step_id
         subject = "new version" if step is None else f"version of step {step}"
         seconds = f"no {subject} within {self._timeout_seconds:g} s"
-        if self._ref is not None:
-            return NoCheckpoint(urls, f"{seconds}; the last one is step {self._ref.step}")
-        return NoCheckpoint(urls, f"{seconds}: {self._why_none(step_id)}")
+        if self._ref is None:
+            return NoCheckpoint(urls, f"{seconds}: {self._why_none(step_id)}")
+        reason = "" if step_id is None else f": {self._why_none(step_id)}"
+        return NoCheckpoint(urls, f"{seconds}{reason}; the last one is step {self._ref.step}")
 
     def _why_none(self, step_id: StepId | None) -> str:
         """Return a text that says what the stores have instead of the version ``step_id``."""

@@ -758,7 +758,9 @@ def test_a_version_that_does_not_come_is_named(
 ) -> None:
     saved(manager, weights, 1)
     version = next(versions)
-    with pytest.raises(NoCheckpoint, match=r"no version of step 2 within 0\.05 s; the last one is"):
+    with pytest.raises(
+        NoCheckpoint, match=r"no version of step 2 within 0\.05 s: step 2 is not there"
+    ):
         versions.version_of(2)
     with pytest.raises(NoCheckpoint, match="no version of step 1 "):
         versions.version_of(1, "abcdefghijkl")
@@ -795,6 +797,10 @@ def test_a_version_that_never_was_read_is_missed_by_what_the_root_has(
     with follow(tmp_path / "run") as versions:
         with pytest.raises(NoCheckpoint, match="step 2 is on an abandoned branch"):
             versions.version_of(2)
+        assert next(versions).step == 1
+        with pytest.raises(NoCheckpoint, match="an abandoned branch; the last one is step 1"):
+            versions.version_of(2)
+    with follow(tmp_path / "run") as versions:
         flip(files(tmp_path / "run", 1)["data"])
         with pytest.raises(
             NoCheckpoint, match="step 1 was not read: a warning in the log says why"
