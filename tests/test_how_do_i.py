@@ -190,9 +190,10 @@ def _train(rank: int, ranks: int, text: str, meeting: str) -> None:
     state = job(5)
     names: dict[str, Any] = {
         "CheckpointManager": CheckpointManager, "torch": torch, "state": state,
+        "__name__": "train",
     }  # fmt: skip
-    exec(text.replace('"gloo",', f'"gloo", init_method="{meeting}",'), names)
-    names["train"](rank, ranks)
+    exec(text, names)
+    names["train"](rank, ranks, meeting)
     assert equal(state["model"], 3)
     torch.distributed.destroy_process_group()
 
