@@ -9,7 +9,7 @@ from tests.kit.worlds import ROOT, run_script
 MOST = {
     "a save to one tier": (392, 60),
     "a save to near and far": (448, 65),
-    "a restore": (536, 75),
+    "a restore": (534, 75),
 }
 """The most functions and files."""
 
