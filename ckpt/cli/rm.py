@@ -137,7 +137,8 @@ def rm(
             stack.enter_context(silence_notes(tier.store))
         if not dry_run:
             removals = _carry_out(removals)
-            _end_base_pins(tiers, removals)
+            if not force:  # A job that is alive may be writing a file that needs the base
+                _end_base_pins(tiers, removals)
             if whole_run:
                 _remove_rest(tiers)
     if json:

@@ -8,6 +8,7 @@ states need no equal names: the frozen parameters alone must come first, in the 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -19,12 +20,12 @@ from ckpt.errors import (
     CkptError,
     ConfigError,
     IntegrityError,
-    NoCheckpoint,
     ObjectNotFound,
 )
 from ckpt.model.fill_manifest import carried_fragment
 from ckpt.model.keys import BaseRef, StepRef, parse_base
 from ckpt.model.manifest import Manifest
+from ckpt.pipeline.retry import RetryPolicy
 from ckpt.root.base_pins import pinned_bases, put_base_pin
 from ckpt.save.increments import BaseFile, WrittenFile, has_equal_begin, most_chunks
 from ckpt.save.save_request import SaveRequest
@@ -78,8 +79,11 @@ class OtherRoot:
             return None
         self._has_looked = True
         try:
-            base_file = self._newest_file(job)
-            put_base_pin(self._backend, BaseRef(self._path, base_file.ref))
+            file = self._newest_file(job)
+            if isinstance(file, BaseFile):
+                put_base_pin(self._backend, BaseRef(self._path, file.ref))
+                return file
+            self._warn(file)
         except AccessDenied as error:
             self._warn(
                 f"{error}: give this job the right to read there, and to write below pins/, which "
@@ -87,8 +91,6 @@ class OtherRoot:
             )
         except CkptError as error:
             self._warn(str(error))
-        else:
-            return base_file
         return None
 
     def _warn(self, cause: str) -> None:
@@ -96,15 +98,15 @@ class OtherRoot:
         text = "ckpt: %s: the first save is written as a whole, without base=%s: %s"
         _log.log(level, text, self._backend.url, self._name, cause)
 
-    def _newest_file(self, job: SaveRequest) -> BaseFile:
+    def _newest_file(self, job: SaveRequest) -> BaseFile | str:
         """Return the data file of this rank in the newest step of the other root that has a whole
-        one with the same first parameters. A step that this run refers to already comes first.
+        one with the same first parameters, or why there is none. A step that this run refers to
+        already comes first.
 
         Raises:
-            NoCheckpoint: There is none.
             CkptError: The other root cannot be read.
         """
-        store, cause = root_at(self._backend, self._path), "it has no checkpoint"
+        store, cause = root_at(self._backend, self._path), "it has no checkpoint: save one first"
         pinned_refs = [base.ref for base in pinned_bases(self._backend, self._path)]
         refs = dict.fromkeys([*pinned_refs, *list_root(store).on_branch])
         whole_refs = set[StepRef]()
@@ -129,7 +131,7 @@ class OtherRoot:
             if isinstance(file, BaseFile):
                 return file
             cause = f"step {whole.ref.step} {file}"
-        raise NoCheckpoint(store.url, cause)
+        return cause
 
     def _file_in(self, manifest: Manifest, ref: StepRef, job: SaveRequest) -> BaseFile | str:
         """Return the data file of this rank in a step as a base for the image of ``job``, or why it
@@ -146,7 +148,8 @@ class OtherRoot:
         store = root_at(self._backend, self._path)
         fragment = carried_fragment(manifest, self._rank, key=ref.manifest)
         if fragment is None:
-            fragment, _ = load_fragment(store, ref, manifest, fragment_ref, stored_file.file)
+            load = partial(load_fragment, store, ref, manifest, fragment_ref, stored_file.file)
+            fragment, _ = RetryPolicy().call(load)
         assert fragment.file is not None
         chunks = tuple(fragment.file.chunks)
         if not has_equal_begin(job, chunks):

@@ -105,7 +105,9 @@ def neighbor(backend: StorageBackend, join: Callable[[str], str]) -> StorageBack
     Raises:
         StorageError: ``join`` has raised it.
     """
-    origin = _origins.get(backend) or _Origin(backend.url, {})
+    origin = _Origin(backend.url, {})
+    with suppress(TypeError):
+        origin = _origins.get(backend, origin)
     url = join(origin.url)
     with origin.lock:
         if url not in origin.neighbors:

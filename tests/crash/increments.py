@@ -25,6 +25,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
+from ckpt.storage import registry
 from ckpt.storage.registry import open_backend
 from tests.crash.nursery import Killer, die, warm_up
 from tests.kit.stores import wrap_stores
@@ -101,7 +102,10 @@ def doomed(root: Path, log: Path, number: int) -> None:
             if count == number:
                 die()
 
-    wrap_stores(pytest.MonkeyPatch(), lambda url, store: Killer(store, count_and_die))
+    patch = pytest.MonkeyPatch()
+    wrap_stores(patch, lambda url, store: Killer(store, count_and_die))
+    # The store of a base in another root
+    patch.setattr(registry, "open_backend", lambda url, _: Killer(open_backend(url), count_and_die))
     job(root, log)
 
 

@@ -251,7 +251,7 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_whatever_two_runs_do_each_listed_step_is_what_was_saved(tmp_path_factory, actions):
     folder = tmp_path_factory.mktemp("roots")
     roots = folder / "base", folder / "run"

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import ckpt
 from ckpt import CheckpointManager, Tier
+from ckpt.cli.main import app
 from ckpt.errors import ConfigError, IntegrityError, StorageError
 from ckpt.model.manifest import Packed
 from ckpt.model.packed import read_fragment
@@ -159,6 +162,14 @@ def other_state(base: Path) -> None:
         manager.save({"step": 3}, 1)
 
 
+def adopted(base: Path) -> None:
+    folder = base.with_name("hf")
+    folder.mkdir()
+    save_file({"weight": torch.ones(WIDTH, WIDTH)}, folder / "model.safetensors")
+    ran = CliRunner().invoke(app, ["adopt", str(folder), str(base), "--step", "1"])
+    assert ran.exit_code == 0, ran.output
+
+
 def damaged(base: Path) -> None:
     save(base, 1)
     (base / ref_of(base, 1).manifest).write_text("{}")
@@ -167,11 +178,12 @@ def damaged(base: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda _: None, "it has no checkpoint"),
-        (empty, "it has no checkpoint"),
+        (lambda _: None, "it has no checkpoint: save one first"),
+        (empty, "it has no checkpoint: save one first"),
         (other_weights, "step 1 begins with other parameters"),
         (other_codec, "step 1 has another codec"),
         (other_state, "step 1 begins with other parameters"),
+        (adopted, "step 1 is no step with files of its own"),
         (damaged, "is not a valid manifest"),
     ],
 )
