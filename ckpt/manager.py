@@ -533,8 +533,9 @@ class CheckpointManager:
         self._saver.set_restored(ref, removes=removes)
 
     def steps(self) -> list[int]:
-        """Return the committed steps on any tier, ascending. A step whose manifest is damaged on
-        all tiers is not among them.
+        """Return the committed steps on any tier, ascending: the lineage of the newest one, since
+        abandoned steps are not among them. A step whose manifest is damaged on all tiers is not
+        either.
 
         The call lists all tiers, and reads each manifest once, so it is too slow for every training
         step.
