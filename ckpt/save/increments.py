@@ -212,6 +212,9 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
         count = _count_equal(job.image, plan.chunks[:limit], base.file.chunks, begin)
     if count < 2:  # Only the header is equal
         return None
+    # No header is written from the image: that of the increment is in other memory.
+    job.image.note_hashed(0, plan.chunks[0])
+    job.image.note_written(0, plan.chunks[0])
     image_header = plan.header if base.root else b""
     header = image_header
     if base.file.encoding is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,12 @@ from ckpt.retention.pruner import prune
 from ckpt.retention.removal import remove
 from ckpt.root.leases import Leases, pins_on
 from ckpt.root.pins import is_pinned, put_pin
+from ckpt.staging.window import RingWindow
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.kit.examples import examples
+from tests.kit.small_pieces import scaled, shrink
 from tests.save.adapted import LAYERS, WIDTH, Adapted, bases, check, ref_of, save, size_of
 from tests.servers import KEY, SECRET
 
@@ -74,6 +77,21 @@ def test_the_file_is_a_safetensors_file_of_what_it_holds(tmp_path):
         assert torch.equal(file.get_tensor(f"model/{last}"), weights[3][last])
     assert f"model/{last}" in names
     assert "model/0.weight" not in names
+
+
+def test_an_increment_gives_every_frame_of_a_ring_back(tmp_path, monkeypatch):
+    shrink(scaled(1024), monkeypatch.setattr)
+    windows: list[RingWindow] = []
+    begin = RingWindow.__init__
+
+    def begun(self: RingWindow, *args: Any, **settings: Any) -> None:
+        windows.append(self)
+        begin(self, *args, **settings)
+
+    monkeypatch.setattr(RingWindow, "__init__", begun)
+    save(tmp_path, 3)
+    assert bases(tmp_path, 3) == {1}
+    assert [window._frames for window in windows] == [{}] * 3
 
 
 def test_a_changed_tensor_is_written_and_the_next_save_is_whole(tmp_path):
