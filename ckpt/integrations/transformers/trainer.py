@@ -61,6 +61,10 @@ BEST_STEP: Final = "trainer_best_step"
 So the step with the largest value is the best step of the Trainer.
 """
 _FOLDER: Final = "ckpt"
+_SUBTRACTED_STARTS: Final = ("corda", "lora_ga", "loftq", "olora", "pissa")
+"""The values of ``init_lora_weights`` of PEFT that change the frozen weights under an adapter when
+it is put in place. Another process may change them in another way.
+"""
 
 _log = logging.getLogger("ckpt")
 _Trainer: Any = object  # The class of the trainer, which comes after the mixin in the bases
@@ -373,14 +377,20 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return optimizer
 
     def _ckpt_frozen(self) -> list[str]:
-        """Return the names of the frozen parameters of a PEFT model, which are not saved.
+        """Return the names of the frozen parameters of a PEFT model that are not saved. Those that
+        an adapter has changed at its start are saved.
 
         The list is empty for other models.
         """
-        if getattr(self.model, "peft_config", None) is None:
+        if (configs := getattr(self.model, "peft_config", None)) is None:
             return []
-        parameters = self.model.named_parameters()
-        return [f"model/{name}" for name, value in parameters if not value.requires_grad]
+        starts = [str(getattr(config, "init_lora_weights", "")) for config in configs.values()]
+        is_changed = any(start.lower().startswith(_SUBTRACTED_STARTS) for start in starts)
+        return [
+            f"model/{name}"
+            for name, value in self.model.named_parameters()
+            if not (value.requires_grad or (is_changed and ".base_layer." in name))
+        ]
 
     # -- resuming ----------------------------------------------------------------------------------
 

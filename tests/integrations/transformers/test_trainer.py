@@ -42,6 +42,7 @@ from tests.integrations.trainers import (
     CkptTrainer,
     Stopped,
     Trainer,
+    Words,
     arguments,
     flip,
     losses,
@@ -468,6 +469,36 @@ def test_an_sft_trainer_with_lora_saves_the_adapter_alone_and_resumes(tmp_path: 
     assert all("lora_" in name for name in saved)
 
     resumed = sft(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+
+    assert resumed._initial_global_step == 6
+    assert losses(resumed) == losses(whole)
+    assert same(weights(resumed), weights(whole))
+
+
+def with_pissa(folder: Path, seed: int, **options: Any) -> Any:
+    """Return a trainer of a script that has drawn random numbers by ``seed`` before it puts the
+    adapter in place.
+    """
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[hf]'")
+    lora = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="pissa_niter_4"
+    )
+    net = model(width=64)
+    torch.manual_seed(seed)
+    adapted = peft.get_peft_model(net, lora)
+    return CkptTrainer(adapted, arguments(folder), train_dataset=Words(32), **options)
+
+
+def test_the_frozen_weights_that_an_adapter_has_changed_are_saved_and_restored(
+    tmp_path: Path,
+) -> None:
+    whole = with_pissa(tmp_path / "whole", seed=1)
+    whole.train()
+    with pytest.raises(Stopped):
+        with_pissa(tmp_path / "cut", seed=1, callbacks=[At(8, stop)]).train()
+
+    resumed = with_pissa(tmp_path / "cut", seed=2)
     resumed.train(resume_from_checkpoint=True)
 
     assert resumed._initial_global_step == 6
