@@ -40,6 +40,7 @@ from ckpt.events import Event, Observer, SaveCommitted
 from ckpt.integrations.shared.all_ranks import all_results, first_result
 from ckpt.integrations.shared.own_state import saved_as
 from ckpt.integrations.shared.tested import warn_of_untested
+from ckpt.integrations.transformers.adapters import frozen_names
 from ckpt.integrations.transformers.trainer_folder import (
     SaveLimit,
     check_is_checkpoint,
@@ -61,10 +62,6 @@ BEST_STEP: Final = "trainer_best_step"
 So the step with the largest value is the best step of the Trainer.
 """
 _FOLDER: Final = "ckpt"
-_SUBTRACTED_STARTS: Final = ("corda", "lora_ga", "loftq", "olora", "pissa")
-"""The values of ``init_lora_weights`` of PEFT that change the frozen weights under an adapter when
-it is put in place. Another process may change them in another way.
-"""
 
 _log = logging.getLogger("ckpt")
 _Trainer: Any = object  # The class of the trainer, which comes after the mixin in the bases
@@ -349,7 +346,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.is_world_process_zero():  # Other ranks have other texts, such as run times
             state["trainer"] = text
         run.expect(step, text, self.state.best_model_checkpoint)
-        if not run.save(state, step, metrics, self._ckpt_frozen()):
+        if not run.save(state, step, metrics, frozen_names(self.model)):
             self.state.best_model_checkpoint = previous_best
 
     def _ckpt_text(self) -> str:
@@ -375,22 +372,6 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_optimizer(self) -> Any:
         (optimizer,) = saved_as([self.optimizer], "optimizer")
         return optimizer
-
-    def _ckpt_frozen(self) -> list[str]:
-        """Return the names of the frozen parameters of a PEFT model that are not saved. Those that
-        an adapter has changed at its start are saved.
-
-        The list is empty for other models.
-        """
-        if (configs := getattr(self.model, "peft_config", None)) is None:
-            return []
-        starts = [str(getattr(config, "init_lora_weights", "")) for config in configs.values()]
-        is_changed = any(start.lower().startswith(_SUBTRACTED_STARTS) for start in starts)
-        return [
-            f"model/{name}"
-            for name, value in self.model.named_parameters()
-            if not (value.requires_grad or (is_changed and ".base_layer." in name))
-        ]
 
     # -- resuming ----------------------------------------------------------------------------------
 
