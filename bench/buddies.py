@@ -41,8 +41,8 @@ from bench.process import BenchError
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import Job
-from ckpt.agent.reports import Order, Report, Verifying
-from ckpt.agent.worker import Worker, Workplace
+from ckpt.agent.worker_messages import Order, Report, Verifying
+from ckpt.agent.worker_process import Worker, Workplace
 from ckpt.config import SaveConfig
 from ckpt.events import Event, NodeReplicated
 from ckpt.restore.report import RestoreReport

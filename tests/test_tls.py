@@ -11,7 +11,7 @@ import pytest
 
 from ckpt import CheckpointManager, Tier, Tls
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.nodes import agree
+from ckpt.coordination.node_commits import agree
 from ckpt.errors import ConfigError
 from ckpt.storage.tiers import OpenTier, open_tiers
 from tests.coordination.world import World

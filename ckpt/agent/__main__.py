@@ -20,7 +20,7 @@ import msgspec
 
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import encode
-from ckpt.agent.reports import Ended, OnReport, Order
+from ckpt.agent.worker_messages import Ended, OnReport, Order
 from ckpt.config import agent_idle_seconds, agent_memory_seconds, agent_scrub_seconds
 from ckpt.errors import CkptError
 
@@ -140,7 +140,7 @@ def _carry_out(order: Order, report: OnReport) -> Ended:
             os.nice(_COPY_NICE)
             return copy_files(order)
         case "scrub":
-            from ckpt.agent.scrub import Scrub
+            from ckpt.agent.scrub_worker import Scrub
 
             os.nice(_SCRUB_NICE)
             # With one thread, at most one piece is read at a time.
@@ -155,7 +155,7 @@ def _finish(order: Order, workers: Workers, report: OnReport) -> Ended:
     """Finish the steps of a job, free their memory, or do both, and return the last report. If the
     memory cannot be freed now, the outcome is "done", and the next worker frees it.
     """
-    from ckpt.agent.finish import Finish
+    from ckpt.agent.finish_worker import Finish
 
     with Finish(order.job, workers, report) as finish:
         outcome = finish.free_memory() if order.task == "free" else finish.run()

@@ -32,7 +32,7 @@ from ckpt.agent.messages import (
     receive,
     send,
 )
-from ckpt.agent.reports import Verified
+from ckpt.agent.worker_messages import Verified
 from ckpt.config import AGENT_FOLDER_VARIABLE, agent_folder, environment_for_agent
 from ckpt.errors import AgentError
 

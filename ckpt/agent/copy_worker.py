@@ -29,7 +29,7 @@ from ckpt.agent.messages import (
     receive,
     send,
 )
-from ckpt.agent.reports import REPORT_SECONDS, Ended, Order
+from ckpt.agent.worker_messages import REPORT_SECONDS, Ended, Order
 from ckpt.catalog.transfer_by_rank import RankPart
 from ckpt.catalog.verify import StepFolder
 from ckpt.config import Tier

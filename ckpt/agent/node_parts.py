@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckpt.agent.messages import Job
-from ckpt.agent.reports import Copied, OnReport, progress_of
+from ckpt.agent.worker_messages import Copied, OnReport, progress_of
 from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer_by_rank import (

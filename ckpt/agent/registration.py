@@ -18,11 +18,11 @@ from ckpt.agent.client import Connection, connect, reach_and_ask
 from ckpt.agent.copy_client import AgentCopier
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import Detach, Forget, Job, fields_of, urls_of
-from ckpt.agent.reports import Verified
+from ckpt.agent.worker_messages import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, encode_json, gather, leader_decides
-from ckpt.coordination.nodes import on_node
+from ckpt.coordination.node_commits import on_node
 from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Final
 
 from ckpt.agent.messages import Job, ScrubStatus, roots_of
-from ckpt.agent.reports import Ended, Order, Report, Verified, Verifying
-from ckpt.agent.worker import Worker, Workplace
+from ckpt.agent.worker_messages import Ended, Order, Report, Verified, Verifying
+from ckpt.agent.worker_process import Worker, Workplace
 from ckpt.errors.sanitize import redact
 
 _log = logging.getLogger("ckpt")

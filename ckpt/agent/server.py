@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.agent.callers import Caller, Callers
+from ckpt.agent.connections import Caller, Callers
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import (
     VERSION,
@@ -43,10 +43,10 @@ from ckpt.agent.messages import (
     Stopped,
     encode,
 )
-from ckpt.agent.reports import Ended, Order, Report, Verified
 from ckpt.agent.scrub_rounds import Rounds
 from ckpt.agent.watched_job import WatchedJob, allow_descriptors, share_a_root
-from ckpt.agent.worker import Worker, Workplace
+from ckpt.agent.worker_messages import Ended, Order, Report, Verified
+from ckpt.agent.worker_process import Worker, Workplace
 from ckpt.errors import AgentError, ConfigError
 
 _log = logging.getLogger("ckpt")

@@ -12,8 +12,8 @@ from selectors import EVENT_READ
 from typing import Final
 
 from ckpt.agent.messages import Job, JobStatus, roots_of, urls_of
-from ckpt.agent.reports import Copied, Copying, Ended, Order, Report, Task
-from ckpt.agent.worker import Worker, Workplace
+from ckpt.agent.worker_messages import Copied, Copying, Ended, Order, Report, Task
+from ckpt.agent.worker_process import Worker, Workplace
 from ckpt.errors import AgentError
 from ckpt.errors.sanitize import redact
 from ckpt.processes import Process

@@ -41,7 +41,7 @@ from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
 from ckpt.state.tensors.per_rank import PerRank, RngState
-from ckpt.state.walk.objects import declares_state
+from ckpt.state.walk.state_objects import declares_state
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.tiers import Tiers, as_tiers
 

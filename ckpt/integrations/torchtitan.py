@@ -49,7 +49,7 @@ from ckpt.model.keys import StepRef
 from ckpt.state.tensors.layout import holders_of
 from ckpt.state.tensors.per_rank import PerRank, RngState
 from ckpt.state.tensors.sharded import hookless_state
-from ckpt.state.walk.items import Entry, ModuleItems, Part
+from ckpt.state.walk.module_entries import Entry, ModuleItems, Part
 from ckpt.state.walk.modules import canonical
 from ckpt.state.walk.stand_in import ModuleStandIn
 

@@ -27,7 +27,7 @@ from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.errors import CkptError, ConfigError
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_ring import Holding, Node, Ring, ring_of
+from ckpt.nodes.buddy_copies import Holding, Node, Ring, ring_of
 from ckpt.nodes.replica_copy import CopyExecutor
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.wire import Peer

@@ -38,7 +38,7 @@ from ckpt.model.levels import without_collector
 from ckpt.model.patterns import no_match_error
 from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.model.selector import NamedStep, Selector
-from ckpt.nodes.survey import NodeSurvey, Sources
+from ckpt.nodes.restore_sources import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.chunk_reader import Sink
@@ -51,7 +51,7 @@ from ckpt.restore.report import OVERWRITE_NOTE, RestoreReport, reasons_of, why_n
 from ckpt.root.claim import Claim
 from ckpt.state.match.broadcast import Broadcast, can_broadcast
 from ckpt.state.match.load import match
-from ckpt.state.match.matching import StateMatch
+from ckpt.state.match.matcher import StateMatch
 from ckpt.state.match.selection import WHOLE_STATE, Selection
 from ckpt.state.match.sink import TensorSink
 from ckpt.state.walk.last_walk import LastWalk

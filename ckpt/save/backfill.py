@@ -7,7 +7,7 @@ what the tiers have and take, not from what any job has noted: all steps that le
 step (``retention.policy.history``) and that a farther tier wants and lacks. The leader copies the
 files of all ranks, newest step first, to each farther tier at most ``backlog`` steps. Steps of the
 running job have priority. If the earlier job had an agent, the agent has copied these steps right
-after the end of that job (``ckpt.agent.finish``).
+after the end of that job (``ckpt.agent.finish_worker``).
 
 Until a farther tier has such a step, retention keeps it on the nearer ones. Before a farther tier
 was asked which steps it lacks, the nearer tiers keep all that it takes. If a tier does not take a

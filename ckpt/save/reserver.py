@@ -11,8 +11,8 @@ from ckpt.config import SaveConfig
 from ckpt.save.saver import Saver
 from ckpt.state.walk.collect import WalkResult
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.objects import has_optimizer
 from ckpt.state.walk.prepare import PlanCache, growth_of
+from ckpt.state.walk.state_objects import has_optimizer
 
 _log = logging.getLogger("ckpt")
 

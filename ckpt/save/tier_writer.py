@@ -21,7 +21,7 @@ from ckpt.coordination.abort_reason import Abort, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure, Unknown
 from ckpt.coordination.committer import CommitStore, Committer, SharedStore, in_turn
-from ckpt.coordination.nodes import NodeLocalStore, on_node
+from ckpt.coordination.node_commits import NodeLocalStore, on_node
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import (
     CkptError,

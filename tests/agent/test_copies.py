@@ -37,7 +37,7 @@ from ckpt.agent.messages import (
     encode,
     fields_of,
 )
-from ckpt.agent.reports import Order
+from ckpt.agent.worker_messages import Order
 from ckpt.catalog.index import read_manifest, unfinished_of
 from ckpt.config import AgentMode
 from ckpt.coordination.api import Coordinator
@@ -444,7 +444,7 @@ def test_nothing_torn_is_listed_when_the_trainer_is_killed_in_mid_copy(
         os.kill(int(reported), signal.SIGKILL)
 
 
-@pytest.mark.torture  # tests/agent/test_finish.py detaches without a worker
+@pytest.mark.torture  # tests/agent/test_finish_worker.py detaches without a worker
 @pytest.mark.server
 def test_a_detach_ends_the_copy_and_leaves_it_to_the_agent(
     place: AgentFolder, tmp_path: Path, wire: Proxy

@@ -18,9 +18,9 @@ import torch
 import ckpt.agent.job_tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.__main__ import _finish
-from ckpt.agent.finish import Finish
+from ckpt.agent.finish_worker import Finish
 from ckpt.agent.messages import Job, fields_of
-from ckpt.agent.reports import Copied, Ended, Order
+from ckpt.agent.worker_messages import Copied, Ended, Order
 from ckpt.catalog.index import committed
 from ckpt.errors import OutOfSpace
 from ckpt.model.keys import OWNER

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ckpt import Tier
-from ckpt.agent.finish import Finish
+from ckpt.agent.finish_worker import Finish
 from ckpt.agent.messages import Job, fields_of
 from ckpt.agent.node_parts import NodeParts
-from ckpt.agent.reports import Ended
+from ckpt.agent.worker_messages import Ended
 from ckpt.catalog.rollbacks import newest_rollback, put_rollback
 from ckpt.errors import (
     AccessDenied,

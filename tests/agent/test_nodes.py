@@ -40,7 +40,7 @@ def test_a_step_that_only_the_memory_of_two_nodes_has_becomes_whole_without_a_re
     assert not any(cluster.memory(node).exists() for node in (0, 1))
 
 
-@pytest.mark.torture  # tests/agent/test_finish.py does it with one node
+@pytest.mark.torture  # tests/agent/test_finish_worker.py does it with one node
 @pytest.mark.server
 def test_a_step_in_memory_alone_reaches_an_object_store(
     cluster: Cluster, moto_server: Server

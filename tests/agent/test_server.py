@@ -259,8 +259,8 @@ def test_a_signal_ends_it_in_order(place: AgentFolder, number) -> None:
 def agent_of(version: str) -> subprocess.Popen[bytes]:
     """The same code, which says another version."""
     script = (
-        "import sys, ckpt.agent.callers as callers, ckpt.agent.server as server\n"
-        f"callers.VERSION = server.VERSION = {version!r}\n"
+        "import sys, ckpt.agent.connections as connections, ckpt.agent.server as server\n"
+        f"connections.VERSION = server.VERSION = {version!r}\n"
         "from ckpt.agent.__main__ import main\n"
         "sys.exit(main(['run']))"
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import ckpt.coordination.nodes
+import ckpt.coordination.node_commits
 from ckpt.coordination.abort_reason import Abort
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit_state_machine import (
@@ -25,7 +25,7 @@ from ckpt.coordination.commit_state_machine import (
 )
 from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.gather import encode_json
-from ckpt.coordination.nodes import NodeLocalStore
+from ckpt.coordination.node_commits import NodeLocalStore
 from ckpt.errors import OutOfSpace, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import fragment_name
@@ -147,7 +147,7 @@ def test_without_the_leader_a_survivor_puts_it_where_it_can(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 shares the leader's node; the other node's lowest rank is alive."""
-    monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 3.0)
+    monkeypatch.setattr(ckpt.coordination.node_commits, "_PUT_SECONDS", 3.0)
     messages = all_durable(stores)
     world = World(3, patience=5)
     silent = world.coordinator(0)
@@ -184,7 +184,7 @@ def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
                 raise EOFError
             return super().set_once(subject, verdict)
 
-    monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 1.0)
+    monkeypatch.setattr(ckpt.coordination.node_commits, "_PUT_SECONDS", 1.0)
     messages, world = all_durable(stores), World(3, patience=5)
     places = [
         NodeLocalStore(SharedStore(stores[0]), Dies(world, rank), NODES, name="tier0")

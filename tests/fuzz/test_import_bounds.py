@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt.errors import CkptError, IntegrityError, UnsupportedValue
-from ckpt.exchange.foreign.files import Kind, detect, read_source
 from ckpt.exchange.foreign.joined_tensors import Copier
+from ckpt.exchange.foreign.source_formats import Kind, detect, read_source
 from ckpt.exchange.inert.inert_pickle import Inert, read_inert
 from ckpt.exchange.inert.input_limits import check_nesting
 from tests.kit.worlds import run_code

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from ckpt.catalog.index import committed
 from ckpt.cli.main import main
-from ckpt.exchange.foreign.files import read_source
+from ckpt.exchange.foreign.source_formats import read_source
 from ckpt.storage.registry import open_backend
 from tests.exchange.states import odd_state, trained
 from tests.faults.conftest import Count, tally
@@ -380,7 +380,7 @@ def test_what_an_import_must_not_do_is_seen(
         harm(what)
         return read_source(*arguments)
 
-    monkeypatch.setattr("ckpt.exchange.foreign.sources.read_source", harmful)
+    monkeypatch.setattr("ckpt.exchange.foreign.source_reader.read_source", harmful)
     found = imported(source, os.path.getsize(source), capsys, monkeypatch)
     assert any(fault in each for each in found.faults), found
 

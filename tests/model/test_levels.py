@@ -21,7 +21,7 @@ from ckpt.model import levels, values
 from ckpt.model.levels import is_plain
 from ckpt.model.values import decode, dumps, encode, plain_node, to_json
 from ckpt.state.walk.collect import collect
-from ckpt.state.walk.objects import walk_objects, walk_tensors
+from ckpt.state.walk.state_objects import walk_objects, walk_tensors
 from tests.kit.marks import torture
 
 

@@ -23,9 +23,9 @@ from ckpt.config import Tier
 from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replica_copy import peer_store
+from ckpt.nodes.restore_sources import NodeSurvey
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
-from ckpt.nodes.survey import NodeSurvey
 from ckpt.nodes.wire import ANSWER, ANSWER_SECONDS, MAGIC, OK, REQUEST, Peer, Step
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers

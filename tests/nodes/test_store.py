@@ -17,9 +17,9 @@ from ckpt.errors import IntegrityError, ObjectNotFound, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import chunk_offsets
+from ckpt.nodes.restore_sources import NodeSurvey, copy_count
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore, Union
-from ckpt.nodes.survey import NodeSurvey, copy_count
 from ckpt.nodes.wire import Peer, Step
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers

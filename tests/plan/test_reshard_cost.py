@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ckpt.model.box import Box, split_flat
-from ckpt.model.cuts import Cut, cut_boxes
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, Manifest
+from ckpt.model.mesh_boxes import Cut, cut_boxes
 from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, coalesce, plan_restore

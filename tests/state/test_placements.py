@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
-from ckpt.model.cuts import Cut, cut_boxes
+from ckpt.model.mesh_boxes import Cut, cut_boxes
 from ckpt.state.tensors.layout import leaf_of, memories
 from tests.kit.examples import examples
 from tests.model.boxes import shapes

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt.errors import ConfigError
-from ckpt.state.match.tree import Notes
+from ckpt.state.match.manifest_tree import Notes
 
 Read = Callable[[str], torch.Tensor]
 

@@ -28,7 +28,7 @@ from ckpt.exchange.scratch import scratch_folder
 from ckpt.exchange.weights.opened import TensorView
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import check_structure, exact_text
-from ckpt.state.match.tree import Notes, StateTree, is_selected
+from ckpt.state.match.manifest_tree import Notes, StateTree, is_selected
 from ckpt.storage.places import is_folder, local_path, without_query
 
 Format = Literal["safetensors", "torch", "dcp", "hf"]

@@ -22,7 +22,7 @@ from ckpt.exchange.inert.safetensors_reader import STORED_AS_INTEGERS
 from ckpt.exchange.weights.load import bytes_of
 from ckpt.model.dtype import DTYPES, is_float, safetensors_entry
 from ckpt.model.manifest import Tensor
-from ckpt.state.match.tree import Notes
+from ckpt.state.match.manifest_tree import Notes
 from ckpt.storage.local_files import durable_file, write_durably
 
 SUFFIX: Final = ".safetensors"

@@ -31,6 +31,7 @@ from ckpt.config import SaveConfig, Tier
 from ckpt.coordination.single import new_attempt
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import ConfigError, StorageError
+from ckpt.exchange.foreign.adoption_renewal import OldAttempt, remove_attempt, replaceable_attempt
 from ckpt.exchange.foreign.chunks import (
     ForeignFile,
     cut_file,
@@ -38,7 +39,6 @@ from ckpt.exchange.foreign.chunks import (
     real_path,
     usable_in_place,
 )
-from ckpt.exchange.foreign.files import check_kind
 from ckpt.exchange.foreign.imports import (
     ForeignCheckpoint,
     check_apart,
@@ -49,9 +49,9 @@ from ckpt.exchange.foreign.imports import (
 from ckpt.exchange.foreign.joined_tensors import Locator
 from ckpt.exchange.foreign.own_part import OwnPart, Source
 from ckpt.exchange.foreign.rank_files import without_warnings
-from ckpt.exchange.foreign.renewal import OldAttempt, remove_attempt, replaceable_attempt
 from ckpt.exchange.foreign.shaper import ImportReport, Shaper, digest_of
-from ckpt.exchange.foreign.sources import kind_of
+from ckpt.exchange.foreign.source_formats import check_kind
+from ckpt.exchange.foreign.source_reader import kind_of
 from ckpt.exchange.inert.inert_torch import Span
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ckpt.state.match.saved_dict import split_flat
+from ckpt.state.match.saved_optimizer import split_flat
 
 State = dict[str, Any]
 

@@ -19,14 +19,14 @@ from ckpt.catalog.index import committed
 from ckpt.config import SaveConfig, Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError
 from ckpt.exchange.foreign.contents import State
-from ckpt.exchange.foreign.files import Kind, check_kind
 from ckpt.exchange.foreign.joined_tensors import Copier, Joiner
 from ckpt.exchange.foreign.rank_files import without_warnings
 from ckpt.exchange.foreign.shaper import ImportReport, Shaper, digest_of
-from ckpt.exchange.foreign.sources import kind_of, read_contents
+from ckpt.exchange.foreign.source_formats import Kind, check_kind
+from ckpt.exchange.foreign.source_reader import kind_of, read_contents
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
-from ckpt.state.match.saved import EQUAL
+from ckpt.state.match.saved_nodes import EQUAL
 from ckpt.state.match.selection import REMOVED_PREFIX
 from ckpt.storage.places import is_folder, relation
 from ckpt.storage.registry import open_backend

@@ -28,7 +28,7 @@ from ckpt.errors.base import few
 from ckpt.exchange.foreign.joined_tensors import Joiner
 from ckpt.exchange.foreign.library_folders import LibraryFolder
 from ckpt.model.box import Box, tiling_fault
-from ckpt.model.cuts import local_regions
+from ckpt.model.mesh_boxes import local_regions
 from ckpt.model.values import join
 from ckpt.staging.image import copyable
 from ckpt.state.tensors.layout import boxes_of, local

@@ -13,7 +13,7 @@ from ckpt.errors import ConfigError, EntryMissing
 from ckpt.errors.base import few
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import join
-from ckpt.state.match.tree import MakeTensor, StateTree
+from ckpt.state.match.manifest_tree import MakeTensor, StateTree
 
 Names = Mapping[str, str | None]
 """Name in the checkpoint -> new name, or None to leave the tensor out."""

@@ -35,7 +35,7 @@ from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.manifest import Manifest
 from ckpt.plan.leaf import Leaf
-from ckpt.state.match.tree import StateTree
+from ckpt.state.match.manifest_tree import StateTree
 from ckpt.state.tensors.local_shards import LocalShards
 
 Path = tuple[str | int, ...]

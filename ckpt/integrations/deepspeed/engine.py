@@ -52,7 +52,7 @@ from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.model.values import check_structure, parse
 from ckpt.pending import PendingSave
-from ckpt.state.match.tree import MakeTensor, StateTree
+from ckpt.state.match.manifest_tree import MakeTensor, StateTree
 from ckpt.storage.local_files import write_durably
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 

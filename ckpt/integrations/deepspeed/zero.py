@@ -37,7 +37,7 @@ from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed.zero_layout import Partition, Piece, partitions_of, span_of_shard
 from ckpt.state.tensors.local_shards import LocalShards, Source
 from ckpt.state.tensors.sharded import ranks_of
-from ckpt.state.walk.items import Entry, ModuleItems, Part
+from ckpt.state.walk.module_entries import Entry, ModuleItems, Part
 from ckpt.state.walk.modules import entries
 from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
 

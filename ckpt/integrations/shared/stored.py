@@ -23,9 +23,9 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
 from ckpt.root.attempts import step_refs
+from ckpt.state.match.manifest_tree import MakeTensor
 from ckpt.state.match.sink import TensorSink
 from ckpt.state.match.targets import read_apart
-from ckpt.state.match.tree import MakeTensor
 from ckpt.state.tensors.layout import empty_in_order
 from ckpt.state.tensors.local_shards import Source
 from ckpt.storage.api import StorageBackend

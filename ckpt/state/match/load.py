@@ -28,9 +28,9 @@ from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
 from ckpt.state.match.load_module import match_module
 from ckpt.state.match.load_optimizer import match_optimizer
-from ckpt.state.match.matching import Matcher, StateMatch, fill_tensor
+from ckpt.state.match.matcher import Matcher, StateMatch, fill_tensor
 from ckpt.state.match.optimizer_slots import Holders, fill_slots, tensors_of
-from ckpt.state.match.saved import ABSENT, SavedState, holds_tensors, is_mapping, kind, tag
+from ckpt.state.match.saved_nodes import ABSENT, SavedState, holds_tensors, is_mapping, kind, tag
 from ckpt.state.match.selection import (
     WHOLE_STATE,
     RenameRules,
@@ -52,7 +52,8 @@ from ckpt.state.tensors.sharded import as_source
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.last_walk import LastWalk
 from ckpt.state.walk.modules import Parameters, check_load, items_of, state_dict_errors, unwrap
-from ckpt.state.walk.objects import (
+from ckpt.state.walk.stand_in import Checkable, ModuleStandIn, Refillable, StandIn
+from ckpt.state.walk.state_objects import (
     check_all_bounded,
     check_mode,
     declares_state,
@@ -62,7 +63,6 @@ from ckpt.state.walk.objects import (
     walk_objects,
     walk_tensors,
 )
-from ckpt.state.walk.stand_in import Checkable, ModuleStandIn, Refillable, StandIn
 
 _LIVE_TAGS: Final = ("module", "optimizer", "object", "per_rank", "subclass")
 

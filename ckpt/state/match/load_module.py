@@ -21,17 +21,17 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import RestoreError, ShapeMismatch, UnsupportedValue
 from ckpt.model.values import VERSIONS, Node, decode
-from ckpt.state.match.load_code import has_setter, is_converted, load_code
 from ckpt.state.match.load_trial import Size, check_sizes
-from ckpt.state.match.loading import of_own_code
-from ckpt.state.match.matching import Matcher, fill_tensor
+from ckpt.state.match.matcher import Matcher, fill_tensor
 from ckpt.state.match.materialise import is_meta
+from ckpt.state.match.module_load_code import has_setter, is_converted, load_code
+from ckpt.state.match.optimizer_load_code import of_own_code
 from ckpt.state.match.remake import torch_value
-from ckpt.state.match.saved import ABSENT, is_mapping, tag
+from ckpt.state.match.saved_nodes import ABSENT, is_mapping, tag
 from ckpt.state.tensors.layout import PLAIN
 from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.state.tensors.sharded import is_fsdp1
-from ckpt.state.walk.items import FIRST_VERSION, Entry, Part
+from ckpt.state.walk.module_entries import FIRST_VERSION, Entry, Part
 from ckpt.state.walk.modules import canonical, items_of
 from ckpt.state.walk.stand_in import ModuleStandIn
 from ckpt.torch_private import no_incompatible_keys, own_tensor, version_of

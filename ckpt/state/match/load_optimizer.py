@@ -22,17 +22,17 @@ from ckpt.errors import OptimizerMismatch, RestoreError
 from ckpt.model.key_order import in_order
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, names_below, unescape
-from ckpt.state.match.loading import Completion, place
-from ckpt.state.match.matching import Matcher, fill_tensor
+from ckpt.state.match.matcher import Matcher, fill_tensor
 from ckpt.state.match.materialise import is_meta
+from ckpt.state.match.optimizer_load_code import Completion, place
 from ckpt.state.match.optimizer_slots import Slot, can_fill, in_group, in_state
-from ckpt.state.match.own_step import state_of_step
 from ckpt.state.match.remake import tensor_named
-from ckpt.state.match.saved import ABSENT, SavedParameter, is_mapping, tag
+from ckpt.state.match.saved_nodes import ABSENT, SavedParameter, is_mapping, tag
+from ckpt.state.match.trial_step import state_of_step
 from ckpt.state.tensors.layout import empty_in_order, is_plain
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.wrapped import is_wrapper
-from ckpt.state.walk.items import Part
+from ckpt.state.walk.module_entries import Part
 from ckpt.state.walk.modules import (
     PLACELESS,
     PLACING_SETTINGS,

@@ -20,7 +20,7 @@ from torch import nn
 
 from ckpt.errors import ShapeMismatch
 from ckpt.model.values import VERSIONS
-from ckpt.state.match.load_code import LoadCode
+from ckpt.state.match.module_load_code import LoadCode
 from ckpt.state.tensors.layout import PLAIN
 from ckpt.torch_private import forget_post_hooks, module_hooks
 

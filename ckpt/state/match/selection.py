@@ -16,7 +16,7 @@ from typing import Any, Final
 from ckpt.checks import true_or_false
 from ckpt.errors import ConfigError
 from ckpt.model.patterns import Names, Patterns, patterns_for
-from ckpt.state.match.saved import SavedState
+from ckpt.state.match.saved_nodes import SavedState
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """A renaming as the user gives it: a dict of names or patterns in the state -> names in the

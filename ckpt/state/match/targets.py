@@ -35,7 +35,7 @@ from ckpt.state.tensors.local_shards import LocalShards, Source
 from ckpt.state.tensors.per_rank import PerRank
 from ckpt.state.tensors.sharded import as_source
 from ckpt.state.walk.adapted import adapt
-from ckpt.state.walk.objects import declares_state, has_only_values, is_stateful
+from ckpt.state.walk.state_objects import declares_state, has_only_values, is_stateful
 from ckpt.torch_private import (
     fsdp1_handle,
     fsdp1_reshard,

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
-from ckpt.model.cuts import Cut, cut_boxes, local_regions
 from ckpt.model.dtype import DTYPES
+from ckpt.model.mesh_boxes import Cut, cut_boxes, local_regions
 from ckpt.model.views import View
 from ckpt.plan.leaf import Leaf
 from ckpt.state.tensors.local_shards import LocalShards, Source

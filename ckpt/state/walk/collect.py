@@ -37,8 +37,8 @@ from ckpt.state.tensors.sharded import as_source
 from ckpt.state.tensors.wrapped import is_wrapper, kind_of, take_apart
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.advice import advice_for
-from ckpt.state.walk.items import ModuleItems, Part
 from ckpt.state.walk.last_walk import LastWalk, OptimizerItems, Structure
+from ckpt.state.walk.module_entries import ModuleItems, Part
 from ckpt.state.walk.modules import (
     Parameters,
     check_optimizer,
@@ -49,7 +49,16 @@ from ckpt.state.walk.modules import (
     state_name,
     unwrap,
 )
-from ckpt.state.walk.objects import (
+from ckpt.state.walk.optimizer_state import (
+    Keeper,
+    after_state_dict,
+    before_state_dict,
+    keeper_of,
+    plain_of,
+)
+from ckpt.state.walk.segments import NamedTensor, Segment, Table, views_of
+from ckpt.state.walk.stand_in import OptimizerStandIn
+from ckpt.state.walk.state_objects import (
     Choice,
     StateView,
     check_mode,
@@ -60,15 +69,6 @@ from ckpt.state.walk.objects import (
     walk_objects,
     walk_tensors,
 )
-from ckpt.state.walk.optimizer_state import (
-    Keeper,
-    after_state_dict,
-    before_state_dict,
-    keeper_of,
-    plain_of,
-)
-from ckpt.state.walk.segments import NamedTensor, Segment, Table, views_of
-from ckpt.state.walk.stand_in import OptimizerStandIn
 from ckpt.state.walk.tied_tensors import Registry
 from ckpt.state.walk.wrappers import Wrappers, module_wrappers, optimizer_wrappers
 

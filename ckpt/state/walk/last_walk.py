@@ -27,7 +27,7 @@ from ckpt.model.values import Node
 from ckpt.state.tensors.declared import DeclaredPart, declarations
 from ckpt.state.tensors.layout import PLAIN, is_plain
 from ckpt.state.tensors.local_shards import Source
-from ckpt.state.walk.items import ModuleItems, Part
+from ckpt.state.walk.module_entries import ModuleItems, Part
 from ckpt.state.walk.modules import (
     Parameters,
     check_owners,
@@ -37,10 +37,10 @@ from ckpt.state.walk.modules import (
     raw_state,
     state_name,
 )
-from ckpt.state.walk.objects import Choice
 from ckpt.state.walk.optimizer_state import Keeper
 from ckpt.state.walk.segments import Segment, Table
 from ckpt.state.walk.stand_in import ModuleStandIn
+from ckpt.state.walk.state_objects import Choice
 
 _TABLES: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOOKS: Final = ("_state_dict_hooks", "_state_dict_pre_hooks")

@@ -47,7 +47,7 @@ from ckpt.state.tensors.sharded import (
     over_tensor_parallel,
 )
 from ckpt.state.tensors.units import units_of
-from ckpt.state.walk.items import FIRST_VERSION, AnyPiece, Entry, ModuleItems, Part
+from ckpt.state.walk.module_entries import FIRST_VERSION, AnyPiece, Entry, ModuleItems, Part
 from ckpt.state.walk.segments import place_of, same_view
 from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.torch_private import has_step_hooks, is_zero

@@ -19,7 +19,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.model.keys import StepRef
 from ckpt.state.tensors.layout import local
-from ckpt.state.walk.objects import walk_objects, walk_tensors, without_plain
+from ckpt.state.walk.state_objects import walk_objects, walk_tensors, without_plain
 
 _SAMPLE_TENSORS: Final = 4
 """How many tensors of a saved state are remembered. Looking at all of them would cost each save."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.state.tensors.local_shards import Source
-from ckpt.state.walk.items import ModuleItems
+from ckpt.state.walk.module_entries import ModuleItems
 
 
 class StandIn(ABC):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ckpt.errors import ConfigError
-from ckpt.state.walk.items import Entry, ModuleItems
 from ckpt.state.walk.last_walk import LastWalk
+from ckpt.state.walk.module_entries import Entry, ModuleItems
 from ckpt.state.walk.stand_in import ModuleStandIn
 
 

@@ -13,11 +13,11 @@ from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node
 from ckpt.state.tensors.local_shards import Source
 from ckpt.state.tensors.wrapped import WrapperParts, kind_of, take_apart, wrappers_in
-from ckpt.state.walk.items import AnyPiece, ModuleItems
 from ckpt.state.walk.last_walk import OptimizerItems
+from ckpt.state.walk.module_entries import AnyPiece, ModuleItems
 from ckpt.state.walk.modules import state_name
-from ckpt.state.walk.objects import Choice
 from ckpt.state.walk.segments import NamedTensor
+from ckpt.state.walk.state_objects import Choice
 
 NameAndPiece = tuple[str, AnyPiece | None]
 """The name of a tensor, and the piece of it that this rank holds (None if the tensor is whole)."""

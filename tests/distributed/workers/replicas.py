@@ -28,7 +28,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_ring import Ring
+from ckpt.nodes.buddy_copies import Ring
 from ckpt.nodes.replica_copy import StepCopies
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.nodes.server import NodeServer

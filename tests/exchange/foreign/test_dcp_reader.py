@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ckpt.errors import IntegrityError
 from ckpt.exchange.foreign.dcp_reader import read_folder
-from ckpt.exchange.foreign.files import detect
 from ckpt.exchange.foreign.joined_tensors import Copier
+from ckpt.exchange.foreign.source_formats import detect
 from tests.kit.worlds import world
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

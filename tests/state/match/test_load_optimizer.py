@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.state.match import load_optimizer
-from ckpt.state.match.loading import place
+from ckpt.state.match.optimizer_load_code import place
 from ckpt.state.walk.modules import new_state
 from tests.kit.worlds import world
 from tests.state.saving import assert_same, restored, saved

@@ -20,8 +20,8 @@ from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import Job, ScrubStatus, fields_of
-from ckpt.agent.reports import Ended, Order, Verified
-from ckpt.agent.scrub import Scrub
+from ckpt.agent.scrub_worker import Scrub
+from ckpt.agent.worker_messages import Ended, Order, Verified
 from ckpt.config import SaveConfig
 from ckpt.errors import ConfigError, TransientStorageError
 from ckpt.events import Event, Observer, StepVerified

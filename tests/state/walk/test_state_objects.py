@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt.state.walk.objects import walk_objects, walk_tensors
+from ckpt.state.walk.state_objects import walk_objects, walk_tensors
 
 MODULE, TENSOR = nn.Linear(1, 1), torch.ones(1)
 

@@ -16,7 +16,7 @@ import msgspec
 from ckpt.agent.client import surroundings
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import frames
-from ckpt.agent.reports import Order, Report
+from ckpt.agent.worker_messages import Order, Report
 from ckpt.errors import AgentError
 
 _log = logging.getLogger("ckpt")

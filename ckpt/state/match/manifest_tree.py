@@ -33,7 +33,7 @@ from ckpt.model.values import (
     unescape,
 )
 from ckpt.state.match.remake import torch_value
-from ckpt.state.walk.items import FIRST_VERSION
+from ckpt.state.walk.module_entries import FIRST_VERSION
 
 MakeTensor = Callable[[str], Any]
 """A function that returns the object to represent the tensor with the given name."""

@@ -1,4 +1,8 @@
-"""The copies of other nodes' files that one node keeps on one tier."""
+"""The copies of other nodes' files that one node keeps on one tier, as their buddy.
+
+This module decides which files are copied, and which copies are removed. ``replica_copy`` makes the
+copies of one step.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ckpt import CheckpointManager
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.long_message import drop, receive, send
-from ckpt.coordination.nodes import agree, on_node
+from ckpt.coordination.node_commits import agree, on_node
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CommitError, CommitTimeout, ConfigError
 from ckpt.storage.tiers import Nodes, open_tiers
@@ -121,7 +121,7 @@ def test_a_manager_whose_ranks_do_not_come_closes_its_backends(tmp_path, monkeyp
             closed.append(self.inner.url)
 
     wrap_stores(monkeypatch, lambda url, store: Closing(store))
-    monkeypatch.setattr("ckpt.coordination.nodes._START_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.coordination.node_commits._START_SECONDS", 0.1)
     with pytest.raises(CommitTimeout):
         CheckpointManager(Tier(str(tmp_path), local=True), coordinator=World(2).coordinator(0))
     assert closed == [str(tmp_path)]

@@ -34,7 +34,7 @@ from ckpt.agent.job_branch import JobBranch
 from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.messages import Job
 from ckpt.agent.node_parts import NodeParts
-from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
+from ckpt.agent.worker_messages import Copied, Ended, OnReport, progress_of
 from ckpt.catalog.finalize import RunFacts, finalize
 from ckpt.catalog.index import is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep

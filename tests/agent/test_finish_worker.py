@@ -24,7 +24,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.agent import client
 from ckpt.agent.client import status
-from ckpt.agent.finish import Finish, _Root
+from ckpt.agent.finish_worker import Finish, _Root
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.job_branch import JobBranch
 from ckpt.agent.messages import Job
@@ -441,7 +441,7 @@ def test_memory_that_was_kept_is_freed_when_the_agent_stops(
 
 AGENT = """
 import sys
-import ckpt.agent.callers as callers, ckpt.agent.server as server
+import ckpt.agent.connections as callers, ckpt.agent.server as server
 from ckpt.agent.__main__ import main
 callers.VERSION = server.VERSION = sys.argv[1]
 sys.exit(main(["run"]))
@@ -637,7 +637,7 @@ def test_a_root_that_another_job_takes_during_a_commit_ends_the_work(
     def finalize(*_: object, **__: object) -> None:
         raise RootInUse(str(tmp_path), "another job")
 
-    monkeypatch.setattr("ckpt.agent.finish.finalize", finalize)
+    monkeypatch.setattr("ckpt.agent.finish_worker.finalize", finalize)
     root = SimpleNamespace(tier=SimpleNamespace(backend=backend, url=str(tmp_path)))
     finish = finish_of(owner, _workers=None)
     finish._run_task(partial(finish._finish_commit, root))
@@ -652,7 +652,7 @@ def test_a_tier_in_memory_keeps_its_owner_as_long_as_a_step_stays(
     written = write_checkpoint(backend, 3, {"x": np.ones(4)}, commit=False)
     backend.put(OWNER, [b"{}"])
     owner = Owner(written.ref.attempt, "here", "this boot/1", pid=1, started=1)
-    monkeypatch.setattr("ckpt.agent.finish.remove", lambda *_: not is_pinned)
+    monkeypatch.setattr("ckpt.agent.finish_worker.remove", lambda *_: not is_pinned)
     monkeypatch.setattr(Finish, "_confirm", lambda *_: None)
     root = SimpleNamespace(tier=SimpleNamespace(backend=backend), claim=None)
     finish_of(owner, _durable_roots=[], _job=SimpleNamespace(here=()))._free_root(root)

@@ -13,7 +13,7 @@ from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, decode, join, names_below, parse
 from ckpt.state.match.remake import torch_value
-from ckpt.state.match.saved_dict import read_dict
+from ckpt.state.match.saved_optimizer import read_dict
 
 ABSENT: Final = object()
 """Represents a node that does not exist. None cannot do so, since it is the node of the value None.

@@ -8,7 +8,6 @@ from functools import cache
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.exchange.foreign.contents import Contents, State, left_aside
 from ckpt.exchange.foreign.deepspeed_files import engine_notes, read_universal
-from ckpt.exchange.foreign.files import Kind, check_nothing_lost, detect, paths_in, read_source
 from ckpt.exchange.foreign.folder_kind import (
     folder_notes,
     is_universal,
@@ -24,6 +23,13 @@ from ckpt.exchange.foreign.library_folders import (
     read_lightning,
 )
 from ckpt.exchange.foreign.rank_files import Load, check_whole, read_rank_files
+from ckpt.exchange.foreign.source_formats import (
+    Kind,
+    check_nothing_lost,
+    detect,
+    paths_in,
+    read_source,
+)
 from ckpt.exchange.foreign.torchsnapshot_reader import is_torchsnapshot, read_torchsnapshot
 from ckpt.exchange.inert.torch_reader import load
 

@@ -26,7 +26,7 @@ from ckpt.plan.leaf import Leaf
 from ckpt.state.match.materialise import RealTensors
 from ckpt.state.match.optimizer_slots import Slot
 from ckpt.state.match.remake import Remaker
-from ckpt.state.match.saved import SavedState, kind, tag
+from ckpt.state.match.saved_nodes import SavedState, kind, tag
 from ckpt.state.match.selection import Selection
 from ckpt.state.match.targets import has_memory, memory_of, read_apart
 from ckpt.state.tensors.layout import leaf_of
