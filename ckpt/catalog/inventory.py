@@ -559,7 +559,7 @@ def absent_outer_bases(backend: StorageBackend, steps: Iterable[StoredStep]) -> 
             return not is_committed(root_at(backend, base.root), base.ref)
         except (AccessDenied, TransientStorageError):
             raise
-        except StorageError:  # The path leads out of the store
+        except StorageError:  # The path leads to no root of the store
             return True
 
     bases = {base for step in steps for base in step.outer_bases}

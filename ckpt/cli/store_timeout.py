@@ -24,7 +24,7 @@ from ckpt.errors import ConfigError, StorageError, TransientStorageError, with_r
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import Capabilities, StorageBackend, Upload
 from ckpt.storage.places import is_folder, local_path
-from ckpt.storage.registry import open_backend
+from ckpt.storage.registry import open_backend, share_neighbors
 
 T = TypeVar("T")
 
@@ -108,7 +108,9 @@ def watch(backend: StorageBackend, timeout: float) -> WatchedStore:
     """
     _check_timeout(timeout)
     extras = {name: _watched_method(name) for name in _OPTIONAL_METHODS if hasattr(backend, name)}
-    return cast("WatchedStore", type("WatchedStore", (WatchedStore,), extras)(backend, timeout))
+    store = cast("WatchedStore", type("WatchedStore", (WatchedStore,), extras)(backend, timeout))
+    share_neighbors(store, backend)
+    return store
 
 
 def _watched_method(name: str) -> Any:

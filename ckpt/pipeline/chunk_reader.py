@@ -194,7 +194,7 @@ class ChunkReader:
         if (reader := self._outer_readers.get(file.root)) is None:
             try:
                 store, _ = store_with(cast("StorageBackend", self._backend), file)
-            except StorageError as error:  # The path leads out of the store
+            except StorageError as error:  # The path leads to no root of the store
                 return [(read, error) for read in run.reads]
             reader = self._outer_readers.setdefault(file.root, ChunkReader(store, self._retry))
         misses = reader.read(run, replace(file, root=""), sink, on_proven)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final
 
 from ckpt.errors import CkptError
+from ckpt.errors.sanitize import clean
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import BaseRef
 from ckpt.root.pins import BASE_END, Pin, all_pins, put_endless_pin, remove_pin
@@ -32,7 +33,7 @@ def put_base_pin(backend: StorageBackend, base: BaseRef) -> None:
     """Pin ``base``, which increments at the root of ``backend`` are to refer to. Raises the errors
     of ``put_pin``.
     """
-    pin, url = pin_of(backend, base), backend.url
+    pin, url = pin_of(backend, base), clean(backend.url)
     shown_url = url if len(url) <= _MOST_CHARACTERS else f"...{url[-_MOST_CHARACTERS:]}"
     put_endless_pin(root_at(backend, base.root), pin, f"{shown_url} saves increments of it")
 

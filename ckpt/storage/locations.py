@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from ckpt.errors import (
     ChecksumMismatch,
+    ConfigError,
     FileDamaged,
     ForeignFileMismatch,
     ObjectNotFound,
@@ -103,9 +104,14 @@ def root_at(backend: StorageBackend, path: str) -> StorageBackend:
     itself if the path is empty.
 
     Raises:
-        StorageError: The path leads out of the store.
+        StorageError: The path leads out of the store, or to something that is no root.
     """
-    return neighbor(backend, lambda url: url_at(url, path)) if path else backend
+    if not path:
+        return backend
+    try:
+        return neighbor(backend, lambda url: url_at(url, path))
+    except ConfigError as error:
+        raise StorageError(path, str(error)) from error
 
 
 def store_with(backend: StorageBackend, file: StoredFile) -> tuple[ReadableStore, str]:
@@ -113,7 +119,7 @@ def store_with(backend: StorageBackend, file: StoredFile) -> tuple[ReadableStore
     there.
 
     Raises:
-        StorageError: The path to another root leads out of the store.
+        StorageError: As for ``root_at``.
     """
     if file.location:
         return LocatedStore(backend.url), file.location

@@ -20,6 +20,8 @@ _PORTS: Final = {"sftp": 22, "ftp": 21, "smb": 445}
 """The default ports of file servers, by the URL scheme."""
 _ACCOUNT: Final = re.compile(r"^(abfs://[^/@]*)@[^/]*")
 """The begin of the canonical URL of a container of Azure that names its account."""
+_NO_TEXT: Final = re.compile("[\ud800-\udfff]")
+"""What stands for a byte that is no text in the name of a folder. No record can hold it."""
 _ALIASES: Final = {"gcs": "gs", "s3a": "s3", "abfss": "abfs", "az": "abfs", "ssh": "sftp"}
 
 Relation = Literal["apart", "same", "inside", "around"]
@@ -143,7 +145,8 @@ def path_between(url: str, target: str) -> str:
     """Return the path from the root ``url`` to the root ``target``, such as "../base-run".
 
     Raises:
-        ConfigError: The roots are on different stores, or one is the other or inside of it.
+        ConfigError: The roots are on different stores, one is the other or inside of it, or no
+            record can hold the path.
     """
     url, target = without_query(url), without_query(target)
     position = relation(url, target)
@@ -159,7 +162,13 @@ def path_between(url: str, target: str) -> str:
             f"{'machine' if is_folder(url) else 'bucket or server'}, or copy the step there with "
             "`ckpt copy`"
         )
-    return posixpath.relpath(target_place, place)
+    path = posixpath.relpath(target_place, place)
+    if _NO_TEXT.search(path) or (not is_folder(url) and _leads_astray(path)):
+        raise ConfigError(
+            f"{target} has bytes that are no text, or a '?', in its path: give that root another "
+            "name"
+        )
+    return path
 
 
 def url_at(url: str, path: str) -> str:
@@ -168,6 +177,8 @@ def url_at(url: str, path: str) -> str:
     Raises:
         StorageError: The path leads out of the store.
     """
+    if not is_folder(url) and _leads_astray(path):
+        raise StorageError(path, f"is no path on the store of {without_query(url)}")
     address, mark, query = url.partition("?") if is_object_store(url) else (url, "", "")
     place = os.path.realpath(local_path(url)) if is_folder(url) else address.rstrip("/")
     store = _store_of(place)
@@ -180,10 +191,17 @@ def url_at(url: str, path: str) -> str:
         else:
             raise StorageError(path, f"leads out of the store of {without_query(url)}")
     return (
-        f"file://{quote(store + '/'.join(names))}"
+        f"file://{quote(os.fsencode(store + '/'.join(names)))}"
         if is_folder(url)
         else (f"{store}/{'/'.join(names)}{mark}{query}")
     )
+
+
+def _leads_astray(path: str) -> bool:
+    """Return True if a part of ``path`` would be taken for options, such as another server, or for
+    another store, if ``path`` was in the URL of a store.
+    """
+    return "?" in path or "::" in path
 
 
 def _store_of(place: str) -> str:
@@ -199,5 +217,6 @@ def local_path(url: str) -> str:
     is expanded.
     """
     if url.lower().startswith("file://"):
-        url = unquote(urlsplit(url, allow_fragments=False).path)
+        # The name of a folder may have bytes that are no text.
+        url = unquote(urlsplit(url, allow_fragments=False).path, errors="surrogateescape")
     return os.path.expanduser(url)

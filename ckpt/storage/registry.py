@@ -76,8 +76,10 @@ def open_backend(url: str, options: Mapping[str, object] | None = None) -> Stora
     _check_root(url)
     scheme = scheme_of(url)
     backend = _factory(url, scheme)(url, dict(options or {}))
+    # The path of a folder may be relative, and the process may go to another folder.
+    origin = _Origin(backend.url if scheme == "file" else url, dict(options or {}))
     with suppress(TypeError):  # The class of another distribution may allow no weak reference
-        _origins[backend] = _Origin(url, dict(options or {}))
+        _origins[backend] = origin
     return backend
 
 
@@ -93,13 +95,20 @@ class _Origin:
 _origins: Final = weakref.WeakKeyDictionary[StorageBackend, _Origin]()
 
 
+def share_neighbors(wrapper: StorageBackend, backend: StorageBackend) -> None:
+    """Let ``wrapper``, which wraps ``backend``, have the neighbors of ``backend``."""
+    with suppress(KeyError, TypeError):
+        _origins[wrapper] = _origins[backend]
+
+
 def neighbor(backend: StorageBackend, join: Callable[[str], str]) -> StorageBackend:
     """Return the backend of another root of the store of ``backend``, with the same options.
 
     The same root has one backend as long as ``backend`` lives.
 
     Args:
-        backend: A backend of ``open_backend``. One that was made in another way has no options.
+        backend: A backend of ``open_backend``, or one that shares the neighbors of such a backend.
+            One that was made in another way has no options.
         join: Returns the URL of the other root for the URL of ``backend``.
 
     Raises:

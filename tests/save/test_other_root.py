@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from ckpt.catalog.index import committed, read_manifest
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.verify import verify_step
 from ckpt.config import load_config
-from ckpt.errors import ObjectExists
+from ckpt.errors import ConfigError, ObjectExists
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import BaseRef, StepRef
 from ckpt.pipeline.workers import Workers
@@ -140,6 +143,34 @@ def test_the_base_stays_until_the_run_that_needs_it_is_removed(roots, cli: Cli):
     assert ran.code == 0, ran.err
 
 
+def test_a_base_is_where_it_was_after_the_process_went_to_another_folder(
+    roots, monkeypatch: pytest.MonkeyPatch
+):
+    run, base = roots
+    weights = save(base, 1)
+    monkeypatch.chdir(run.parent)
+    training = Adapted()
+    training.train()
+    with CheckpointManager(Tier("run", base="base")) as manager:
+        manager.prepare(training.state)
+        (run.parent / "elsewhere").mkdir()
+        monkeypatch.chdir(run.parent / "elsewhere")
+        manager.save(training.state, 1)
+    assert outer_bases(run, 1) == {"../base 1"}
+    check(run, weights)
+
+
+def test_a_root_may_be_in_a_folder_whose_name_is_no_text(tmp_path: Path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xe9"))
+    run, base = folder / "run", folder / "base"
+    save(base, 1)
+    weights = save(Tier(str(run), base=str(base)), 2)
+    assert outer_bases(run, 2)
+    check(run, weights)
+    with pytest.raises(ConfigError, match="no text"):
+        CheckpointManager(Tier(str(tmp_path / "run"), base=str(base)))
+
+
 def test_a_pin_of_a_run_that_is_gone_can_be_ended(roots, cli: Cli):
     run, base = roots
     save(base, 1)
@@ -233,9 +264,16 @@ def test_runs_of_one_bucket_share_a_base(rclone_s3, codec, cli: Cli):
     assert step.outer_bases == {BaseRef("../../base", whole)}
     assert step.stored_bytes < step.staged_bytes / 4
     check_model(tier, model, 2)
+    query = urlencode(options)
+    ran = cli("ls", f"{run}?{query}", "--json")
+    assert {row["state"] for row in json.loads(ran.out)["steps"]} == {"committed"}
+    ran = cli("verify", f"{run}?{query}")
+    assert ran.code == 0, ran.out
     assert [pin.ref for pin in all_pins(base_store)] == [whole]
     with Workers("test", 1) as workers:
         assert verify_step(store, step.ref, workers=workers).intact
+    assert cli("rm", f"{run}?{query}", "--run").code == 0
+    assert all_pins(base_store) == []
 
 
 ACTIONS = st.lists(

@@ -263,6 +263,21 @@ def test_a_record_that_leads_out_of_the_store_is_damage(roots, cli: Cli):
         assert report.step == 1
 
 
+@pytest.mark.parametrize("place", ["file", "step-000000001.aaaaaa"])
+def test_a_record_that_leads_to_no_root_is_damage(roots, place, cli: Cli):
+    run, base = roots
+    save(base, 1)
+    save(Tier(str(run), base=str(base)), 1)
+    (run.parent / "file").touch()
+    refer(run, 1, f"../{place}/{ref_of(base, 1).folder}")
+    ran = cli("ls", run)
+    assert ran.code == 0, ran.err
+    assert "which holds a part of it, is gone" in ran.out
+    assert cli("verify", run).code == 4
+    with pytest.raises(StorageError):
+        ckpt.load(run, "model", step=1)
+
+
 def test_a_record_that_leads_to_another_step_is_damage_and_nothing_is_written_there(
     roots, cli: Cli
 ):

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, StorageError
 from ckpt.model.keys import parse_base
+from ckpt.storage.locations import root_at
 from ckpt.storage.places import (
     canonical,
     is_folder,
@@ -22,6 +23,7 @@ from ckpt.storage.places import (
     relation,
     url_at,
 )
+from ckpt.storage.registry import open_backend
 
 
 @pytest.mark.parametrize(
@@ -123,3 +125,20 @@ def test_the_path_between_two_roots_leads_from_one_to_the_other(place, other_pla
         return
     assert parse_base(f"{path}/step-000000001.aaaaaa") is not None
     assert path_between(url_at(url, path), url) == path_between(other_url, url)
+
+
+@pytest.mark.parametrize(
+    "path", ["../x?endpoint_url=http:%2f%2fother", "../x::file:/etc", "../../../x", "../../x"]
+)
+def test_a_path_from_a_record_leads_to_no_other_server_and_no_other_store(path):
+    backend = open_backend("s3://bucket/run", {"key": "k", "secret": "s"})
+    with pytest.raises(StorageError, match="store of s3://bucket/run"):
+        root_at(backend, path)
+    with pytest.raises(StorageError, match="store of sftp://node/run"):
+        url_at("sftp://node/run", path)
+
+
+def test_a_base_whose_name_would_be_options_is_refused():
+    with pytest.raises(ConfigError, match="another name"):
+        path_between("sftp://node/run", "sftp://node/what?")
+    assert path_between("/runs/a", "/runs/what?") == "../what?"

@@ -584,7 +584,7 @@ def _path_of(url: str) -> str:
             raise ConfigError(f"{url!r} names a host: write file:///path")
         if split.query:
             raise ConfigError(f"{url!r} has a '?': write %3F, or the path without file://")
-        url = unquote(split.path)
+        url = unquote(split.path, errors="surrogateescape")
     if not url or "\0" in url:
         raise ConfigError("a folder must be named, without null characters")
     return os.path.abspath(os.path.expanduser(url))
