@@ -314,12 +314,18 @@ def _carry_out(
 def _end_base_pins(
     tiers: Sequence[RunTier], removals: Sequence[tuple[RunTier, StoredStep]]
 ) -> None:
-    """End the pins on steps of other roots that no step refers to any more after ``removals``."""
+    """End the pins on steps of other roots that no step refers to any more after ``removals``.
+
+    A step that is no checkpoint may become one, and what it refers to is not known. So all pins
+    stay as long as there is such a step.
+    """
     for tier in tiers:
         removed_refs = {step.ref for other_tier, step in removals if other_tier is tier}
         bases = {base for step in tier.steps for base in step.outer_bases}
-        rest = (step for step in tier.steps if step.ref not in removed_refs)
-        remove_base_pins(tier.store, bases - {base for step in rest for base in step.outer_bases})
+        rest = [step for step in tier.steps if step.ref not in removed_refs]
+        if all(step.state == "committed" or step.outer_bases for step in rest):
+            rest_bases = {base for step in rest for base in step.outer_bases}
+            remove_base_pins(tier.store, bases - rest_bases)
 
 
 def _has_rest(tier: RunTier) -> bool:

@@ -143,6 +143,17 @@ def test_the_base_stays_until_the_run_that_needs_it_is_removed(roots, cli: Cli):
     assert ran.code == 0, ran.err
 
 
+def test_a_step_that_may_still_be_finished_keeps_the_base(roots, cli: Cli):
+    run, base = roots
+    save(base, 1)
+    save(Tier(str(run), base=str(base)), 2)
+    (run / ref_of(run, 2).manifest).unlink()  # As a crash before the commit leaves the step
+    with CheckpointManager(run) as manager:
+        manager.save(Adapted().state, 3)
+    assert cli("rm", run, 1).code == 0
+    assert base_pins(base) == [1]
+
+
 def test_a_base_is_where_it_was_after_the_process_went_to_another_folder(
     roots, monkeypatch: pytest.MonkeyPatch
 ):
