@@ -132,6 +132,15 @@ def _canonical_host(scheme: str, host: str) -> str:
     return host
 
 
+def user_of(url: str) -> str:
+    """Return the user in the URL of a file server, without the password; empty if it names none, or
+    for another URL.
+    """
+    users, separator, _ = urlsplit(url).netloc.rpartition("@")
+    scheme = _ALIASES.get(scheme_of(url), scheme_of(url))
+    return users.partition(":")[0] if separator and scheme in _PORTS else ""
+
+
 def _comparable(place: str, other_place: str) -> tuple[str, str]:
     """Return two canonical URLs so that they are equal if they may name one location. One of Azure
     may leave the account to the options.

@@ -32,6 +32,7 @@ from ckpt.storage.places import (
     is_spelling_of,
     path_between,
     relation,
+    user_of,
     without_query,
 )
 from ckpt.storage.registry import open_backend, scheme_of
@@ -321,9 +322,9 @@ def _memory_url(farther_tiers: Sequence[Tier]) -> str:
     """Return the URL of the store that the tier "memory" stands for. ``farther_tiers`` has the
     tiers after this tier.
 
-    The name of the store is derived from the canonical URL and the server of the next tier. A
-    restarted job with the same next tier therefore finds the same store, and a job with another
-    next tier does not.
+    The name of the store is derived from the canonical URL and the server of the next tier, and
+    from the user of a file server, who may have folders of their own. A restarted job with the same
+    next tier therefore finds the same store, and a job with another next tier does not.
 
     Raises:
         ConfigError: There is no next tier.
@@ -335,7 +336,7 @@ def _memory_url(farther_tiers: Sequence[Tier]) -> str:
         )
     tier = farther_tiers[0]
     place = canonical(tier.url).removesuffix("/")
-    place = " on ".join(filter(None, (place, server_of(tier))))
+    place = " on ".join(filter(None, (place, server_of(tier), user_of(tier.url))))
     # The name of a folder may have bytes that are no text.
     return f"shm://{checksum(place.encode(errors='surrogateescape'))[:16]}"
 

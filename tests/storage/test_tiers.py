@@ -139,6 +139,12 @@ def test_the_memory_before_one_url_on_two_servers_is_two_stores(
     assert memory_of("s3://b/gpt") == two
 
 
+def test_the_memory_before_the_folders_of_two_users_of_a_file_server_is_two_stores() -> None:
+    """An account may begin in a folder of its own, so that one path is two places."""
+    assert memory_of("ftp://anna@node/run") != memory_of("ftp://bert@node/run")
+    assert memory_of("ftp://anna:secret@NODE:21/run/") == memory_of("ftp://anna@node/run")
+
+
 def test_the_name_of_a_folder_behind_memory_need_not_be_text(tmp_path: Path) -> None:
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xffrun")
     tiers = [Tier("memory"), Tier(folder)]
