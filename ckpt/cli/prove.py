@@ -246,8 +246,8 @@ class Replay:
         if course.end not in refs:
             raise CommitError(
                 f"the command has ended with exit code {code} before it saved step {course.end} to "
-                f"{store.url}: let it resume from the newest step there, save there, and run "
-                "long enough"
+                f"{store.url}: let it resume from the newest step there, save there the steps that "
+                "the run saved, and run long enough"
             )
         metrics = {
             **metrics_after(course.origin.step, [store.url]),

@@ -316,9 +316,10 @@ def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run
         for verdict in (kept_steps if dry_run else ())
     ]
     records.show(_FATE_FIELDS, fates)
+    count = len({removal.ref.step for removal in removals})
     total = output.size(sum(removal.nbytes for removal in removals))
     output.show_line(
-        f"{output.count(len(removals), 'step')} {'would be ' if dry_run else ''}removed, {total}"
+        f"{output.count(count, 'step')} {'would be ' if dry_run else ''}removed, {total}"
     )
     if young := sum(YOUNG in verdict.reasons for verdict in kept_steps):
         output.show_line(

@@ -234,10 +234,11 @@ def _check(
                     f"with `ckpt branch {tier.store.url} {names[0]} --delete` first"
                 )
             if base_pins := [pin for pin in pins if pin.until == BASE_END]:
-                note = tier.store.ask(partial(note_of, tier.store, base_pins[0]))
+                notes = (tier.store.ask(partial(note_of, tier.store, pin)) for pin in base_pins)
+                reasons = "; ".join(sorted({note.reason for note in notes}))
                 raise CommitError(
                     f"step {step.ref.step} on {tier.store.url} holds a part of another run "
-                    f"({note.reason}), which would be damaged without it: remove that run first "
+                    f"({reasons}), which would be damaged without it: remove that run first "
                     "with `ckpt rm ROOT --run`, or copy its steps with `ckpt copy`; if it is gone, "
                     f"end the pin with `ckpt unpin {tier.store.url} {step.ref.step}`"
                 )

@@ -115,7 +115,8 @@ class OtherRoot:
                 manifest, _ = read_packed(store, ref)
                 whole = _whole_of(manifest, self._rank)
                 if whole.root:
-                    cause = f"step {ref.step} has its own base in {whole.root!r}: name that root"
+                    url = root_at(store, whole.root).url
+                    cause = f"step {ref.step} has its base in {url}: give that root"
                     continue
                 if whole.ref in whole_refs:
                     continue

@@ -268,6 +268,7 @@ def test_a_replay_without_the_metrics_of_the_run_compares_nothing(
         (["--step", 2, "--steps", 1, "--until", 3, "--run", "true {root}"], 2, "give one of them"),
         (["--step", 2, "--steps", 0, "--run", "true {root}"], 2, "--steps"),
         (["--run", "exit 3; {root}"], 5, "has ended with exit code 3 before it saved step 5"),
+        (["--run", "true {root}"], 5, "save there the steps that the run saved"),
         (["--run", "true {root}", "--scratch", "/proc/none"], 2, "no such folder"),
         ([], 2, "--run"),
     ],

@@ -321,3 +321,15 @@ def test_a_manager_that_saves_nothing_removes_nothing(tmp_path):
     saved(near, [1, 2, 3])
     CheckpointManager([Tier(str(near), keep_last=1), far]).close()
     assert whole(near) == [1, 2, 3]
+
+
+def test_two_attempts_at_a_step_are_one_step(cli, tmp_path):  # noqa: F811
+    root = tmp_path / "runs"
+    state = {"x": torch.zeros(3)}
+    with CheckpointManager(str(root)) as manager:
+        for step in (1, 2):
+            manager.save(state, step)
+        manager.restore(state, step=1)
+        for step in (2, 3):
+            manager.save(state, step)
+    assert "2 steps would be removed" in cli("prune", "--keep-last", 1, "--dry-run").out

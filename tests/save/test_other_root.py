@@ -110,6 +110,19 @@ def test_the_next_job_refers_to_the_same_step_though_the_other_run_went_on(roots
     assert base_pins(base) == [1]
 
 
+def test_a_run_that_has_a_base_itself_is_no_base_and_the_warning_names_the_root_to_give(
+    roots, caplog
+):
+    run, base = roots
+    last = run.with_name("last")
+    save(base, 1)
+    save(Tier(str(run), base=str(base)), 1)
+    save(Tier(str(last), base=str(run)), 1)
+    (warning,) = (entry.message for entry in caplog.records if "base=" in entry.message)
+    assert warning.endswith(f"step 1 has its base in {base}: give that root")
+    assert outer_bases(last, 1) == set()
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_farther_tier_has_a_base_beside_it(roots, codec, cli: Cli):
     run, base = roots
@@ -135,6 +148,11 @@ def test_the_base_stays_until_the_run_that_needs_it_is_removed(roots, cli: Cli):
         ran = cli("rm", base, *words)
         assert ran.code != 0
         assert f"{run} saves increments of it" in ran.err
+    other = run.with_name("other")
+    save(Tier(str(other), base=str(base)), 1)
+    ran = cli("rm", base, 1)
+    assert all(f"{name} saves increments of it" in ran.err for name in (run, other))
+    assert cli("rm", other, "--run").code == 0
     assert "other runs need" in cli("unpin", base).err
     assert base_pins(base) == [1]
     assert cli("rm", run, "--run").code == 0
