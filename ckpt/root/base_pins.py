@@ -15,7 +15,7 @@ from ckpt.errors import CkptError
 from ckpt.errors.sanitize import clean
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import BaseRef
-from ckpt.root.pins import BASE_END, Pin, all_pins, put_endless_pin, remove_pin
+from ckpt.root.pins import BASE_END, Pin, all_pins, put_shared_pin, remove_pin
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.locations import root_at
 from ckpt.storage.places import path_between
@@ -30,12 +30,13 @@ def pin_of(backend: StorageBackend, base: BaseRef) -> Pin:
 
 
 def put_base_pin(backend: StorageBackend, base: BaseRef) -> None:
-    """Pin ``base``, which increments at the root of ``backend`` are to refer to. Raises the errors
-    of ``put_pin``.
+    """Pin ``base``, which increments at the root of ``backend`` are to refer to. A pin that is there
+    already stays as it is, also if the call raises an error: other ranks and older steps need it.
+    Raises the errors of ``put_pin``.
     """
     pin, url = pin_of(backend, base), clean(backend.url)
     shown_url = url if len(url) <= _MOST_CHARACTERS else f"...{url[-_MOST_CHARACTERS:]}"
-    put_endless_pin(root_at(backend, base.root), pin, f"{shown_url} saves increments of it")
+    put_shared_pin(root_at(backend, base.root), pin, f"{shown_url} saves increments of it")
 
 
 def remove_base_pins(backend: StorageBackend, bases: Iterable[BaseRef]) -> None:

@@ -130,6 +130,16 @@ def put_endless_pin(backend: StorageBackend, pin: Pin, reason: str, *, branch: s
     _check_presence(backend, pin, look_for_removal=True)
 
 
+def put_shared_pin(backend: StorageBackend, pin: Pin, reason: str) -> None:
+    """Put ``pin``, which does not end by itself, unless it is there already. Other processes may
+    rely on the same pin, so an error leaves it where it is, unless its step is gone. Raises the
+    errors of ``put_pin``.
+    """
+    if pin not in all_pins(backend):
+        _put_unchecked(backend, pin, reason)
+    _require_presence(backend, pin, look_for_removal=True)
+
+
 def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
     """Replace ``pin`` by a pin that ends ``seconds`` from now, and return the new pin.
 
@@ -153,25 +163,33 @@ def _put_and_check(
 
 def _check_presence(backend: StorageBackend, pin: Pin, *, look_for_removal: bool) -> None:
     """Remove ``pin``, which was just put, and raise ``NoCheckpoint`` if its step is not there."""
-    ref, is_marked = pin.ref, False
+    try:
+        _require_presence(backend, pin, look_for_removal=look_for_removal)
+    except CkptError:
+        remove_pin(backend, pin)
+        raise
+
+
+def _require_presence(backend: StorageBackend, pin: Pin, *, look_for_removal: bool) -> None:
+    """Raise ``NoCheckpoint`` if the step of ``pin`` is being removed, or is gone. In the latter
+    case the pin goes too, since it keeps nothing.
+    """
+    ref = pin.ref
     with errors_of(backend.url):
-        try:
-            # The marker of a finisher keeps the step from being removed. One whose process was
-            # killed stays for a day.
-            is_marked = look_for_removal and _RETRY.call(partial(is_being_removed, backend, ref))
-            stays = not is_marked and _RETRY.call(partial(has_manifest, backend, ref))
-        except CkptError:
-            remove_pin(backend, pin)
-            raise
+        # The marker of a finisher keeps the step from being removed. One whose process was
+        # killed stays for a day.
+        is_marked = look_for_removal and _RETRY.call(partial(is_being_removed, backend, ref))
+        stays = _RETRY.call(partial(has_manifest, backend, ref))
     if not stays:
         remove_pin(backend, pin)
-        text = f"step {ref.step} is not there"
-        if is_marked:
-            text = (
-                f"step {ref.step} is being removed: if that was cut short, 'ckpt prune "
-                f"{backend.url} --keep-last N' ends it"
-            )
-        raise NoCheckpoint(backend.url, text)
+    if is_marked:
+        raise NoCheckpoint(
+            backend.url,
+            f"step {ref.step} is being removed: if that was cut short, 'ckpt prune "
+            f"{backend.url} --keep-last N' ends it",
+        )
+    if not stays:
+        raise NoCheckpoint(backend.url, f"step {ref.step} is not there")
 
 
 def _new_pin(ref: StepRef, seconds: float) -> Pin:

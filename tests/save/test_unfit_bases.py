@@ -21,6 +21,8 @@ from ckpt.errors import ConfigError, IntegrityError, StorageError
 from ckpt.model.manifest import Packed
 from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import pack, unpack
+from ckpt.root.claim_marker import claim_committed_for_removal
+from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.save.adapted import (
@@ -319,3 +321,42 @@ def test_a_record_with_an_impossible_base_is_refused(roots, codec, field, value)
     wrong = replace(record.increments[0], **{field: value})
     with pytest.raises(IntegrityError):
         read_fragment(pack(replace(record, increments=(wrong,))), key="fragment")
+
+
+def test_a_removal_that_was_cut_short_leaves_the_pin_of_the_steps_before(roots, cli: Cli):
+    run, base = roots
+    save(base, 2)
+    weights = save(Tier(str(run), base=str(base)), 1)
+    assert claim_committed_for_removal(open_backend(str(base)), ref_of(base, 1))
+    training = Adapted()
+    with CheckpointManager(Tier(str(run), base=str(base))) as manager:
+        manager.restore(training.state)
+        manager.save(training.state, 2)
+    assert (outer_bases(run, 1), outer_bases(run, 2)) == ({"../base 1"}, set())
+    assert base_pins(base) == [1]
+    assert cli("prune", base, "--keep-last", 1).code == 0
+    check(run, {step: weights[1] for step in (1, 2)})
+
+
+@only_root
+def test_a_pin_that_is_there_needs_no_right_to_write(tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    save(base, 1)
+    save(Tier(str(run), base=str(base)), 1)
+    user = fresh_user()
+    for path in (run, *run.rglob("*")):
+        os.chown(path, user, user)
+    for path in (base, *base.rglob("*")):
+        path.chmod(0o755)
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_mode & 0o005 != 0o005 and path != Path("/"):
+            path.chmod(0o755)
+
+    def work() -> None:
+        training = Adapted()
+        with CheckpointManager(Tier(str(run), base=str(base)), journal=False) as manager:
+            manager.restore(training.state)
+            manager.save(training.state, 2)
+
+    act_as(user, work)
+    assert outer_bases(run, 2) == {"../base 1"}
