@@ -30,9 +30,9 @@ def pin_of(backend: StorageBackend, base: BaseRef) -> Pin:
 
 
 def put_base_pin(backend: StorageBackend, base: BaseRef) -> None:
-    """Pin ``base``, which increments at the root of ``backend`` are to refer to. A pin that is there
-    already stays as it is, also if the call raises an error: other ranks and older steps need it.
-    Raises the errors of ``put_pin``.
+    """Pin ``base``, which increments at the root of ``backend`` are to refer to. A pin that is
+    there already stays as it is, also if the call raises an error, since other ranks and older
+    steps need it. Raises the errors of ``put_pin``.
     """
     pin, url = pin_of(backend, base), clean(backend.url)
     shown_url = url if len(url) <= _MOST_CHARACTERS else f"...{url[-_MOST_CHARACTERS:]}"

@@ -335,7 +335,7 @@ def test_a_removal_that_was_cut_short_leaves_the_pin_of_the_steps_before(roots, 
     assert (outer_bases(run, 1), outer_bases(run, 2)) == ({"../base 1"}, set())
     assert base_pins(base) == [1]
     assert cli("prune", base, "--keep-last", 1).code == 0
-    check(run, {step: weights[1] for step in (1, 2)})
+    check(run, dict.fromkeys((1, 2), weights[1]))
 
 
 @only_root
