@@ -160,7 +160,7 @@ def base_of(plan: SavePlan, bases: Sequence[BaseFile]) -> BaseFile | None:
     None if there is none. A job that alternates between saves of the whole state and of a part has
     a plan for each.
     """
-    return next((base for base in bases if _has_equal_layout(base.plan, plan)), None)
+    return next((base for base in bases if has_equal_layout(base.plan, plan)), None)
 
 
 def bases_after(job: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]) -> list[BaseFile]:
@@ -180,7 +180,7 @@ def bases_after(job: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]) 
     return [dataclasses.replace(base, plan=job.plan, increments=base.increments + 1), *other_bases]
 
 
-def _has_equal_layout(a: SavePlan, b: SavePlan) -> bool:
+def has_equal_layout(a: SavePlan, b: SavePlan) -> bool:
     """Return True if two plans lay out equal images."""
     return a is b or (
         (a.header, a.chunks, a.frozen_chunks, a.tensors)

@@ -8,6 +8,7 @@ states need no equal names: the frozen parameters alone must come first, in the 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -26,14 +27,24 @@ from ckpt.model.fill_manifest import carried_fragment
 from ckpt.model.keys import BaseRef, StepRef, parse_base
 from ckpt.model.manifest import Manifest
 from ckpt.pipeline.retry import RetryPolicy
+from ckpt.plan.save import SavePlan
 from ckpt.root.base_pins import pinned_bases, put_base_pin
-from ckpt.save.increments import BaseFile, WrittenFile, has_equal_begin, most_chunks
+from ckpt.save.increments import (
+    BaseFile,
+    WrittenFile,
+    has_equal_begin,
+    has_equal_layout,
+    most_chunks,
+)
 from ckpt.save.save_request import SaveRequest
 from ckpt.storage.locations import root_at
 from ckpt.storage.tiers import OpenTier, path_to_base
 
 _MOST_STEPS: Final = 8
 """How many steps of the other root a rank reads at most."""
+
+_MOST_PLANS: Final = 8
+"""How many save plans a rank remembers."""
 
 _log = logging.getLogger("ckpt")
 
@@ -54,6 +65,8 @@ class OtherRoot:
         self._backend, self._codec, self._rank, self._path = tier.backend, codec, rank, path
         self._name = tier.tier.base
         self._has_looked = False
+        self._base: BaseFile | None = None
+        self._plans: list[SavePlan] = []  # Those that had the base
 
     @classmethod
     def of(cls, tier: OpenTier, codec: str, rank: int, config: SaveConfig) -> OtherRoot | None:
@@ -72,17 +85,21 @@ class OtherRoot:
     def base_for(self, job: SaveRequest) -> BaseFile | None:
         """Return a base for the image of ``job``, after a pin was put on its step.
 
-        Only the first call looks for one, and any later call returns None. If there is none, a
-        warning says why, and the caller writes a whole file.
+        Only the first call looks for one. If there is none, a warning says why, and the caller
+        writes a whole file. The state of an optimizer may appear after the first save, so each new
+        save plan gets the base once.
         """
-        if self._has_looked or most_chunks(job.plan) < 2:
+        is_known = any(has_equal_layout(plan, job.plan) for plan in self._plans)
+        if is_known or most_chunks(job.plan) < 2 or (self._has_looked and self._base is None):
             return None
         self._has_looked = True
+        self._plans = [*self._plans, job.plan][-_MOST_PLANS:]
         try:
-            file = self._newest_file(job)
+            file = self._base or self._newest_file(job)
             if isinstance(file, BaseFile):
                 put_base_pin(self._backend, BaseRef(self._path, file.ref))
-                return file
+                self._base = file
+                return replace(file, plan=job.plan)
             self._warn(file)
         except AccessDenied as error:
             self._warn(

@@ -123,6 +123,22 @@ def test_a_run_that_has_a_base_itself_is_no_base_and_the_warning_names_the_root_
     assert outer_bases(last, 1) == set()
 
 
+def test_a_state_that_gets_an_optimizer_after_the_first_save_keeps_the_base(roots):
+    run, base = roots
+    save(base, 1)
+    training = Adapted()
+    with CheckpointManager(Tier(str(run), base=str(base))) as manager:
+        manager.save(training.state, 0)
+        training.train()
+        manager.save(training.state, 1)
+        training.change(0)
+        manager.save(training.state, 2)
+        manager.save(training.state, 3)
+    assert [outer_bases(run, step) for step in (0, 1)] == [{"../base 1"}] * 2
+    assert size_of(run, 1) < size_of(base, 1) / 2
+    assert outer_bases(run, 3) == set()  # Something has changed that was frozen
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_farther_tier_has_a_base_beside_it(roots, codec, cli: Cli):
     run, base = roots
