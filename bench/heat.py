@@ -16,7 +16,7 @@ from bench.floors import Floors
 from bench.measure import MemorySampler, tree_bytes
 from bench.process import BenchError, Process
 from bench.runner import Bench, Shape, label
-from ckpt.observe.journal_files import journal_of
+from ckpt.observe.journal_files import journal_folder
 from ckpt.storage.places import is_folder
 from ckpt.storage.registry import open_backend
 
@@ -229,7 +229,7 @@ def clear(root: str) -> None:
     with contextlib.suppress(OSError):  # no folder here, or not empty
         os.rmdir(root)
     if is_folder(root):
-        shutil.rmtree(journal_of(root), ignore_errors=True)
+        shutil.rmtree(journal_folder(root), ignore_errors=True)
 
 
 def _delete(entries: Sequence[str]) -> None:

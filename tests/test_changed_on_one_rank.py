@@ -25,11 +25,11 @@ def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypa
 
     def changed(self: Saver, writers: Sequence[TierWriter], save: ActiveSave) -> None:
         def raises() -> None:
-            raise TensorChanged("x", save.job.ref.step)
+            raise TensorChanged("x", save.request.ref.step)
 
-        bad = save.job.ref.step == 1 and self._writers[0]._coordinator.rank == 1
-        job = replace(save.job, confirm=raises) if bad else save.job
-        stream(self, writers, replace(save, job=job))
+        bad = save.request.ref.step == 1 and self._writers[0]._coordinator.rank == 1
+        job = replace(save.request, confirm=raises) if bad else save.request
+        stream(self, writers, replace(save, request=job))
 
     monkeypatch.setattr(Saver, "_stream", changed)
     tiers: list[str | Tier] = [

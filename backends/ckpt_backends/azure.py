@@ -50,7 +50,7 @@ during which it does no other work.
 """
 _PAGE_KEYS: Final = 5000
 """The most keys that one request for a listing returns. It is the bound of Azure."""
-_TOKEN: Final = "ckptput"  # noqa: S105 - the name of a blob's metadata, not a secret
+_PUT_ID: Final = "ckptput"
 _FOLDER_MARK: Final = "hdi_isfolder"  # The metadata of a folder in an account with real folders
 _LIMITS: Final[Mapping[str, object]] = {
     "connection_timeout": 10,
@@ -134,9 +134,9 @@ class AzureBackend(StorageBackendOnFsspec):
         value, token = b"".join(parts), entropy.token_hex(16)
         send = self._put_whole if len(value) <= _SINGLE_PUT_BYTES else self._put_blocks
         try:
-            send(key, value, metadata={_TOKEN: token}, if_absent=if_absent)
+            send(key, value, metadata={_PUT_ID: token}, if_absent=if_absent)
         except (ObjectExists, TransientStorageError):
-            if not if_absent or self.token_of(key) != token:
+            if not if_absent or self.put_id_of(key) != token:
                 raise
         return ObjectInfo(key=key, size=len(value))
 
@@ -272,13 +272,13 @@ class AzureBackend(StorageBackendOnFsspec):
                 ) from None
             raise
 
-    def token_of(self, key: str) -> str:
+    def put_id_of(self, key: str) -> str:
         """Return the token that a put or an upload stored in the metadata of the object, or '' if
         it cannot be read.
         """
         with suppress(StorageError):
             metadata = self.call(key, "get_blob_properties").metadata
-            return str((metadata or {}).get(_TOKEN, ""))
+            return str((metadata or {}).get(_PUT_ID, ""))
         return ""
 
 
@@ -312,10 +312,10 @@ class _BlockUpload:
     def finish(self, size: int | None = None) -> ObjectInfo:
         size = check_written(self._key, sum(self._block_sizes.values()), self._size, size)
         try:
-            self.commit(metadata={_TOKEN: self._token})
+            self.commit(metadata={_PUT_ID: self._token})
         except StorageError:
             # If only the reply was lost, the object has the token of this upload.
-            if self._backend.token_of(self._key) != self._token:
+            if self._backend.put_id_of(self._key) != self._token:
                 raise
         return ObjectInfo(key=self._key, size=size)
 

@@ -16,6 +16,9 @@ or if the root has no owner. It reads the owner again before each manifest and e
 stops if the owner has changed. Without an agent, the next job copies the steps to the farther tiers
 (``save.backfill``).
 
+A trainer that leaves its roots to the agent writes an owner without a process into them. The agent
+removes the ``writer.json`` of such a root once it has finished the job.
+
 The agent makes no root either. If a root is not the one that the trainer had, for example because
 its disk was unmounted, the agent tries again later. The steps stay in memory until then.
 """
@@ -101,7 +104,7 @@ class Finish:
         self._errors: list[str] = []
         self._is_superseded = False
         self._open_tiers: list[OpenTier] = []
-        self._is_left_to_agent = False
+        self._are_roots_left_to_agent = False
         self._ended_jobs: set[str] = set()
         owners: list[tuple[OpenTier, Owner | None]] = []
         for index in range(len(job.tiers)):
@@ -113,12 +116,12 @@ class Finish:
                 self._errors.append(str(error))
         for _, owner in owners:
             if owner is not None and owner.attempt == self._owner.attempt:
-                self._is_left_to_agent |= owner.pid == NO_PROCESS
+                self._are_roots_left_to_agent |= owner.pid == NO_PROCESS
                 self._ended_jobs.update(owner.ended)
         roots = [root for tier, owner in owners if (root := self._usable_root(tier, owner))]
         self._memory_roots = [root for root in roots if root.tier.in_memory]
         durable = [root for root in roots if not root.tier.in_memory]
-        self._durable_roots = [root for root in durable if not (job.here and root.tier.local)]
+        self._durable_roots = [root for root in durable if not (job.node_ranks and root.tier.local)]
         self._node_roots = [root for root in durable if root not in self._durable_roots]
         self._branch = JobBranch(root.tier.backend for root in durable)
         if not any(root.owner and root.owner.attempt == self._owner.attempt for root in roots):
@@ -150,7 +153,7 @@ class Finish:
             if root.tier.backend in self._branch.outdated_stores:
                 confirm = partial(self._confirm, root)
                 self._run_task(partial(self._branch.update, root.tier.backend, confirm))
-        if not self._job.here:
+        if not self._job.node_ranks:
             self._run_whole()
         elif self._durable_roots:
             self._run_task(self._run_parts)
@@ -158,7 +161,7 @@ class Finish:
             return Ended("superseded")
         if self._errors:
             return Ended("failed", self._errors[0])
-        leads = not self._job.here or LEADER in self._job.here
+        leads = not self._job.node_ranks or LEADER in self._job.node_ranks
         for root in (*self._node_roots, *(self._durable_roots if leads else ())):
             self._run_task(partial(self._give_back, root))
         return Ended("done")
@@ -196,7 +199,7 @@ class Finish:
                 self._run_task(partial(self._fill_node, root, newest))
                 self._run_task(partial(self._prune_node, root, newest))
         self._run_task(parts.check_newer)
-        if LEADER not in self._job.here or self._is_superseded:
+        if LEADER not in self._job.node_ranks or self._is_superseded:
             return
         if not (living_ranks := parts.unnoted_ranks()):
             self._run_whole()
@@ -356,7 +359,7 @@ class Finish:
             chosen_steps = {
                 stored_step.ref: stored_step
                 for stored_step in (
-                    *copier.without_removals(newer_steps[:1]),
+                    *copier.not_being_removed(newer_steps[:1]),
                     *copier.missing_steps(newer_steps, len(newer_steps)),
                 )
             }
@@ -452,7 +455,7 @@ class Finish:
         the newest step of the job in memory. An ``IntegrityError`` or a ``StorageError`` is only
         logged, since the shared tier has the step.
         """
-        tier, ranks = root.tier, self._job.here
+        tier, ranks = root.tier, self._job.node_ranks
         if tier.tier.codec != NO_CODEC or tier.tier.capacity is not None:
             # This node does not know how other nodes have encoded their files, and the copy makes
             # no room on a tier with a capacity.
@@ -527,7 +530,7 @@ class Finish:
         agent. Without ``detach``, the job's own ``close`` would have removed the file.
         """
         owner = read_owner(root.tier.backend)
-        if owner and owner.attempt == self._owner.attempt and self._is_left_to_agent:
+        if owner and owner.attempt == self._owner.attempt and self._are_roots_left_to_agent:
             delete_owner(root.tier.backend)
 
     def _free_root(self, root: _Root) -> None:
@@ -543,9 +546,9 @@ class Finish:
             ),
             default=-1,  # Before any step
         )
-        parts = self._node_parts() if self._job.here and self._durable_roots else None
+        parts = self._node_parts() if self._job.node_ranks and self._durable_roots else None
         has_steps = False
-        for stored_step in Inventory(root.tier.backend, part=bool(self._job.here)).look():
+        for stored_step in Inventory(root.tier.backend, part=bool(self._job.node_ranks)).look():
             is_own = stored_step.ref.job == self._owner.attempt
             is_abandoned = not self._branch.steps([stored_step])
             if is_own and (

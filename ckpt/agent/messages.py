@@ -23,7 +23,7 @@ from ckpt.processes import Process
 from ckpt.root.owner import Owner
 from ckpt.version import __version__
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 """The number of the message format. It rises when the messages change between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20
@@ -69,8 +69,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         environment: The environment of the trainer, for the clients of object stores.
         scrub_mb_per_s: The rate in MB/s at which the steps are verified; 0 for not at all.
         before: The attempts that owned the roots of the job when the job started.
-        here: The ranks on this node, if nodes have tiers of their own. Empty if this node's agent
-            sees the files of all ranks.
+        node_ranks: The ranks on this node, if nodes have tiers of their own. Empty if this node's
+            agent sees the files of all ranks.
         roots: The locations of the tiers, in the order of ``tiers``, by which the agent compares
             jobs. Symbolic links are resolved, so the agent asks no file system, which may not
             answer. Empty if the URLs are to be compared.
@@ -86,7 +86,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     environment: dict[str, str]
     scrub_mb_per_s: float = 0.0
     before: tuple[str, ...] = ()
-    here: tuple[int, ...] = ()
+    node_ranks: tuple[int, ...] = ()
     roots: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
 

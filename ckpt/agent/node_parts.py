@@ -115,7 +115,7 @@ class NodeParts:
         self._job, self._stores, self._copier = job, stores, copier
         self._workers, self._report = workers, report
         self._target = copier.tier.backend
-        self._ranks, self._node_ranks = set(range(job.ranks)), set(job.here)
+        self._ranks, self._node_ranks = set(range(job.ranks)), set(job.node_ranks)
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
 
     def bring(self) -> None:
@@ -212,7 +212,9 @@ class NodeParts:
 
     def newest(self) -> StepRef | None:
         """Return the newest step of the job that is a checkpoint on the shared tier, or None."""
-        return next((ref for ref in self._attempts() if is_committed(self._target, ref)), None)
+        return next(
+            (ref for ref in self._steps_on_target() if is_committed(self._target, ref)), None
+        )
 
     def unnoted_ranks(self) -> set[int]:
         """Return the ranks that are not noted as ended in the newest checkpoint of the job on the
@@ -253,7 +255,7 @@ class NodeParts:
     def _folder(self, ref: StepRef) -> StepFolder:
         return StepFolder(self._target, ref, self._workers)
 
-    def _attempts(self) -> list[StepRef]:
+    def _steps_on_target(self) -> list[StepRef]:
         """Return the steps of the job on the shared tier, committed or not, newest first. Abandoned
         steps are left out.
         """
@@ -329,9 +331,11 @@ class NodeParts:
         newest_number = self._newest_number()
         committed_steps = [part.step for part in parts.values() if part.is_committed]
         newest = [step for step in committed_steps[:1] if step.ref.step > newest_number]
-        newest = self._copier.without_removals(newest)
+        newest = self._copier.not_being_removed(newest)
         missing_steps = self._copier.missing_steps(committed_steps, self._job.backlog + 1)
-        begun_refs = [ref for ref in self._attempts() if ref in parts and ref.step > newest_number]
+        begun_refs = [
+            ref for ref in self._steps_on_target() if ref in parts and ref.step > newest_number
+        ]
         refs = {*(step.ref for step in (*newest, *missing_steps)), *begun_refs}
         return sorted(refs, reverse=True)
 

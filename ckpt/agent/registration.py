@@ -101,7 +101,7 @@ class Registration:
             try:
                 with closing(_register(self._job)) as connection:
                     # The agents of several nodes wait until the processes have ended.
-                    if not self._job.here:
+                    if not self._job.node_ranks:
                         connection.ask(Detach(self._job.owner.attempt))
             except AgentError as error:
                 if not reason:
@@ -292,8 +292,9 @@ def _job_message(
 
 
 def _job_of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Job:
-    """Return a copy of ``job`` for an agent that sees only the files of its own node. ``Job.here``
-    contains the ranks on the node of ``rank``, and ``Job.ranks`` counts the ranks of all nodes.
+    """Return a copy of ``job`` for an agent that sees only the files of its own node.
+    ``Job.node_ranks`` contains the ranks on the node of ``rank``, and ``Job.ranks`` counts the
+    ranks of all nodes.
 
     Raises:
         AgentError: The job has no shared tier, the nearest shared tier has a capacity, some ranks
@@ -323,7 +324,7 @@ def _job_of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -
             "the ranks of a node are in several process namespaces, as containers have, and its "
             "agent sees only some of them: let them share one"
         )
-    return msgspec.structs.replace(job, here=node_ranks, ranks=len(nodes.of))
+    return msgspec.structs.replace(job, node_ranks=node_ranks, ranks=len(nodes.of))
 
 
 def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str:

@@ -109,7 +109,7 @@ class Scrub:
         """Return True if the agent of this node verifies ``tier``, and not the agent of another
         node.
         """
-        node_ranks = self._job.here
+        node_ranks = self._job.node_ranks
         return not node_ranks or tier.local or LEADER in node_ranks
 
     def _run_task(self, tier: OpenTier, work: Callable[[], None]) -> None:
@@ -136,7 +136,7 @@ class Scrub:
         Raises:
             RootInUse: The root belongs to another job, which is not known to have ended.
         """
-        ranks = frozenset(self._job.here) if self._job.here and tier.local else None
+        ranks = frozenset(self._job.node_ranks) if self._job.node_ranks and tier.local else None
         root = _Root(tier, Claim(tier.backend, self._job.owner), ranks)
         root.claim.use()
         refs = committed(tier.backend)

@@ -91,7 +91,7 @@ class WatchedJob:
             tiers=tuple(map(redact, self.urls)),
             processes=tuple(process.pid for process in self.job.processes),
             since=self.state_time,
-            in_parts=bool(self.job.here),
+            in_parts=bool(self.job.node_ranks),
             next_at=time.time() + self.next_at - time.monotonic() if is_planned else 0.0,
             step=progress.step,
             to=progress.to,

@@ -416,7 +416,7 @@ def write_file(
         workers=folder.workers,
         retry=folder.retry,
         on_bytes=on_bytes,
-        known_chunks=source.file.chunks,
+        hashed_chunks=source.file.chunks,
     )
     if recoding is not None:
         return recoding.write(write, source, folder.backend)

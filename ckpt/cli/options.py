@@ -15,7 +15,7 @@ import typer
 from ckpt.catalog.branch_metrics import MeasuredRoot, MetricsReader, chosen_step
 from ckpt.catalog.branches import find_branch
 from ckpt.catalog.index import committed, find, is_committed
-from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
+from ckpt.cli.store_timeout import WatchedStore, open_watched, warn_of_silence
 from ckpt.config import MEMORY, Mode, Tier, load_config
 from ckpt.errors import (
     CkptError,
@@ -505,7 +505,7 @@ def workers_for(backend: StorageBackend, *stores: StorageBackend) -> Generator[W
     answer. The threads end with the block.
     """
     count = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
-    with silence_notes(backend, *stores), Workers("cli", count) as workers:
+    with warn_of_silence(backend, *stores), Workers("cli", count) as workers:
         yield workers
 
 

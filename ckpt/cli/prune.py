@@ -22,7 +22,7 @@ from ckpt.cli.options import (
     one_place,
 )
 from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import WatchedStore, open_watched, silence_notes
+from ckpt.cli.store_timeout import WatchedStore, open_watched, warn_of_silence
 from ckpt.config import Best, Tier, load_config
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
@@ -171,7 +171,7 @@ def prune(
             guard=FixedGuard(missing_refs),
         ),
     )
-    with silence_notes(backend):
+    with warn_of_silence(backend):
         removals = carry_out(backend, verdicts, dry_run=dry_run)
     kept_steps = [verdict for verdict in verdicts if verdict.reasons]
     if json:

@@ -29,11 +29,11 @@ from ckpt.cli.options import (
 from ckpt.cli.prune import of_bytes
 from ckpt.cli.records import Field
 from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of, warn_of_other_tiers
-from ckpt.cli.store_timeout import silence_notes
+from ckpt.cli.store_timeout import warn_of_silence
 from ckpt.errors import CommitError, ConfigError, NoCheckpoint
 from ckpt.model.rollback import on_branch
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
-from ckpt.observe.journal_files import journal_files, journal_of
+from ckpt.observe.journal_files import journal_files, journal_folder
 from ckpt.retention.removal import remove
 from ckpt.root.base_pins import remove_base_pins
 from ckpt.root.leases import LEASE_REASON
@@ -134,7 +134,7 @@ def rm(
     _check(tiers, choice, removals, force=force)
     with ExitStack() as stack:
         for tier in tiers:
-            stack.enter_context(silence_notes(tier.store))
+            stack.enter_context(warn_of_silence(tier.store))
         if not dry_run:
             removals = _carry_out(removals)
             if not force:  # A job that is alive may be writing a file that needs the base
@@ -354,7 +354,7 @@ def _remove_rest(tiers: Sequence[RunTier]) -> None:
             for path in journal_files(tier.store.url):
                 with suppress(FileNotFoundError):
                     os.unlink(path)
-            _remove_if_empty(journal_of(tier.store.url))
+            _remove_if_empty(journal_folder(tier.store.url))
             _remove_if_empty(os.path.abspath(local_path(tier.store.url)))
 
 

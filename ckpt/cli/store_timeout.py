@@ -295,7 +295,7 @@ class _WatchedUpload:
 
 
 @contextmanager
-def silence_notes(*stores: StorageBackend) -> Generator[None]:
+def warn_of_silence(*stores: StorageBackend) -> Generator[None]:
     """Return a context manager. While its block runs, a warning is printed about each of ``stores``
     that does not answer for two seconds.
     """

@@ -227,14 +227,16 @@ def without_collector() -> Generator[None]:
         gc.enable()
 
 
-def node_of(value: Any, depth: int, deepest: int, leaf: Leaf, growth: Growth | None = None) -> Any:
+def node_of(
+    value: Any, depth: int, deepest: int, encode_leaf: Leaf, growth: Growth | None = None
+) -> Any:
     """Return the node of ``value``. It is ``value`` itself if this is its own node.
 
     Args:
         value: A value with ``depth`` containers around it.
         depth: The number of these containers.
         deepest: The largest such number that a container may have.
-        leaf: See ``Leaf``.
+        encode_leaf: See ``Leaf``.
         growth: Counts the values inside.
 
     Raises:
@@ -243,11 +245,11 @@ def node_of(value: Any, depth: int, deepest: int, leaf: Leaf, growth: Growth | N
             name.
     """
     with without_collector():
-        return _nodes([value], depth, deepest, leaf, growth or Growth())[0]
+        return _nodes([value], depth, deepest, encode_leaf, growth or Growth())[0]
 
 
 def _nodes(
-    values: Sequence[Any], depth: int, deepest: int, leaf: Leaf, growth: Growth
+    values: Sequence[Any], depth: int, deepest: int, encode_leaf: Leaf, growth: Growth
 ) -> Sequence[Any]:
     """Return the node of each value. The result is ``values`` itself if all are their own nodes."""
     types = set(map(type, values))
@@ -256,7 +258,7 @@ def _nodes(
         kind: group for kind, group in groups.items() if kind in CONTAINERS
     }
     nodes: dict[type, Sequence[Any]] = {
-        kind: _leaf_nodes(kind, group, depth, leaf)
+        kind: _leaf_nodes(kind, group, depth, encode_leaf)
         for kind, group in groups.items()
         if kind not in containers
     }
@@ -266,7 +268,7 @@ def _nodes(
         # torch gives an ``OrderedDict`` an attribute, which takes a tag of its own.
         if depth > deepest or any(map(vars, containers.get(OrderedDict, ()))):
             raise _NOT_PLAIN
-        nodes |= _container_nodes(containers, depth, deepest, leaf, growth)
+        nodes |= _container_nodes(containers, depth, deepest, encode_leaf, growth)
     if all(nodes[kind] is group for kind, group in groups.items()):
         return values
     if len(groups) == 1:
@@ -277,16 +279,31 @@ def _nodes(
 
 
 def _container_nodes(
-    containers: Mapping[type, Sequence[Any]], depth: int, deepest: int, leaf: Leaf, growth: Growth
+    containers: Mapping[type, Sequence[Any]],
+    depth: int,
+    deepest: int,
+    encode_leaf: Leaf,
+    growth: Growth,
 ) -> dict[type, Sequence[Any]]:
-    """Return the nodes of containers, by their types."""
+    """Return the nodes of containers, by their types. A dict with keys other than plain text is
+    stored as a list of pairs.
+
+    Args:
+        containers: The containers by their types, with ``depth`` containers around each.
+        depth: The number of containers around them.
+        deepest: The largest such number that a container may have.
+        encode_leaf: See ``Leaf``.
+        growth: Counts the values inside, and finds containers that hold others again and again. If
+            some mapping is stored as pairs, the length of its names is not known any more.
+    """
     nonempty = {kind: list(filter(None, members)) for kind, members in containers.items()}
     if not growth.is_bounded(nonempty):
         raise _NOT_PLAIN
     items = contents(nonempty)
     # A dict of thousands of tensors is no plain value, whatever its keys are.
     for kind in set(map(type, items)) - CONTAINERS - _OWN_NODES:
-        leaf(next(item for item in items if type(item) is kind), depth + 1)
+        # Raises if such a value is not plain
+        encode_leaf(next(item for item in items if type(item) is kind), depth + 1)
     names = set(chain.from_iterable(nonempty.get(dict, ())))
     pair_flags = {
         kind: _pair_flags(kind, members, names)
@@ -300,7 +317,7 @@ def _container_nodes(
         items += chain.from_iterable(chain.from_iterable(paired_mappings))  # Their keys
     else:
         growth.count(item_count + 2 * len(containers.get(tuple, ())), names)
-    nodes = _nodes(items, depth + 1, deepest, leaf, growth)
+    nodes = _nodes(items, depth + 1, deepest, encode_leaf, growth)
     item_nodes, key_nodes = iter(nodes), islice(nodes, item_count, None)
     is_own = nodes is items and not any(paired_mappings)
     return {
@@ -374,7 +391,7 @@ def _sized_nodes(
     return list(parts) if kind is list else [{"$": "tuple", "v": part} for part in parts]
 
 
-def _leaf_nodes(kind: type, values: Sequence[Any], depth: int, leaf: Leaf) -> Sequence[Any]:
+def _leaf_nodes(kind: type, values: Sequence[Any], depth: int, encode_leaf: Leaf) -> Sequence[Any]:
     """Return the nodes of values of one type, which is no container. The result is ``values``
     itself if all are their own nodes.
     """
@@ -383,12 +400,12 @@ def _leaf_nodes(kind: type, values: Sequence[Any], depth: int, leaf: Leaf) -> Se
     if kind is float:
         if all(map(math.isfinite, values)):
             return values
-        return [value if math.isfinite(value) else leaf(value, depth) for value in values]
+        return [value if math.isfinite(value) else encode_leaf(value, depth) for value in values]
     if kind is int:
         is_own = min(values) >= -(2**63) and max(values) < 2**63
     else:
         is_own = kind is str and (all(map(str.isascii, values)) or is_text("".join(values)))
-    return values if is_own else [leaf(value, depth) for value in values]
+    return values if is_own else [encode_leaf(value, depth) for value in values]
 
 
 def value_of(node: Any, tagged: Tagged) -> Any:

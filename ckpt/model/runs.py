@@ -34,13 +34,13 @@ could take forever.
 class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A repetition of the boxes of the levels before it.
 
-    The boxes occur ``count`` times, each time ``ranks`` ranks further and with offsets that are
-    larger by ``offsets`` elements.
+    The boxes occur ``count`` times, each time ``rank_step`` ranks further and with offsets that
+    are larger by ``offset_steps`` elements.
     """
 
     count: int
-    ranks: int
-    offsets: tuple[int, ...]
+    rank_step: int
+    offset_steps: tuple[int, ...]
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -144,7 +144,7 @@ def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
     This is a generator because a forged run may describe more boxes than fit into memory.
     """
     for run in runs:
-        levels = sorted(run.levels, key=lambda level: -abs(level.ranks))
+        levels = sorted(run.levels, key=lambda level: -abs(level.rank_step))
         yield from _boxes_at(levels, rank - run.rank, run.offsets, run.shape)
 
 
@@ -159,18 +159,18 @@ def _boxes_at(
             yield Box(offsets, shape)
         return
     level, rest = levels[0], levels[1:]
-    low, high = _reach([(inner.count, inner.ranks) for inner in rest])
-    for index in _repetitions(level.count, level.ranks, rank_offset - high, rank_offset - low):
+    low, high = _reach([(inner.count, inner.rank_step) for inner in rest])
+    for index in _repetitions(level.count, level.rank_step, rank_offset - high, rank_offset - low):
         next_offsets = tuple(
-            start + index * step for start, step in zip(offsets, level.offsets, strict=True)
+            start + index * step for start, step in zip(offsets, level.offset_steps, strict=True)
         )
-        yield from _boxes_at(rest, rank_offset - index * level.ranks, next_offsets, shape)
+        yield from _boxes_at(rest, rank_offset - index * level.rank_step, next_offsets, shape)
 
 
 def extent(run: Run) -> Box:
     """Return the smallest box that contains all boxes of ``run``."""
     reach = [
-        _reach([(level.count, level.offsets[dim]) for level in run.levels])
+        _reach([(level.count, level.offset_steps[dim]) for level in run.levels])
         for dim in range(len(run.shape))
     ]
     return Box(
@@ -193,7 +193,7 @@ def ranks_meeting(runs: Sequence[Run], box: Box) -> set[int]:
             # Put the level with the largest step first. Most of its repetitions are far from
             # ``box``, so the other levels of these repetitions need not be examined.
             levels = sorted(
-                run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets)
+                run.levels, key=lambda level: tuple(-abs(step) for step in level.offset_steps)
             )
             _add_ranks(levels, run, run.rank, run.offsets, box, ranks)
     return ranks
@@ -214,12 +214,12 @@ def _add_ranks(
         if Box(offsets, run.shape).intersect(box):
             ranks.add(rank)
         return
-    if rank in ranks and not any(level.ranks for level in levels):
+    if rank in ranks and not any(level.rank_step for level in levels):
         return  # More boxes of the same rank add nothing
     level, rest = levels[0], levels[1:]
     begin, last = 0, level.count - 1
-    for dim, step in enumerate(level.offsets):
-        low, high = _reach([(inner.count, inner.offsets[dim]) for inner in rest])
+    for dim, step in enumerate(level.offset_steps):
+        low, high = _reach([(inner.count, inner.offset_steps[dim]) for inner in rest])
         # The other levels move a box by ``low`` to ``high``. Keep the repetitions of this level
         # for which such a box can overlap ``box`` in this dimension.
         least = box.offsets[dim] - run.shape[dim] + 1 - high - offsets[dim]
@@ -228,9 +228,9 @@ def _add_ranks(
         begin, last = max(begin, indices.start), min(last, indices.stop - 1)
     for index in range(begin, last + 1):
         next_offsets = tuple(
-            start + index * step for start, step in zip(offsets, level.offsets, strict=True)
+            start + index * step for start, step in zip(offsets, level.offset_steps, strict=True)
         )
-        _add_ranks(rest, run, rank + index * level.ranks, next_offsets, box, ranks)
+        _add_ranks(rest, run, rank + index * level.rank_step, next_offsets, box, ranks)
 
 
 def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -260,19 +260,23 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
     """
     numel = boxes = 0
     for run in runs:
-        dims = (len(run.offsets), len(run.shape), *(len(level.offsets) for level in run.levels))
+        dims = (
+            len(run.offsets),
+            len(run.shape),
+            *(len(level.offset_steps) for level in run.levels),
+        )
         if len(run.levels) > MAX_LEVELS or set(dims) != {len(shape)}:
             return "a run of other dimensions"
         if any(level.count < 1 for level in run.levels) or any(n < 0 for n in run.shape):
             return "a run that counts backwards"
-        if any(level.count > 1 and not any(level.offsets) for level in run.levels):
+        if any(level.count > 1 and not any(level.offset_steps) for level in run.levels):
             return "a box that is there more than once"
         boxes += run.count
-        low, high = _reach([(level.count, level.ranks) for level in run.levels])
+        low, high = _reach([(level.count, level.rank_step) for level in run.levels])
         if run.rank + low < 0 or run.rank + high >= world_size:
             return "a run beyond the ranks of the world"
         for dim, size in enumerate(shape):
-            low, high = _reach([(level.count, level.offsets[dim]) for level in run.levels])
+            low, high = _reach([(level.count, level.offset_steps[dim]) for level in run.levels])
             if run.offsets[dim] + low < 0 or run.offsets[dim] + high + run.shape[dim] > size:
                 return "a run that is not inside the shape"
         numel += run.count * math.prod(run.shape)

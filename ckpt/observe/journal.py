@@ -55,7 +55,7 @@ from ckpt.observe.journal_files import (
     OLD_SUFFIX,
     VERIFY_FILE,
     job_of_beat,
-    journal_of,
+    journal_folder,
     make_folder,
     open_file,
 )
@@ -120,7 +120,7 @@ class Journal:
         best_rules: Iterable[Best] = (),
         needs_root: bool = False,
     ) -> None:
-        self._folder, self._needs_root = journal_of(root), needs_root
+        self._folder, self._needs_root = journal_folder(root), needs_root
         self._rank = rank_of_this_process() if rank is None else rank
         self._best_rules = tuple(best_rules)
         self._job = secrets.token_hex(6)
@@ -400,7 +400,7 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
         journal: The root whose journal gets the record; None for ``root``.
     """
     with contextlib.suppress(ConfigError, OSError):
-        if os.path.isdir(folder := journal_of(root if journal is None else journal)):
+        if os.path.isdir(folder := journal_folder(root if journal is None else journal)):
             path = os.path.join(folder, VERIFY_FILE)
             if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
                 os.replace(path, path + OLD_SUFFIX)

@@ -34,7 +34,7 @@ FOLDER_SUFFIX: Final = ".journal"
 """The end of the name of the folder of a journal. The rest is the root of the run."""
 
 
-def journal_of(root: str | os.PathLike[str]) -> str:
+def journal_folder(root: str | os.PathLike[str]) -> str:
     """Return the absolute path of the folder of the journal of ``root``.
 
     Raises:
@@ -55,7 +55,7 @@ def journal_files(root: str | os.PathLike[str]) -> list[str]:
     Raises:
         ConfigError: ``root`` is not a folder of this machine.
     """
-    folder = journal_of(root)
+    folder = journal_folder(root)
     try:
         names = os.listdir(folder)
     except OSError:

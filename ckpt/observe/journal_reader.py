@@ -16,7 +16,7 @@ from ckpt.observe.journal_files import (
     VERIFY_FILE,
     job_of_beat,
     journal_files,
-    journal_of,
+    journal_folder,
 )
 from ckpt.observe.journal_record import Record
 
@@ -38,7 +38,7 @@ class JournalReader:
     """
 
     def __init__(self, root: str) -> None:
-        self._root, self._folder = root, journal_of(root)
+        self._root, self._folder = root, journal_folder(root)
         self._cache: dict[str, tuple[tuple[int, int, int], list[Record]]] = {}
 
     def read(self) -> list[Record]:

@@ -104,7 +104,7 @@ class _Job:
     ) -> None:
         self._source, self._known_chunks, self._on_bytes = (
             write.source,
-            write.known_chunks,
+            write.hashed_chunks,
             write.on_bytes,
         )
         self._encoder, self._widths, self._file = encoder, widths, file

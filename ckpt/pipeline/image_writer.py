@@ -117,8 +117,9 @@ class ImageWrite:
         workers: The threads that write and hash.
         retry: How each request is retried.
         on_bytes: Called from worker threads with the number of bytes just written.
-        known_chunks: The chunk table if the same bytes were hashed before, for instance for another
-            tier. The chunks are then not hashed again. Empty if the bytes were not hashed before.
+        hashed_chunks: The chunk table if the same bytes were hashed before, for instance for
+            another tier. The chunks are then not hashed again. Empty if the bytes were not hashed
+            before.
     """
 
     source: Source
@@ -127,7 +128,7 @@ class ImageWrite:
     workers: Workers
     retry: RetryPolicy
     on_bytes: OnBytes
-    known_chunks: tuple[Chunk, ...] = ()
+    hashed_chunks: tuple[Chunk, ...] = ()
 
 
 def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]:
@@ -144,9 +145,9 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
         CkptError: The source has raised this error.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
-    known_chunks, retry = write.known_chunks, write.retry
+    hashed_chunks, retry = write.hashed_chunks, write.retry
     upload = retry.call(lambda: backend.upload(key, source.size))
-    job = _Job(source, [] if known_chunks else chunks, upload, retry, write.on_bytes)
+    job = _Job(source, [] if hashed_chunks else chunks, upload, retry, write.on_bytes)
     try:
         check_room(
             source,
@@ -162,18 +163,18 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
                 else job.calls_with_late_hashes()
             )
         else:
-            job.write_one_by_one(workers, ahead=bool(known_chunks))
+            job.write_one_by_one(workers, ahead=bool(hashed_chunks))
         retry.call(upload.finish)
     except BaseException:
         upload.abort()
         raise
-    return known_chunks or tuple(chunk for chunk in job.table if chunk is not None)
+    return hashed_chunks or tuple(chunk for chunk in job.table if chunk is not None)
 
 
 def adopt_image(write: ImageWrite, backend: AdoptsFiles) -> tuple[Chunk, ...]:
     """Make the image an object of a store in memory, without copying it.
 
-    If ``write.known_chunks`` is empty, first wait until the whole image has landed, and hash its
+    If ``write.hashed_chunks`` is empty, first wait until the whole image has landed, and hash its
     chunks. The file of the image is cut to the size of the image.
 
     Returns:
@@ -185,13 +186,13 @@ def adopt_image(write: ImageWrite, backend: AdoptsFiles) -> tuple[Chunk, ...]:
         CkptError: The source has raised this error.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
-    known_chunks, retry = write.known_chunks, write.retry
+    hashed_chunks, retry = write.hashed_chunks, write.retry
     if (path := source.path) is None:
         raise StagingError(
             f"{key} cannot be kept in memory: it is not staged in /dev/shm as a whole"
         )
-    table: list[Chunk] = list(known_chunks)
-    if not known_chunks:
+    table: list[Chunk] = list(hashed_chunks)
+    if not hashed_chunks:
         offsets = list(itertools.accumulate(chunks, initial=0))
         # Wait until copying has ended before hashing, as the docstring of this module explains.
         source.view(0, source.size)

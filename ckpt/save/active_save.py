@@ -197,14 +197,14 @@ class ActiveSave:
     """A save whose image is still in its slot, because it is yet to be written to some tier.
 
     Attributes:
-        job: The description of the save for the tier writers.
+        request: The description of the save for the tier writers.
         snapshot: The copy of the state into the image.
         slot: The memory of the image. The saver releases it when no tier needs the image any more.
         outcome: Reports the outcome of the save.
         trainable: The tensors that the optimizers train; None if saves are not checked for changes.
     """
 
-    job: SaveRequest
+    request: SaveRequest
     snapshot: Snapshot
     slot: Slot
     outcome: SaveOutcome
@@ -258,7 +258,7 @@ class HandOver:
         thread copies the late sources before the call returns.
         """
         # Now and not when the thread runs, since a restore that comes first has to know the step.
-        self.steps.begin_waiting(self.save.job.ref, IMAGE)
+        self.steps.begin_waiting(self.save.request.ref, IMAGE)
         self.streamer.submit(self.stream)
         if self.save.snapshot.foreground:
             self.stage()
@@ -285,5 +285,5 @@ class HandOver:
         if not self.stream.revoke():
             return False
         snapshot.wait_ended()
-        self.steps.end_waiting(self.save.job.ref, IMAGE)
+        self.steps.end_waiting(self.save.request.ref, IMAGE)
         return True

@@ -111,7 +111,7 @@ class Tail:
         """Return the bytes of the file for the image of ``job``, the lengths of its chunks, and the
         chunk table if it is known. The header is the first chunk.
         """
-        lengths, chunks = job.plan.chunks[self.count :], job.known_chunks[self.count :]
+        lengths, chunks = job.plan.chunks[self.count :], job.hashed_chunks[self.count :]
         if self.header:
             header_chunk = Chunk(len(self.header), checksum(self.header))
             lengths = (header_chunk.nbytes, *lengths)
@@ -206,8 +206,8 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
     except CkptError:
         return None
     begin, limit = 1 if base.root else 0, most_chunks(plan)
-    if job.known_chunks:
-        count = _first_difference(base.file.chunks[:limit], job.known_chunks[:limit], begin)
+    if job.hashed_chunks:
+        count = _first_difference(base.file.chunks[:limit], job.hashed_chunks[:limit], begin)
     else:
         count = _count_equal(job.image, plan.chunks[:limit], base.file.chunks, begin)
     if count < 2:  # Only the header is equal
@@ -231,8 +231,8 @@ def has_equal_begin(job: SaveRequest, chunks: Sequence[Chunk]) -> bool:
     """Return True if the first chunk of the image of ``job`` after the header is equal to that in
     ``chunks``.
     """
-    if job.known_chunks:
-        return chunks[1:2] == job.known_chunks[1:2]
+    if job.hashed_chunks:
+        return chunks[1:2] == job.hashed_chunks[1:2]
     start, nbytes = job.plan.chunks[:2]
     if not chunks[1:] or chunks[1].nbytes != nbytes:
         return False

@@ -167,7 +167,7 @@ class RankFiles:
         """
         file = self._file_from_memory
         assert file is not None
-        image = File(self._data_name, self._rank, job.plan.size, job.known_chunks)
+        image = File(self._data_name, self._rank, job.plan.size, job.hashed_chunks)
         file_on_tier = StoredFile.of(job.ref, image, file.encoding, file.increment)
         return StoredImage.of(self._backend, file_on_tier, retry)
 
@@ -260,7 +260,7 @@ class RankFiles:
             return None  # The root was replaced, so the write of this process is refused
         try:
             lengths = copier.copy(job.ref, source, counter.add)
-            if len(lengths) != (len(job.known_chunks) if encoder else 0):
+            if len(lengths) != (len(job.hashed_chunks) if encoder else 0):
                 raise AgentError("the agent has copied another file")
         except AgentError as error:
             level = logging.DEBUG if self._has_agent_failed else logging.WARNING
@@ -279,14 +279,14 @@ class RankFiles:
             return None
         self._has_agent_failed = False
         encoding = Encoding(self._rank, encoder.codec, lengths) if encoder else None
-        return WrittenFile(job.known_chunks, encoding)
+        return WrittenFile(job.hashed_chunks, encoding)
 
     def _write(self, job: SaveRequest, tail: Tail | None, counter: _WriteCounter) -> WrittenFile:
         """Write the data file by this process: the whole image, or its ``tail`` as an increment."""
-        plan, known_chunks = job.plan, job.known_chunks
+        plan, hashed_chunks = job.plan, job.hashed_chunks
         source, lengths = job.image, plan.chunks
         if tail is not None:
-            source, lengths, known_chunks = tail.part_of(job)
+            source, lengths, hashed_chunks = tail.part_of(job)
             counter.add(tail.start)  # These bytes are on the tier already
         write = ImageWrite(
             source=source,
@@ -295,7 +295,7 @@ class RankFiles:
             workers=self._workers,
             retry=RetryPolicy(),
             on_bytes=counter.add,
-            known_chunks=known_chunks,
+            hashed_chunks=hashed_chunks,
         )
         if isinstance(self._backend, AdoptsFiles):  # In memory, where no step is an increment
             return WrittenFile(adopt_image(write, self._backend))

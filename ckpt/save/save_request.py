@@ -43,7 +43,7 @@ class SaveRequest:
         created_at: When the save began, in seconds since 1970.
         confirm: Raises an error if the image does not hold the state as it was at the call. Called
             before each commit.
-        known_chunks: The chunk table of the image; empty until the image has been written to a
+        hashed_chunks: The chunk table of the image; empty until the image has been written to a
             tier.
         restored_ref: The step that the job continued from at the call; None if it had restored
             none. This step decides which steps of earlier jobs forbid the save on a tier. A step
@@ -63,7 +63,7 @@ class SaveRequest:
     metadata: bytes
     created_at: float
     confirm: Callable[[], None]
-    known_chunks: tuple[Chunk, ...] = ()
+    hashed_chunks: tuple[Chunk, ...] = ()
     restored_ref: StepRef | None = None
     source: OpenTier | None = None
 

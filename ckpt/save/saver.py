@@ -62,8 +62,9 @@ class Saver:
 
     One thread copies (``ckpt-copy``), one streams (``ckpt-save``), one makes slots ahead
     (``ckpt-slots``), and one for each farther tier serves its queue (``ckpt-queue1``, ...). The
-    thread ``ckpt-alarm`` of `Suspicions` waits for other ranks. Each tier has a `TierWriter`, which
-    writes and commits the steps there.
+    thread ``ckpt-alarm`` of `Suspicions`, which reports training whose tensors do not change any
+    more, waits for other ranks. Each tier has a `TierWriter`, which writes and commits the steps
+    there.
 
     Args:
         tiers: All tiers, nearest first.
@@ -373,10 +374,10 @@ class Saver:
         returns the step, or now if the tier has no queue. The tiers of the other writers follow.
         """
         if (queue := self._queues.get(writers[0].url)) is not None:
-            if queue.is_shared:
+            if queue.has_other_ranks:
                 for farther_writer in writers[1:]:
-                    self._queues[farther_writer.url].expect(save.job.ref)
-            queue.push(QueuedStep(save.job.ref, FromImage(writers, save), holds_image=True))
+                    self._queues[farther_writer.url].expect(save.request.ref)
+            queue.push(QueuedStep(save.request.ref, FromImage(writers, save), holds_image=True))
         else:
             self._commit(writers, save)
 
@@ -384,17 +385,18 @@ class Saver:
         """Commit a save on the tier of the first of ``writers``. The others follow."""
         writer, farther_writers = writers[0], writers[1:]
         try:
-            known_chunks = writer.commit(save.job, on_bytes=save.outcome.pending.add_written)
+            hashed_chunks = writer.commit(save.request, on_bytes=save.outcome.pending.add_written)
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._miss(writers, save, error)
             return
-        job = replace(save.job, known_chunks=known_chunks)
+        is_first_tier = not save.request.hashed_chunks
+        job = replace(save.request, hashed_chunks=hashed_chunks)
         save.outcome.committed(writer.url)
         self._on_commit(writer, job.ref)
-        if not save.job.known_chunks:  # This is the first tier of the step
+        if is_first_tier:
             self.suspicions.examine(job, save.trainable)
         if writer.in_memory and farther_writers:
-            self._serve(farther_writers, replace(save, job=job))
+            self._serve(farther_writers, replace(save, request=job))
             return
         try:
             if farther_writers:
@@ -417,14 +419,14 @@ class Saver:
     def _end_image(self, save: ActiveSave) -> None:
         """Release the slot of ``save``. Only the first call for a save has an effect."""
         for queue in self._queues.values():
-            if queue.is_shared:
-                queue.expect_no_more(save.job.ref)
-        if not self.steps.end_waiting(save.job.ref, IMAGE):
+            if queue.has_other_ranks:
+                queue.expect_no_more(save.request.ref)
+        if not self.steps.end_waiting(save.request.ref, IMAGE):
             return
         save.await_copies()
         try:
             if self.slots.release(save.slot):
-                self.reserve_quietly(save.job.plan.size)
+                self.reserve_quietly(save.request.plan.size)
         finally:
             save.outcome.note_free_slot()
 
@@ -437,7 +439,7 @@ class Saver:
         If it may not, report that the save has failed on the tiers of all ``writers``, and vote on
         the farther tiers that this rank's part of the step has failed.
         """
-        writer, farther_writers, job = writers[0], writers[1:], save.job
+        writer, farther_writers, job = writers[0], writers[1:], save.request
         # An image that passes through memory in waves cannot be read again.
         is_single_pass = job.is_single_pass and not writer.in_memory
         # The other ranks get `PeerFailed`, whatever the error of this rank is. They go on to the
@@ -475,7 +477,7 @@ class Saver:
             if queue is None:
                 if is_awaited:
                     abort.vote()
-            elif queue.is_shared:
+            elif queue.has_other_ranks:
                 queue.push(QueuedStep(abort.ref, abort, holds_image=True))
             is_awaited = is_awaited and not abort.writer.tier.required
 

@@ -313,7 +313,8 @@ class _Observation:
 
 
 class Suspicions:
-    """Checks the saves of one manager, and reports those that show that training is dead.
+    """Checks the saves of one manager, and reports those that show that training is dead: its
+    tensors do not change any more, or are not finite.
 
     Args:
         coordinator: The connection to the other ranks, used by this object alone.
@@ -424,7 +425,7 @@ class Suspicions:
         )
         is_same_plan = previous is not None and previous.chunks.is_of(job.plan, trainable)
         chunks = previous.chunks if previous and is_same_plan else Chunks.of(job.plan, trainable)
-        observation = _Observation(step, chunks, job.known_chunks)
+        observation = _Observation(step, chunks, job.hashed_chunks)
         if (
             previous is not None
             and step <= previous.step

@@ -83,7 +83,8 @@ class TierQueue(Generic[T]):
             are in this queue.
 
     Attributes:
-        is_shared: Whether other ranks have a queue for the same tier.
+        has_other_ranks: Whether other ranks have a queue for the same tier. A job of one rank
+            needs no vote there.
 
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
     a time. ``_change`` guards all fields, except for ``_serial``, which belongs to the thread that
@@ -105,7 +106,7 @@ class TierQueue(Generic[T]):
         self._given_up: set[str] = set()
         self._serial = 0
         self._is_closing = self._is_served = self._asks_once = False
-        self.is_shared = coordinator.world_size > 1
+        self.has_other_ranks = coordinator.world_size > 1
         self._change = threading.Condition()
 
     def expect(self, ref: StepRef) -> None:
@@ -202,10 +203,10 @@ class TierQueue(Generic[T]):
     def _next_turn(self) -> Turn[T]:
         """Return the turn that the leader has chosen. Other ranks wait for its order."""
         subject = f"order/{self._index}/{self._serial + 1}"
-        if not self.is_shared or self._coordinator.rank == LEADER:
+        if not self.has_other_ranks or self._coordinator.rank == LEADER:
             if (order := self._choose()) is None:
                 return Turn(None)
-            if self.is_shared:
+            if self.has_other_ranks:
                 # An earlier call may have set an order and got no answer. That order is valid.
                 order_in_store = self._coordinator.set_once(subject, msgspec.json.encode(order))
                 order = msgspec.json.decode(order_in_store, type=_Order)
@@ -227,7 +228,7 @@ class TierQueue(Generic[T]):
 
         The caller holds ``_change``.
         """
-        follows = self.is_shared and self._coordinator.rank != LEADER
+        follows = self.has_other_ranks and self._coordinator.rank != LEADER
         image_names, stored_names = self._takable()
         return bool(image_names or stored_names or (follows and any(self._steps.values())))
 
@@ -318,7 +319,7 @@ class QueueServer(Generic[T]):
         self._queue, self._thread, self._url, self._steps = queue, thread, url, steps
         self._perform, self._fail = perform, fail
         self._keeps_protection = False
-        self.is_shared = queue.is_shared
+        self.has_other_ranks = queue.has_other_ranks
         self.expect, self.expect_no_more = queue.expect, queue.expect_no_more
 
     def push(self, step: QueuedStep[T]) -> None:

@@ -89,13 +89,13 @@ class StepCopier:
         present = checkpoints(self.tier.backend, self.tier.tier, nearer_steps, self.rollback)
         while True:
             steps = missing_steps(self.tier.tier, present, nearer_steps, limit)
-            if (candidates := self.without_removals(steps)) == steps:
+            if (candidates := self.not_being_removed(steps)) == steps:
                 return steps
             nearer_steps = [
                 step for step in nearer_steps if step in candidates or step not in steps
             ]
 
-    def without_removals(self, steps: Sequence[StoredStep]) -> list[StoredStep]:
+    def not_being_removed(self, steps: Sequence[StoredStep]) -> list[StoredStep]:
         """Return the steps whose removal from the tier has not begun, and log the others.
 
         Raises:

@@ -655,7 +655,7 @@ def test_a_tier_in_memory_keeps_its_owner_as_long_as_a_step_stays(
     monkeypatch.setattr("ckpt.agent.finish_worker.remove", lambda *_: not is_pinned)
     monkeypatch.setattr(Finish, "_confirm", lambda *_: None)
     root = SimpleNamespace(tier=SimpleNamespace(backend=backend), claim=None)
-    finish_of(owner, _durable_roots=[], _job=SimpleNamespace(here=()))._free_root(root)
+    finish_of(owner, _durable_roots=[], _job=SimpleNamespace(node_ranks=()))._free_root(root)
     assert (tmp_path / OWNER).exists() == is_pinned
 
 

@@ -31,7 +31,7 @@ from ckpt.processes import Process
 from ckpt.root.owner import Owner
 
 FIELDS = {
-    7: {
+    8: {
         "Abort": "reason failures kind names ranks",
         "AgentStatus": "version pid started idle_seconds works jobs",
         "AskStatus": "",
@@ -42,8 +42,8 @@ FIELDS = {
         "FileCopied": "lengths",
         "FileFailed": "reason",
         "Forget": "attempt",
-        "Job": "owner processes ranks tiers backlog environment scrub_mb_per_s before here roots "
-        "marks",
+        "Job": "owner processes ranks tiers backlog environment scrub_mb_per_s before "
+        "node_ranks roots marks",
         "JobStatus": "attempt state tiers processes since in_parts next_at step to done_bytes "
         "total_bytes copied error scrub",
         "Lent": "process",

@@ -97,7 +97,7 @@ def node(tmp_path: Path) -> Job:
         tiers=tuple(fields_of(tier, tier.url) for tier in tiers),
         backlog=4,
         environment={},
-        here=(1,),
+        node_ranks=(1,),
     )
 
 

@@ -221,9 +221,9 @@ def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() 
 def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> None:
     (run,) = OUTLINE.layouts[OUTLINE.layout_of[0]]
     level = run.levels[0]
-    near = tuple(step // 2 for step in level.offsets)
+    near = tuple(step // 2 for step in level.offset_steps)
     assert any(near)
-    twice = replace(run, levels=(replace(level, offsets=near),))  # the same volume, and a hole
+    twice = replace(run, levels=(replace(level, offset_steps=near),))  # the same volume, and a hole
     record = replace(
         OUTLINE, layouts=tuple((twice,) if each == (run,) else each for each in OUTLINE.layouts)
     )

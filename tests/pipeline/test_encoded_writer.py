@@ -102,7 +102,7 @@ def test_chunks_lie_one_after_another_and_decode_to_the_image(
 ) -> None:
     reported: list[int] = []
     chunks, lengths = write(
-        wrap(memory), workers, retry, known_chunks=known, on_bytes=reported.append
+        wrap(memory), workers, retry, hashed_chunks=known, on_bytes=reported.append
     )
     assert chunks == TABLE
     assert sum(reported) == len(IMAGE)

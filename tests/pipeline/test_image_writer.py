@@ -160,7 +160,7 @@ def test_the_next_part_is_got_while_one_is_written_one_at_a_time(memory, workers
         workers=workers,
         retry=retry,
         on_bytes=lambda _: None,
-        known_chunks=known,
+        hashed_chunks=known,
     )
     found = write_image(job, store)
     assert found == known

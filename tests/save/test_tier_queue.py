@@ -254,7 +254,7 @@ def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
 
     def streamed(saver, writers, save):
         stream(saver, writers, save)
-        step = save.job.ref.step
+        step = save.request.ref.step
         begun[saver._writers[0]._coordinator.rank][step].set() if step == 3 else None
 
     monkeypatch.setattr(TierWriter, "commit", noted)

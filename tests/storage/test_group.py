@@ -16,7 +16,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.cli.main import main
-from ckpt.observe.journal_files import journal_of, open_file
+from ckpt.observe.journal_files import journal_folder, open_file
 from ckpt.observe.journal_reader import JournalReader
 from tests.users import ATTACKER, act_as, fresh_user, only_root
 
@@ -70,7 +70,7 @@ def rights(root: Path) -> set[tuple[str, int, int]]:
 def test_all_that_a_job_creates_is_of_the_group(root: Path) -> None:
     save(root, 1, 2)
     assert rights(root) == SHARED
-    journal = Path(journal_of(root))
+    journal = Path(journal_folder(root))
     assert rights(journal) == {("file", MEMBER, 0o660)}
     assert (journal.stat().st_gid, stat.S_IMODE(journal.stat().st_mode)) == (MEMBER, 0o2770)
 
@@ -78,7 +78,7 @@ def test_all_that_a_job_creates_is_of_the_group(root: Path) -> None:
 def test_a_run_is_for_its_user_alone_otherwise(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     assert {mode for _, _, mode in rights(tmp_path / "run")} == {0o700, 0o600}
-    journal = Path(journal_of(tmp_path / "run"))
+    journal = Path(journal_folder(tmp_path / "run"))
     assert {mode for _, _, mode in rights(journal)} == {0o600}
     assert stat.S_IMODE(journal.stat().st_mode) == 0o700
 
@@ -129,14 +129,14 @@ def test_another_user_of_the_group_reads_the_journal_and_writes_it(
     assert steps_of("Restored") == [2]
     assert len(steps_of("Closed")) == 3
     assert not caplog.records
-    assert act_as(MEMBER, partial(os.listdir, journal_of(root))) == ["rank-00000.jsonl"]
+    assert act_as(MEMBER, partial(os.listdir, journal_folder(root))) == ["rank-00000.jsonl"]
 
 
 @only_root
 def test_a_journal_of_before_is_shared_as_soon_as_its_user_saves(root: Path) -> None:
     root.chmod(0o700)
     save(root, 1)
-    journal = Path(journal_of(root))
+    journal = Path(journal_folder(root))
     assert stat.S_IMODE(journal.stat().st_mode) == 0o700
     root.chmod(0o2770)
     save(root, 2)
@@ -164,7 +164,7 @@ def test_a_link_that_a_member_has_planted_in_place_of_the_journal_shares_nothing
     secret.mkdir(mode=0o700)
     (secret / "file").write_text("mine")
     (secret / "file").chmod(0o600)
-    journal = Path(journal_of(root))
+    journal = Path(journal_folder(root))
     if kind == "folder":
         journal.symlink_to(secret)
     else:

@@ -88,7 +88,7 @@ def test_a_step_whose_removal_from_the_tier_was_cut_short_is_not_copied_there(
     claim = Claim(store.backend, Owner.of_this_process("b" * 12))
     copier = StepCopier(store, claim, [tier.backend], FixedGuard())
     assert copier.missing_steps(line, 1) == [line[1]]
-    assert copier.without_removals(line) == line[1:]
+    assert copier.not_being_removed(line) == line[1:]
     remove(store.backend, Inventory(store.backend).look()[0])
     assert copier.missing_steps(line, 4) == line[:2]
 

@@ -42,7 +42,7 @@ from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, modi
 from ckpt_backends.gcs.upload import ResumableUpload
 from ckpt_backends.jitter import separate_jitter_of_gcsfs
 
-_TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
+_PUT_ID: Final = "ckpt-put"
 _ONE_CHUNK_BYTES: Final = 1 << 62  # A size of chunks that makes gcsfs send one request
 _METADATA_HOST: Final = "169.254.169.254"  # Gives a virtual machine of Google its identity
 _METADATA_SECONDS: Final = 2.0
@@ -185,11 +185,11 @@ class GCSBackend(StorageBackendOnFsspec):
         try:
             with self.errors(key):
                 self._fs.pipe_file(
-                    path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_ONE_CHUNK_BYTES
+                    path, value, metadata={_PUT_ID: token}, mode=mode, chunksize=_ONE_CHUNK_BYTES
                 )
         except (ObjectExists, TransientStorageError):
             # If the object has the token of this call, the put succeeded, but its reply was lost.
-            if not if_absent or self.token_of(key) != token:
+            if not if_absent or self.put_id_of(key) != token:
                 raise
         except ObjectNotFound:
             self._check_bucket(key)
@@ -212,7 +212,7 @@ class GCSBackend(StorageBackendOnFsspec):
                 self._fs,
                 self._bucket,
                 name,
-                metadata={_TOKEN: token},
+                metadata={_PUT_ID: token},
             )
         # For a bucket of a single zone, gcsfs begins an upload of another kind, without a URL.
         return (
@@ -293,11 +293,11 @@ class GCSBackend(StorageBackendOnFsspec):
                 key, f"there is no bucket {self._bucket!r}: create it, or correct the URL"
             ) from None
 
-    def token_of(self, key: str) -> str:
+    def put_id_of(self, key: str) -> str:
         """Return the token that a put or an upload stored in the metadata of the object, or '' if
         it cannot be read.
         """
         with suppress(StorageError), self.errors(key):
             self._fs.invalidate_cache()
-            return str(self._fs.info(self.path_of(key)).get("metadata", {}).get(_TOKEN, ""))
+            return str(self._fs.info(self.path_of(key)).get("metadata", {}).get(_PUT_ID, ""))
         return ""

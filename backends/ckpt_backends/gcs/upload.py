@@ -33,7 +33,7 @@ class Server(Protocol):
 
     def head(self, key: str) -> ObjectInfo: ...
 
-    def token_of(self, key: str) -> str:
+    def put_id_of(self, key: str) -> str:
         """Return the token in the metadata of the object, or '' if it cannot be read."""
         ...
 
@@ -105,7 +105,7 @@ class ResumableUpload:
         except TransientStorageError:
             # If only the reply was lost, the server has ended the session, and the object has the
             # token of this upload. Otherwise the caller may call ``finish`` again.
-            if not self._is_lost or self._backend.token_of(self._key) != self._token:
+            if not self._is_lost or self._backend.put_id_of(self._key) != self._token:
                 raise
         with suppress(ObjectNotFound):
             if self._backend.head(self._key).size == size:

@@ -49,7 +49,7 @@ from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.jitter import separate_jitter_of_botocore
 from ckpt_backends.s3.obstore import ObstoreUpload, ObstoreWriter
-from ckpt_backends.s3.options import TOKEN, check_options
+from ckpt_backends.s3.options import PUT_ID, check_options
 from ckpt_backends.s3.transfer import S3Bulk, bulk_of, remove_expect_header, session_of
 from ckpt_backends.s3.unfinished_uploads import Orphans
 
@@ -282,7 +282,7 @@ class S3Backend(StorageBackendOnFsspec):
             path = self._prefix + check_key(key)
             return ObstoreUpload(self, self._writer, key, path, size, part_bytes=part_bytes)
         token = entropy.token_hex(16)
-        metadata = {TOKEN: token}
+        metadata = {PUT_ID: token}
         reply = self.call(key, "create_multipart_upload", Metadata=metadata, **self._bulk.algorithm)
         upload_id = UploadId(reply["UploadId"], token)
         return _S3Upload(self, key, size, upload_id=upload_id, part_bytes=part_bytes)
@@ -392,12 +392,12 @@ class S3Backend(StorageBackendOnFsspec):
         """
         token = entropy.token_hex(16)
         try:
-            self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={TOKEN: token})
+            self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={PUT_ID: token})
         except ObjectExists:
-            if self.token_of(key) != token:
+            if self.put_id_of(key) != token:
                 raise
         except TransientStorageError as error:
-            if self.token_of(key) == token:
+            if self.put_id_of(key) == token:
                 return
             if not (repeats and "ConditionalRequestConflict" in error.detail):
                 raise
@@ -416,7 +416,7 @@ class S3Backend(StorageBackendOnFsspec):
         if bytes(data) != value:
             raise ObjectExists(key, "written by another at the same time")
 
-    def token_of(self, key: str) -> str:
+    def put_id_of(self, key: str) -> str:
         """Return the random token that a put or an upload has stored in the metadata of the object.
 
         Return '' if the object has no token, or if its metadata cannot be read.
@@ -424,7 +424,7 @@ class S3Backend(StorageBackendOnFsspec):
         with suppress(StorageError):
             metadata = self.call(key, "head_object").get("Metadata", {})
             return next(
-                (str(value) for name, value in metadata.items() if name.lower() == TOKEN), ""
+                (str(value) for name, value in metadata.items() if name.lower() == PUT_ID), ""
             )
         return ""
 
@@ -525,7 +525,7 @@ class _S3Upload:
             try:
                 self._call("list_parts")
             except ObjectNotFound:
-                return self._backend.token_of(self._key) == self._id.token
+                return self._backend.put_id_of(self._key) == self._id.token
         return False
 
     def _call(self, method: str, **arguments: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from ckpt.errors import StorageError, TransientStorageError
 from ckpt.storage.api import ObjectInfo, check_written
-from ckpt_backends.s3.options import TOKEN
+from ckpt_backends.s3.options import PUT_ID
 
 _PARTS_AT_ONCE: Final = 8
 _REQUEST_SECONDS: Final = 120
@@ -36,7 +36,7 @@ class Bucket(Protocol):
         """Return a context manager that turns errors of client libraries into storage errors."""
         ...
 
-    def token_of(self, key: str) -> str:
+    def put_id_of(self, key: str) -> str:
         """Return the random token that the writer of the object has stored in its metadata.
 
         Return '' if the object has no token, or if its metadata cannot be read.
@@ -149,7 +149,7 @@ class ObstoreUpload:
         self._bucket, self._key, self._size, self.part_bytes = bucket, key, size, part_bytes
         self._token = token_hex(16)
         with bucket.errors(key):
-            self._file: Any = writer.open(path, part_bytes, {TOKEN: self._token})
+            self._file: Any = writer.open(path, part_bytes, {PUT_ID: self._token})
         self._early_parts: dict[int, bytes] = {}
         self._offset = 0
 
@@ -206,7 +206,7 @@ class ObstoreUpload:
         This is so if the object has the token of the upload. A server that keeps no metadata gives
         the error, and the caller sends all again.
         """
-        return self._bucket.token_of(self._key) == self._token
+        return self._bucket.put_id_of(self._key) == self._token
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ckpt.errors import ConfigError
 
-TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of metadata, not a secret
+PUT_ID: Final = "ckpt-put"
 """The name in the metadata of an object under which a put or an upload stores a random token."""
 _OWN_OPTIONS: Final = {"region", "checksums"}
 _SESSION_OPTIONS: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
