@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = (ROOT / "ckpt", ROOT / "backends")
 
-MAX_UNCLEAR = 202
+MAX_UNCLEAR = 201
 """The number of unclear names that the product binds. It only shrinks."""
 
 PRONOUNS = """

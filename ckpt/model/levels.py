@@ -42,7 +42,9 @@ _FORM_BY_TAG: Final[dict[str | None, type]] = {
     **dict.fromkeys(MAPPINGS, Mapping),
 }
 _OWN_NODES: Final = frozenset({bool, float, int, str, type(None)})
-"""The types of values most of which are their own nodes."""
+"""The types whose values are their own nodes, but for a few: NaN, very large numbers, and text that
+UTF-8 cannot encode.
+"""
 _NODE_TYPES: Final = frozenset({dict, list})  # The types of nodes that contain nodes
 MOST_COLLISIONS: Final = 16
 """The most members of a set, or keys of a dict, that may have the same hash.

@@ -60,8 +60,8 @@ class Sources:
 
 
 class NodeSurvey:
-    """The node survey of one restore from tiers of which some are local to nodes. All ranks enter
-    it as a context manager.
+    """The node survey of one restore, if a tier is local to the nodes. All ranks enter it as a
+    context manager.
 
     On entry, the lowest rank of each node posts which steps its node has. If there are several
     nodes, it also starts a server. The leader reads the posted records. On exit, the servers are

@@ -190,7 +190,7 @@ def _describe_losses(rollback: Rollback, point: BranchPoint) -> str:
         descriptions.append("steps of the branch until now")
     if not descriptions:
         return "it is on the current branch again, and no step is abandoned"
-    return f"{' and '.join(descriptions)} are abandoned, and retention removes them first"
+    return f"{' and '.join(descriptions)} are abandoned: a tier with a limit removes them first"
 
 
 def _roll_back(

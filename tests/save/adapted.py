@@ -1,4 +1,4 @@
-"""Models of which a part alone is trained, and what a test asks of the steps of such a run."""
+"""Models that are trained in part, and functions that look at the steps of such a run."""
 
 from __future__ import annotations
 

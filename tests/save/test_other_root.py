@@ -48,12 +48,6 @@ from tests.save.adapted import (
 from tests.servers import KEY, SECRET
 
 
-@pytest.fixture
-def roots(tmp_path: Path) -> tuple[Path, Path]:
-    """The root of a run, whose base is in the other one."""
-    return tmp_path / "run", tmp_path / "base"
-
-
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_the_first_save_leaves_out_what_a_step_of_another_run_has(roots, codec, cli: Cli):
     run, base = roots

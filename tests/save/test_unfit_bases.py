@@ -39,12 +39,6 @@ from tests.save.adapted import (
 from tests.users import act_as, fresh_user, only_root
 
 
-@pytest.fixture
-def roots(tmp_path: Path) -> tuple[Path, Path]:
-    """The root of a run, whose base is in the other one."""
-    return tmp_path / "run", tmp_path / "base"
-
-
 def test_a_base_that_is_gone_is_told_and_costs_no_further_step(roots, cli: Cli):
     run, base = roots
     save(base, 1)
