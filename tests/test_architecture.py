@@ -229,7 +229,7 @@ FOREIGN_PRIVATES = {
     "ckpt/integrations/lightning/strategy.py",
     "backends/ckpt_backends/gcs/backend.py",
     "backends/ckpt_backends/s3/backend.py",
-    "backends/ckpt_backends/s3/transfer.py",
+    "backends/ckpt_backends/s3/bulk_client.py",
 }
 """Files that use private names of torch, DeepSpeed, Lightning or a client, which have no public
 ones for it.

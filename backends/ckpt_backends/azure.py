@@ -52,7 +52,7 @@ _PAGE_KEYS: Final = 5000
 """The most keys that one request for a listing returns. It is the bound of Azure."""
 _PUT_ID: Final = "ckptput"
 _FOLDER_MARK: Final = "hdi_isfolder"  # The metadata of a folder in an account with real folders
-_LIMITS: Final[Mapping[str, object]] = {
+_REQUEST_OPTIONS: Final[Mapping[str, object]] = {
     "connection_timeout": 10,
     "read_timeout": 60,
     "retry_total": 1,  # The pipeline retries too
@@ -162,7 +162,7 @@ class AzureBackend(StorageBackendOnFsspec):
 
     def _receive(self, key: str, offset: int, out: memoryview) -> int:
         async def receive(blob: Any) -> bytes:
-            stream = await blob.download_blob(offset=offset, length=out.nbytes, **_LIMITS)
+            stream = await blob.download_blob(offset=offset, length=out.nbytes, **_REQUEST_OPTIONS)
             return bytes(await stream.readall())
 
         try:
@@ -177,7 +177,7 @@ class AzureBackend(StorageBackendOnFsspec):
 
     def fetch(self, key: str, *, limit: int) -> bytes:
         async def receive(blob: Any) -> bytes:
-            stream = await blob.download_blob(**_LIMITS)
+            stream = await blob.download_blob(**_REQUEST_OPTIONS)
             check_limit(key, int(stream.size), limit)
             return bytes(await stream.readall())
 
@@ -221,7 +221,7 @@ class AzureBackend(StorageBackendOnFsspec):
             **options: More arguments of the method.
         """
         return self._with_blob(
-            key, lambda blob: getattr(blob, method)(*arguments, **options, **_LIMITS)
+            key, lambda blob: getattr(blob, method)(*arguments, **options, **_REQUEST_OPTIONS)
         )
 
     def _with_blob(self, key: str, work: Callable[[Any], Awaitable[T]]) -> T:
@@ -244,7 +244,10 @@ class AzureBackend(StorageBackendOnFsspec):
         async def request_page() -> tuple[Sequence[Any], str | None]:
             async with self._fs.service_client.get_container_client(self._container) as container:
                 listing = getattr(container, method)(
-                    name_starts_with=start, results_per_page=_PAGE_KEYS, **options, **_LIMITS
+                    name_starts_with=start,
+                    results_per_page=_PAGE_KEYS,
+                    **options,
+                    **_REQUEST_OPTIONS,
                 )
                 pages = listing.by_page(continuation_token=token)
                 entries = [entry async for entry in await anext(pages)]

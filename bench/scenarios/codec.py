@@ -26,7 +26,7 @@ from bench.measure import Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench
 from bench.scenarios import option
-from ckpt.codec.byte_planes import BytePlanes, decode
+from ckpt.codec.zstd_byte_planes import BytePlanes, decode
 
 _CHUNK: Final = 16 << 20
 _WIDTHS: Final = {"bf16": 2, "fp32": 4}

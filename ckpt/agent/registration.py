@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from ckpt.agent.client import Connection, connect, reach_and_ask
-from ckpt.agent.copy_client import AgentCopier
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.lent_worker_client import AgentCopier
 from ckpt.agent.messages import Detach, Forget, Job, fields_of, urls_of
 from ckpt.agent.worker_messages import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent

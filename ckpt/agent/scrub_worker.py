@@ -20,7 +20,7 @@ from typing import Self
 from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.worker_messages import Ended, OnReport, Order, Verified, Verifying, at_intervals
 from ckpt.catalog.index import committed, is_committed, read_packed
-from ckpt.catalog.mending import mend_step
+from ckpt.catalog.scrub_mending import mend_step
 from ckpt.catalog.transfer_by_rank import mend_rank
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
 from ckpt.coordination.api import LEADER

@@ -65,7 +65,7 @@ _MAX_JOBS_LISTED: Final = 16
 """The status lists at most this many jobs that are over."""
 _MOST_WORKERS: Final = 8
 """The most jobs that the agent finishes at the same time. Each takes a worker, and so memory."""
-_MOST_COPY_WORKERS: Final = 32
+_MOST_LENT_WORKERS: Final = 32
 """The most workers that copy for living trainers at the same time. A trainer process needs one
 worker for each farther tier.
 """
@@ -105,7 +105,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._callers = Callers(folder, self._selector, self._answer)
         self._workplace = Workplace(folder, self._work_lock, self._selector)
-        self._copy_workers: dict[Worker, str] = {}
+        self._lent_workers: dict[Worker, str] = {}
 
     def listen(self) -> bool:
         """Open the socket, and return True. Return False if another agent has it."""
@@ -145,7 +145,7 @@ class Agent:
     # -- planning ----------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        if self._jobs or self._copy_workers:
+        if self._jobs or self._lent_workers:
             self._busy_at = time.monotonic()
             return False
         return self._is_ending or time.monotonic() - self._busy_at > self._idle_seconds
@@ -289,28 +289,28 @@ class Agent:
         self._check_job(job, caller)
         if not self._take_work_lock():
             raise AgentError("an agent that it has replaced still works")
-        if len(self._copy_workers) >= _MOST_COPY_WORKERS:
-            raise AgentError(f"{_MOST_COPY_WORKERS} of its workers copy for trainers already")
+        if len(self._lent_workers) >= _MOST_LENT_WORKERS:
+            raise AgentError(f"{_MOST_LENT_WORKERS} of its workers copy for trainers already")
         order = Order(job, "copy", connection=caller.connection.fileno())
         try:
             worker = Worker(
-                order, self._workplace, _log_error, lambda _: self._copy_workers.pop(worker, None)
+                order, self._workplace, _log_error, lambda _: self._lent_workers.pop(worker, None)
             )
         except OSError as error:
             raise AgentError(f"no worker could be started: {error}") from None
-        self._copy_workers[worker] = job.owner.attempt
+        self._lent_workers[worker] = job.owner.attempt
         self._callers.leave(caller)
 
-    def _kill_copy_workers(self, attempt: str | None = None) -> None:
+    def _kill_lent_workers(self, attempt: str | None = None) -> None:
         """Kill the workers that copy for living trainers: those of the job ``attempt``, or all if
         ``attempt`` is None.
         """
         for worker in [
             worker
-            for worker, owner_attempt in self._copy_workers.items()
+            for worker, owner_attempt in self._lent_workers.items()
             if attempt in (None, owner_attempt)
         ]:
-            del self._copy_workers[worker]
+            del self._lent_workers[worker]
             worker.kill()
 
     def _detach(self, attempt: str) -> Answer:
@@ -330,7 +330,7 @@ class Agent:
         """Kill the workers that copy for a job whose last process on this node has ended. Begin to
         finish the job, unless its trainer has detached before.
         """
-        self._kill_copy_workers(job.attempt)
+        self._kill_lent_workers(job.attempt)
         if job.runs:
             _log.info("ckpt: the trainer of job %s has ended", job.attempt)
             self._end_of_trainer(job)
@@ -429,7 +429,7 @@ class Agent:
         """
         self._callers.stop_listening()
         self._rounds.cancel()
-        self._kill_copy_workers()
+        self._kill_lent_workers()
         self._is_ending = True
         if not keep_memory:
             self._memory_seconds = 0.0
@@ -473,7 +473,7 @@ class Agent:
     def _close(self) -> None:
         """Kill all workers, tell a caller that has sent `Stop` the end, and close all sockets."""
         self._rounds.cancel()
-        self._kill_copy_workers()
+        self._kill_lent_workers()
         for job in list(self._jobs):
             self._drop(job)
         if self._stop_caller is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import Parts, fill, load_fragment
 from ckpt.catalog.index import read_packed
@@ -31,6 +31,9 @@ from ckpt.plan.rebase import rebase
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan, Run
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.locations import store_with
+
+WHOLE_SOURCE: Final = ""
+"""What takes the place of a key for all files of a source."""
 
 T = TypeVar("T")
 
@@ -401,7 +404,7 @@ class TieredReader:
 
         Return None if the file is present with the right size. The file is not read.
         """
-        if store_failure := self.failure_of(position, ""):
+        if store_failure := self.failure_of(position, WHOLE_SOURCE):
             return store_failure
         if isinstance(file, StoredFile):
             if (stored_file := self._files(position).get(file.rank)) is None:
@@ -428,10 +431,12 @@ class TieredReader:
 
     def failure_of(self, position: int, key: str) -> Exception | None:
         """Return the error after which a source is not asked for the file ``key`` any more; None if
-        the source can be asked. An empty ``key`` stands for the whole source.
+        the source can be asked. ``WHOLE_SOURCE`` as ``key`` stands for all files.
         """
         with self._lock:
-            return self._failures.get((position, "")) or self._failures.get((position, key))
+            return self._failures.get((position, WHOLE_SOURCE)) or self._failures.get(
+                (position, key)
+            )
 
     def note_failure(self, position: int, key: str, error: Exception, nbytes: int) -> None:
         """Remember that a source could not provide ``nbytes`` of a file, because of ``error``.
@@ -442,7 +447,7 @@ class TieredReader:
         reach = reach_of(error)
         if reach is None:
             raise error
-        scope_key = "" if reach is Reach.STORE else key
+        scope_key = WHOLE_SOURCE if reach is Reach.STORE else key
         with self._lock:
             if reach is not Reach.CHUNK:
                 self._failures[position, scope_key] = error

@@ -20,7 +20,7 @@ from ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-BUILT_IN: Final[Mapping[str, str]] = {"zstd": "ckpt.codec.byte_planes:CODEC"}
+BUILT_IN: Final[Mapping[str, str]] = {"zstd": "ckpt.codec.zstd_byte_planes:CODEC"}
 NO_CODEC: Final = "none"
 _ENTRY_POINT_GROUP: Final = "ckpt.codecs"
 _SETTING: Final = re.compile(r"([a-z0-9][a-z0-9_-]*)(?::([0-9]{1,2}))?")

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
-from ckpt.codec.zstd_frames import content_of
+from ckpt.codec.zstd_decompress import content_of
 
 _HEAD: Final = struct.Struct("<BIII")
 """The size of a word, the number of changed words, the bytes of the gaps, and those of their frame.

@@ -139,11 +139,11 @@ def check_heading(record: Packed, key: str) -> None:
 
 
 def _check_locations(locations: Sequence[Location], ranks: Set[int], key: str) -> None:
-    """Raise ``ManifestCorrupt`` if a location is not that of a file of its own that is not encoded,
-    or is no path.
+    """Raise ``ManifestCorrupt`` if two locations are of one rank, if one is of a rank that has no
+    plain file, or if one is no path.
 
     Args:
-        locations: The locations.
+        locations: The paths of the data files that belong to other programs.
         ranks: The ranks whose files are not encoded.
         key: The key of the manifest or fragment, for errors.
     """

@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Final
 
 from ckpt.catalog.index import is_committed
-from ckpt.catalog.tiered_reader import SourceManifest, TieredReader
+from ckpt.catalog.tiered_reader import WHOLE_SOURCE, SourceManifest, TieredReader
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.config import ranks_on_this_node
@@ -91,7 +91,7 @@ class _CacheGuard(StepGuard):
             if (
                 other_position != self.position
                 and not tier.in_memory
-                and not self.origin.failure_of(other_position, "")
+                and not self.origin.failure_of(other_position, WHOLE_SOURCE)
             ):
                 with suppress(IntegrityError, StorageError):
                     if is_committed(tier.backend, ref):
@@ -226,7 +226,9 @@ class ReadThrough:
         missing = self._missing
         for position in self._cache_positions:
             # Leave out a cache that does not answer, or that has the step in another encoding.
-            if not self.origin.failure_of(position, "") and self.origin.is_identical_on(position):
+            if not self.origin.failure_of(position, WHOLE_SOURCE) and self.origin.is_identical_on(
+                position
+            ):
                 if position > self._cache_positions[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
                 missing = self._fill_cache(position, missing, chunks)
@@ -421,7 +423,7 @@ class ReadThrough:
             ]
             if (
                 not damaged_files
-                or self.origin.failure_of(position, "")
+                or self.origin.failure_of(position, WHOLE_SOURCE)
                 or not self.origin.is_identical_on(position)
                 or not self._may_change(position)
             ):

@@ -14,7 +14,7 @@ from typing import Final
 
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import Inventory, StoredStep, heirs_of
-from ckpt.catalog.step_sizes import StepSizes
+from ckpt.catalog.tier_usage import TierUsage
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.keys import StepRef
@@ -63,7 +63,7 @@ class Evictor:
             part=tier.tier.local is True,
             late_metrics=self._rule.keep_best is not None,
         )
-        self._sizes = StepSizes(tier.backend)
+        self._usage = TierUsage(tier.backend)
         # On a tier that has only a part of each step, the parts come and go.
         self._was_never_full = tier.tier.local is not True
 
@@ -157,7 +157,7 @@ class Evictor:
         """
         if self._was_never_full:
             capacity = self._tier.tier.capacity_bytes or 0
-            self._was_never_full = self._sizes.total() + nbytes <= capacity
+            self._was_never_full = self._usage.total() + nbytes <= capacity
         return self._was_never_full
 
     def _evict(

@@ -63,7 +63,7 @@ class Backfill:
 
     Args:
         writers: The writers of the durable tiers, nearest first.
-        earlier: Gets the steps to copy, so that the pruners of the nearer tiers keep them.
+        earlier_steps: Gets the steps to copy, so that the pruners of the nearer tiers keep them.
         steps: The steps of the running job.
         config: The threads to use, the backlog, and how long to retry requests.
 
@@ -75,11 +75,15 @@ class Backfill:
     def __init__(
         self,
         writers: Sequence[TierWriter],
-        earlier: EarlierSteps,
+        earlier_steps: EarlierSteps,
         steps: JobSteps,
         config: SaveConfig,
     ) -> None:
-        self._nearest, self._farther_writers, self._earlier = writers[0], writers[1:], earlier
+        self._nearest, self._farther_writers, self._earlier_steps = (
+            writers[0],
+            writers[1:],
+            earlier_steps,
+        )
         self._steps, self._config, self._backlog = steps, config, config.backlog
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds
@@ -96,7 +100,7 @@ class Backfill:
         durable tier. The first call starts the copies. Later calls start those again that the tier
         ``url`` has not taken, each time after twice as many commits as before.
         """
-        if (restored_ref := self._earlier.begin()) is not None:
+        if (restored_ref := self._earlier_steps.note_first_commit()) is not None:
             self._restored_ref = restored_ref
             self._watcher.submit(self._run, restored_ref)
         elif (
@@ -142,7 +146,7 @@ class Backfill:
                 error,
             )
         finally:
-            self._earlier.end_listing()
+            self._earlier_steps.end_listing()
             self._prune_later()
 
     def _retry_tier(self, url: str, restored_ref: StepRef) -> None:
@@ -170,7 +174,7 @@ class Backfill:
         self._owed_refs[writer.url] = frozenset(step.ref for step in steps)
         # Before all farther tiers were asked, all steps of earlier jobs stay.
         if len(self._owed_refs) == len(self._farther_writers):
-            self._earlier.set_owed(frozenset[StepRef]().union(*self._owed_refs.values()))
+            self._earlier_steps.set_owed(frozenset[StepRef]().union(*self._owed_refs.values()))
 
     def _lineage(self, index: int, restored_ref: StepRef) -> list[StoredStep]:
         """Return the steps up to ``restored_ref`` on the durable tiers that are nearer than the
@@ -199,7 +203,7 @@ class Backfill:
                 _log.warning(
                     "ckpt: steps of earlier jobs on %s are not known: %s", store.url, error
                 )
-                self._earlier.set_unlisted(nearer_writer.tier)
+                self._earlier_steps.set_unlisted(nearer_writer.tier)
         branch = [step for step in steps if not self._steps.has_abandoned(step.ref)]
         return history(branch, restored_ref)
 

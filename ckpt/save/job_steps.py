@@ -50,7 +50,7 @@ class EarlierSteps:
         with self._lock:
             self._restored_ref = ref
 
-    def begin(self) -> StepRef | None:
+    def note_first_commit(self) -> StepRef | None:
         """Note that this job has committed its first step. Only the first call has an effect.
 
         Returns:
@@ -91,7 +91,7 @@ class EarlierSteps:
 
         Until the backfill has listed them, and if it cannot, these are all steps of other jobs on
         ``tier`` that a farther tier takes, or none if this job has restored no step. After
-        ``begin`` the call waits for the backfill, at most for ``patience_seconds``.
+        ``note_first_commit`` the call waits for the backfill, at most for ``patience_seconds``.
 
         Raises:
             StorageError: The tier cannot be listed.

@@ -12,7 +12,7 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
-from ckpt.catalog.mending import mend_step
+from ckpt.catalog.scrub_mending import mend_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef

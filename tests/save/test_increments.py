@@ -18,7 +18,7 @@ import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.catalog.inventory import Inventory, heirs_of
-from ckpt.catalog.mending import mend_step
+from ckpt.catalog.scrub_mending import mend_step
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer_by_rank import commit_parts, copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step

@@ -151,8 +151,8 @@ def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers
     assert steps.protected_refs(tiers[0]) == frozenset(), "nothing was restored"
     steps.set_restored(ONE)
     assert steps.protected_refs(tiers[0]) == {ONE}, "before the first commit: all of other jobs"
-    assert earlier.begin() == ONE
-    assert earlier.begin() is None, "a backfill begins once"
+    assert earlier.note_first_commit() == ONE
+    assert earlier.note_first_commit() is None, "a backfill begins once"
     earlier.set_owed([ONE])
     steps.begin_waiting(THREE, "far")
     assert steps.protected_refs(tiers[0]) == {ONE, THREE}
@@ -168,7 +168,7 @@ def test_a_job_that_has_saved_before_its_first_restore_fills_no_tier(tiers) -> N
     steps.set_committed(near, StepRef(2, "b" * 12))
     steps.set_restored(ONE)
     assert steps.protected_refs(near) == frozenset()
-    assert earlier.begin() is None
+    assert earlier.note_first_commit() is None
 
 
 def test_all_steps_stay_on_a_tier_that_the_backfill_cannot_list(tiers) -> None:
@@ -178,7 +178,7 @@ def test_all_steps_stay_on_a_tier_that_the_backfill_cannot_list(tiers) -> None:
         tier.backend.put(ONE.manifest, [b"{}"])
     earlier = EarlierSteps((near, far, farthest), "b" * 12, 30)
     earlier.set_restored(ONE)
-    assert earlier.begin() == ONE
+    assert earlier.note_first_commit() == ONE
     earlier.set_unlisted(far)
     earlier.set_owed([])
     assert (earlier.needed_refs(near), earlier.needed_refs(far)) == (frozenset(), {ONE})
@@ -190,7 +190,7 @@ def test_no_pruner_waits_for_a_backfill_that_has_failed(tiers) -> None:
     near.backend.put(ONE.manifest, [b"{}"])
     earlier = EarlierSteps(tiers, "b" * 12, patience_seconds=3600)
     earlier.set_restored(ONE)
-    assert earlier.begin() == ONE
+    assert earlier.note_first_commit() == ONE
     earlier.end_listing()
     assert earlier.needed_refs(near) == {ONE}
     assert earlier.is_owed(near, ONE)
@@ -204,7 +204,7 @@ def test_a_step_whose_copies_this_node_keeps_stays_on_that_tier_alone(tiers) -> 
 
 def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:
     earlier = EarlierSteps(tiers, "b" * 12, 30)
-    assert earlier.begin() is None
+    assert earlier.note_first_commit() is None
     assert earlier.needed_refs(tiers[0]) == frozenset()
 
 

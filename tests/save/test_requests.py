@@ -17,7 +17,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.model.keys import StepRef
 from ckpt.page.store_requests import Requests, requests_of_removal, requests_of_save
 from ckpt_backends.folder.posix import PosixBackend
-from ckpt_backends.s3.transfer import S3Bulk
+from ckpt_backends.s3.bulk_client import S3Bulk
 from tests.servers import KEY, SECRET, Server
 
 Calls = list[tuple[str, str]]

@@ -1,10 +1,10 @@
 """The backend for Amazon S3 and compatible stores.
 
 A large object is written with a multipart upload. Each thread of the pipeline sends one part at a
-time straight from the caller's memory (see ``s3.transfer``). ``pipe_file`` and ``open`` of s3fs are
-not used for large objects, since they hold hundreds of MiB and send parts in batches. s3fs makes
-the small requests, on the one thread of fsspec's event loop. If the reply of a request that creates
-an object is lost, the backend asks the store whether the object exists.
+time straight from the caller's memory (see ``s3.bulk_client``). ``pipe_file`` and ``open`` of s3fs
+are not used for large objects, since they hold hundreds of MiB and send parts in batches. s3fs
+makes the small requests, on the one thread of fsspec's event loop. If the reply of a request that
+creates an object is lost, the backend asks the store whether the object exists.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from ckpt_backends.client_options import (
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.jitter import separate_jitter_of_botocore
+from ckpt_backends.s3.bulk_client import S3Bulk, bulk_of, remove_expect_header, session_of
 from ckpt_backends.s3.obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3.options import PUT_ID, check_options
-from ckpt_backends.s3.transfer import S3Bulk, bulk_of, remove_expect_header, session_of
 from ckpt_backends.s3.unfinished_uploads import Orphans
 
 _MIB: Final = 1 << 20

@@ -99,7 +99,7 @@ def stream_part(
     """
     batch: list[tuple[str, str]] = []
     size = 0
-    for name, stored_name in part.targets(reader.manifest).items():
+    for name, stored_name in part.stored_by_new_name(reader.manifest).items():
         nbytes = reader.tensors[stored_name].nbytes
         if batch and size + nbytes > most_bytes:
             yield from _read_batch(reader, batch)

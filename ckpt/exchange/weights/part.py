@@ -59,7 +59,7 @@ class Part:
             ConfigError: ``names`` does not fit the part.
         """
         if self.names is not None:
-            return set(self.targets(manifest).values())
+            return set(self.stored_by_new_name(manifest).values())
         tensors = manifest.tensor_map()
         if self.name is not None and self.name in tensors:
             return {tensors[self.name].name}
@@ -72,7 +72,8 @@ class Part:
         """
         if self.names is not None:
             return {
-                name: values[stored_name] for name, stored_name in self.targets(manifest).items()
+                name: values[stored_name]
+                for name, stored_name in self.stored_by_new_name(manifest).items()
             }
         tensors = manifest.tensor_map()
         if self.name is not None and self.name in tensors:
@@ -81,10 +82,10 @@ class Part:
 
     def names_of(self, manifest: Manifest, stored_names: Collection[str]) -> frozenset[str]:
         """Return all names of tensors, tied ones too, as the part has them."""
-        names = self._tensors(manifest) if self.names is None else self.targets(manifest)
+        names = self._tensors(manifest) if self.names is None else self.stored_by_new_name(manifest)
         return frozenset(name for name, stored_name in names.items() if stored_name in stored_names)
 
-    def targets(self, manifest: Manifest) -> dict[str, str]:
+    def stored_by_new_name(self, manifest: Manifest) -> dict[str, str]:
         """Return the stored name of each tensor of the part, by its new name. Without ``names``,
         tensors keep the names that they have in the part.
 

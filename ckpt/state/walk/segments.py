@@ -66,6 +66,11 @@ class Segment:
     """The named tensors of one module, optimizer or large dict. The next save compares its tensors
     with them in a few passes.
 
+    Args:
+        key: What the tensors' names and nodes follow from, besides the tensors themselves, such as
+            the items of a module. The next save uses the segment only for an equal key.
+        tensors: All tensors, under the names of ``ties`` too.
+
     Attributes:
         named_tensors: The tensors whose bytes are stored under their own names.
         forms: The form of each of ``named_tensors``.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckpt.codec.byte_planes import BytePlanes, decode
+from ckpt.codec.zstd_byte_planes import BytePlanes, decode
 from ckpt.model.checksum import checksum
 from tests.kit.examples import examples
 

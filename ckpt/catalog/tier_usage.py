@@ -7,7 +7,7 @@ from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend
 
 
-class StepSizes:
+class TierUsage:
     """The bytes that the steps of a tier take.
 
     Steps with a manifest are remembered from one call to the next, since they hardly change. A call

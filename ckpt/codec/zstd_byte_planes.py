@@ -25,7 +25,7 @@ import numpy as np
 import zstandard
 
 from ckpt.codec.registry import Codec
-from ckpt.codec.zstd_frames import content_of
+from ckpt.codec.zstd_decompress import content_of
 
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -13,7 +13,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
-from ckpt.catalog.mending import mend_step
+from ckpt.catalog.scrub_mending import mend_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.errors import IntegrityError, ObjectExists, RootInUse, StorageError
 from ckpt.pipeline.workers import Workers
