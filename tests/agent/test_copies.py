@@ -581,7 +581,7 @@ AGENT_WITH_TWO_WORKERS = """
 import sys
 import ckpt.agent.server as server
 from ckpt.agent.__main__ import main
-server._MOST_COPY_WORKERS = 2
+server._MOST_LENT_WORKERS = 2
 sys.exit(main(["run"]))
 """
 
