@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from ckpt.catalog.foreign_files import check_adopted_bases, check_locations
 from ckpt.catalog.index import (
     check_place,
     committed_among,
@@ -30,8 +31,6 @@ from ckpt.catalog.late_metrics import late_metrics, with_late
 from ckpt.coordination.tombstone import is_of_manifest
 from ckpt.errors import (
     AccessDenied,
-    FileDamaged,
-    ForeignFileMismatch,
     FormatUnsupported,
     IntegrityError,
     LinkRefused,
@@ -52,7 +51,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.root.claim_marker import is_removal_marker
 from ckpt.root.pins import Pin, all_pins, live_of
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
-from ckpt.storage.locations import LocatedStore, as_foreign_mismatch, root_at
+from ckpt.storage.locations import root_at
 
 _READER_THREADS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
@@ -378,7 +377,9 @@ class Inventory:
         own_files = [file for file in files if file.rank not in locations]
         if faults := self._faults(ref, objects, outline, own_files):
             raise ManifestCorrupt(ref.manifest, _summary(faults))
-        self._check_adopted(ref, [file for file in files if file.rank in locations], locations)
+        sizes = {locations[file.rank]: file.size for file in files if file.rank in locations}
+        check_locations(self._backend, ref, sizes, self._retry)
+        check_adopted_bases(self._backend, ref, outline.increments, self._retry)
         if self._is_partial and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
         parse(outline.metadata, "metadata")  # Raises an error if it is damaged
@@ -398,25 +399,6 @@ class Inventory:
             outer_bases=frozenset(base for base in bases if base.root),
         )
         return self._with_late_metrics(step, objects)
-
-    def _check_adopted(
-        self, ref: StepRef, files: Sequence[_NamedFile], locations: Mapping[int, str]
-    ) -> None:
-        """Raise ``ManifestCorrupt`` if one of ``files``, which are files of other programs, is gone
-        or was cut. Their places are in ``locations``, by rank.
-        """
-        store = LocatedStore(self._backend.url)
-        for file in files:
-            location = locations[file.rank]
-            try:
-                size = self._retry.call(partial(store.head, location)).size
-                if size >= file.size:
-                    continue
-                change = as_foreign_mismatch(FileDamaged(location, size, file.size), location)
-            except (ObjectNotFound, LinkRefused) as error:
-                change = as_foreign_mismatch(error, location)
-            text = change.detail if isinstance(change, ForeignFileMismatch) else str(change)
-            raise ManifestCorrupt(ref.manifest, f"{location!r} {text}")
 
     def _refresh(self, step: StoredStep) -> StoredStep | None:
         """Return a remembered step, with the metrics and the copies of files of other nodes that

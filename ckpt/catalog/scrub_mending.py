@@ -33,6 +33,7 @@ from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.image_writer import OnBytes
 from ckpt.root.claim_marker import discard_part, release_finish, require_finish
 from ckpt.storage.api import StorageBackend
+from ckpt.storage.locations import names_of
 
 
 def mend_step(
@@ -80,7 +81,7 @@ def mend_step(
     if not has_own_manifest:  # Without an intact manifest, ``faults`` has no faults of data files
         data_faults, _ = verify_files(folder, files)
         damaged_keys = {fault.key for fault in data_faults}
-    bases = (file.base for file in files if file.base is not None and file.base.key in damaged_keys)
+    bases = [file.base for file in files if file.base and names_of(file.base) & damaged_keys]
     # The verification of an older step mends its files. Those in another root are never written.
     are_mended = (not base.root and is_committed(folder.backend, base.ref) for base in bases)
     if has_own_manifest and not all(are_mended):

@@ -389,9 +389,9 @@ def _stored_content(image: StoredImage, source: StoredFile, tensors: Sequence[Te
             lengths,
             increment.count,
             source.rank,
-            has_image_header=increment.base_lead > 0,
+            has_image_header=increment.has_image_header,
         )
-    if increment.base_lead:  # The first chunk is in this file too
+    if increment.has_image_header:  # The first chunk is in this file too
         header += bytes(image.view(0, image.lengths[0]))
     return TailImage(image, start, header)
 

@@ -356,7 +356,7 @@ def _examine_size(folder: StepFolder, file: StoredFile) -> tuple[StoredFile, int
     try:
         store, key = store_with(folder.backend, file)
         size = folder.retry.call(partial(store.head, key)).size
-    except StorageError as error:
+    except (StorageError, ForeignFileMismatch) as error:
         return file, 0, fault_of(as_fault_of(error, file))
     if size == file.size:
         return file, size, None

@@ -149,8 +149,9 @@ class ForeignFileMismatch(IntegrityError):
         "it is now, adopt it again under the number of the step: ckpt adopt FOLDER ROOT --step N"
     )
 
-    def __init__(self, key: str, detail: str, offset: int | None = None) -> None:
+    def __init__(self, key: str, detail: str, offset: int | None = None, *, way: str = "") -> None:
         self.key, self.detail, self.offset = key, detail, offset
+        self.way = way or self.way
         super().__init__(f"{key!r}, from which the step was adopted, {detail}: {self.way}")
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.box import Box, BoxIndex, tiling_fault
-from ckpt.model.manifest import Encoding, File, Fragment, Manifest, Shard, Tensor
+from ckpt.model.manifest import Encoding, File, Fragment, Increment, Manifest, Shard, Tensor
 from ckpt.model.packed import fragment_of
 from ckpt.model.runs import boxes_of, extent, ranks_meeting
 
@@ -97,10 +97,13 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
     for file in manifest.files:
         fragment = fragments.get(file.rank)
         files.append(file if fragment is None or fragment.file is None else fragment.file)
+    increments = list[Increment]()
     for increment in manifest.increments:
         fragment = fragments.get(increment.rank)
-        if fragment is not None and fragment.increments != (increment,):
+        own_increments = (increment,) if fragment is None else fragment.increments
+        if [own_increment.without_positions() for own_increment in own_increments] != [increment]:
             raise ManifestCorrupt(key, f"the fragment of rank {increment.rank} has another base")
+        increments += own_increments
     for encoding in manifest.encoded:
         fragment = fragments.get(encoding.rank)
         if fragment is None:
@@ -116,6 +119,7 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
         manifest,
         files=tuple(files),
         encoded=tuple(encodings),
+        increments=tuple(increments),
         tensors=_Filler(manifest, fragments, key).tensors(is_whole),
         per_rank={
             **manifest.per_rank,

@@ -38,6 +38,8 @@ FORMAT = 4
 was ever released.
 """
 HEADER_ALIGNMENT = 4096
+FILE_SPACE = 1 << 48
+"""The distance of two files of an `AdoptedBase` in its positions, in bytes."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -88,6 +90,36 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     path: str
 
 
+class AdoptedFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A file of another program, by its location in the manifest of an adopted step."""
+
+    path: str
+    size: int
+
+
+class AdoptedBase(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The places of the chunks that an increment leaves out, if its base is an adopted step.
+
+    Attributes:
+        files: The files of the base that have such chunks.
+        positions: The position of each of these chunks: its offset in its file, plus the index of
+            the file times ``FILE_SPACE``. Stored records leave them out (see ``Packed.positions``).
+    """
+
+    files: tuple[AdoptedFile, ...]
+    positions: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Return the position of the end of the last file."""
+        return (len(self.files) - 1) * FILE_SPACE + self.files[-1].size
+
+    def file_at(self, position: int) -> tuple[AdoptedFile, int]:
+        """Return the file that a position is in, and the offset in this file."""
+        index, offset = divmod(position, FILE_SPACE)
+        return self.files[index], offset
+
+
 class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A data file that holds only the end of the image of ``rank``. The chunks before it are equal
     to those of an older step of the same job, or of a step in another root, and are in the data
@@ -96,7 +128,8 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         base: The folder of the other step on the same tier, or the path to it (see ``BaseRef``).
             Its data file of ``rank`` is whole.
-        base_size: The size of the other data file on its tier in bytes.
+        base_size: The size of the other data file on its tier in bytes; of an adopted base,
+            ``AdoptedBase.end``.
         count: How many chunks, from the begin of the image on, are in the other file, at the same
             place. In another root they follow its first chunk, and the first chunk of the image,
             its header, is in this file.
@@ -106,7 +139,8 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
         checksum: The checksum of these bytes; empty if there are none or the file is encoded.
         size: The size of the file on the tier in bytes.
         base_lead: The size of the first chunk of the other file on its tier in bytes, if the base
-            is in another root; else 0.
+            is in another root and was not adopted; else 0.
+        adoption: The places of the chunks if the other step was adopted; else None.
     """
 
     rank: int
@@ -117,6 +151,19 @@ class Increment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     checksum: str
     size: int
     base_lead: int = 0
+    adoption: AdoptedBase | None = None
+
+    @property
+    def has_image_header(self) -> bool:
+        """Return True if the file has the first chunk of the image, since its base is in another
+        root.
+        """
+        return self.base_lead > 0 or self.adoption is not None
+
+    def without_positions(self) -> Increment:
+        """Return the increment as records store it, without the positions of the chunks."""
+        adoption = self.adoption and AdoptedBase(self.adoption.files)
+        return msgspec.structs.replace(self, adoption=adoption)
 
 
 def bases_of(increments: Iterable[Increment]) -> frozenset[BaseRef]:
@@ -206,6 +253,8 @@ class Packed(
         increments: One entry if the file is an increment; otherwise empty.
         lengths: A column with the length of each chunk in the encoded file. It is empty if the file
             is not encoded.
+        positions: A column with ``AdoptedBase.positions``; empty unless the file is an increment of
+            an adopted step.
         in_manifest: Whether the manifest must carry a copy of this fragment, because the file of
             the fragment may be lost with its node.
         locations: One entry if the data file is a file of another program; else empty.
@@ -230,6 +279,7 @@ class Packed(
     encoded: tuple[Encoding, ...] = ()
     increments: tuple[Increment, ...] = ()
     lengths: bytes = b""
+    positions: bytes = b""
     in_manifest: bool = False
     views: dict[str, View] = {}
     locations: tuple[Location, ...] = ()
@@ -378,6 +428,8 @@ class StoredFile:
         base_chunks: The indices of the chunks that are in ``base``.
         root: The path to the root that has the file, relative to that of its manifest (see
             ``BaseRef``); empty if it is the same root.
+        adoption: The files of other programs that stand for the file, if it is the base of an
+            increment and was adopted; else None.
     """
 
     ref: StepRef
@@ -388,6 +440,7 @@ class StoredFile:
     increment: Increment | None = None
     base_chunks: range = range(0)
     root: str = ""
+    adoption: AdoptedBase | None = None
 
     @classmethod
     def of(
@@ -399,7 +452,7 @@ class StoredFile:
         whole_size = file.size if encoding is None else encoding.size
         if increment is None:
             return cls(ref, file, encoding, whole_size)
-        base_chunks = range(1 if increment.base_lead else 0, increment.count)
+        base_chunks = range(int(increment.has_image_header), increment.count)
         return cls(
             ref, file, encoding, increment.size, increment=increment, base_chunks=base_chunks
         )
@@ -414,6 +467,8 @@ class StoredFile:
 
     @property
     def key(self) -> str:
+        if self.adoption is not None:  # No single file
+            return f"{self.root}/{self.ref.folder}"
         key = self.location or self.ref.key(self.file.name)
         return f"{self.root}/{key}" if self.root else key
 
@@ -437,8 +492,10 @@ class StoredFile:
         count = increment.count
         shift = increment.lead - offsets[count]
         own_offsets = [offset + shift for offset in offsets[count:]]
-        if not increment.base_lead:
+        if not increment.has_image_header:
             return offsets[:count] + own_offsets
+        if increment.adoption is not None:
+            return [increment.lead - self.lengths[0], *increment.adoption.positions, *own_offsets]
         shift = increment.base_lead - self.lengths[0]
         base_offsets = [offset + shift for offset in offsets[1:count]]
         return [increment.lead - self.lengths[0], *base_offsets, *own_offsets]
@@ -450,7 +507,14 @@ class StoredFile:
         """
         if (increment := self.increment) is None or (base := parse_base(increment.base)) is None:
             return None
-        return StoredFile(base.ref, self.file, self.encoding, increment.base_size, root=base.root)
+        return StoredFile(
+            base.ref,
+            self.file,
+            self.encoding,
+            increment.base_size,
+            root=base.root,
+            adoption=increment.adoption,
+        )
 
     @cached_property
     def staged_index(self) -> Mapping[int, int]:

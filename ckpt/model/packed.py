@@ -23,7 +23,17 @@ from ckpt.errors import ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_BYTES
 from ckpt.model.chunks import chunk_lengths
 from ckpt.model.dtype import DTYPES
-from ckpt.model.manifest import Chunk, Encoding, Fragment, Packed, Shard, Tensor
+from ckpt.model.manifest import (
+    FILE_SPACE,
+    AdoptedBase,
+    Chunk,
+    Encoding,
+    Fragment,
+    Increment,
+    Packed,
+    Shard,
+    Tensor,
+)
 from ckpt.model.record_encoding import MAX_EXPANSION, compress, decompress, unpack
 from ckpt.model.runs import Ints
 from ckpt.model.validate import (
@@ -38,7 +48,7 @@ from ckpt.model.views import views_fault
 
 _COMMON_FIELDS: Final = (
     "format", "step", "attempt", "rank", "world_size", "created_at", "chunk_bytes",
-    "tied", "tree", "per_rank", "metadata", "in_manifest", "views", "locations", "increments",
+    "tied", "tree", "per_rank", "metadata", "in_manifest", "views", "locations",
 )  # fmt: skip
 _MAX_FRAME_BYTES: Final = 1 << 30
 """The most bytes of an unpacked frame. A rank with a million tensors needs about a fifth of this
@@ -160,6 +170,15 @@ def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
             Encoding(encoding.rank, encoding.codec, (encoding.size,)) for encoding in encodings
         ),
         lengths=_column_bytes([length for encoding in encodings for length in encoding.lengths]),
+        increments=tuple(increment.without_positions() for increment in fragment.increments),
+        positions=_column_bytes(
+            [
+                position
+                for increment in fragment.increments
+                if increment.adoption is not None
+                for position in increment.adoption.positions
+            ]
+        ),
     )
 
 
@@ -227,7 +246,18 @@ def fragment_of(record: Packed, *, key: str) -> Fragment:
         encoded=tuple(
             Encoding(encoding.rank, encoding.codec, lengths) for encoding in record.encoded
         ),
+        increments=tuple(
+            _with_positions(increment, record, key) for increment in record.increments
+        ),
     )
+
+
+def _with_positions(increment: Increment, record: Packed, key: str) -> Increment:
+    """Return the increment of a fragment with the positions of the chunks in an adopted base."""
+    if increment.adoption is None:
+        return increment
+    positions = tuple(_column(record.positions, key).tolist())
+    return replace(increment, adoption=replace(increment.adoption, positions=positions))
 
 
 def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
@@ -330,6 +360,8 @@ def check_packed(record: Packed, columns: Columns, *, key: str) -> Packed:
     if record.views:
         kinds = {name: (dtype, shape) for name, dtype, shape, _ in columns.headings}
         require(not (fault := views_fault(record.views, kinds)), key, fault)
+    has_adopted_base = any(increment.adoption for increment in record.increments)
+    require(has_adopted_base or not record.positions, key, "positions, but no adopted base")
     if record.increments:
         _check_increment(record, columns, key)
     if record.encoded or record.lengths:
@@ -354,12 +386,31 @@ def _check_increment(record: Packed, columns: Columns, key: str) -> None:
     own_size = increment.lead + _total(lengths[increment.count :])
     require(own_size == increment.size, key, "its increment has another size")
     base_size = _total(lengths[: increment.count])
-    if base_lead := increment.base_lead:
+    if increment.has_image_header:
         header_bytes = _total(lengths[:1])
         fits = increment.lead == header_bytes if record.encoded else increment.lead > header_bytes
         require(fits, key, "its increment has another header")
-        base_size += base_lead - header_bytes
+        base_size += increment.base_lead - header_bytes
+    if increment.adoption is not None:
+        chunks = columns.chunks[1 : increment.count]
+        is_raw = np.array_equal(lengths[1 : increment.count], chunks)
+        require(is_raw, key, "an encoded chunk in a file of another program")
+        _check_positions(record, increment.adoption, chunks, key)
+        return
     require(base_size <= increment.base_size, key, "the base of its increment is too small")
+
+
+def _check_positions(record: Packed, adoption: AdoptedBase, lengths: Ints, key: str) -> None:
+    """Raise ``ManifestCorrupt`` unless each chunk that an increment leaves out is in a file of its
+    adopted base. ``lengths`` has the lengths of these chunks.
+    """
+    positions = _column(record.positions, key)
+    require(len(positions) == len(lengths), key, "not one position for each chunk of its base")
+    sizes = np.array([file.size for file in adoption.files], np.int64)
+    index, offset = np.divmod(positions, FILE_SPACE)
+    require(bool(((index >= 0) & (index < len(sizes))).all()), key, "a position in no file")
+    fits = offset + lengths <= sizes[index]
+    require(bool(fits.all()), key, "a position after the end of its file")
 
 
 def _chunks_of(

@@ -17,7 +17,16 @@ from ckpt.errors import CodecMissing, ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import BaseRef, StepRef, data_name, fragment_name, parse_base
-from ckpt.model.manifest import Encoding, File, Increment, Location, Manifest, Packed, Tensor
+from ckpt.model.manifest import (
+    FILE_SPACE,
+    Encoding,
+    File,
+    Increment,
+    Location,
+    Manifest,
+    Packed,
+    Tensor,
+)
 from ckpt.model.runs import fault_of
 from ckpt.model.values import parse
 from ckpt.model.views import views_fault
@@ -154,8 +163,7 @@ def _check_locations(locations: Sequence[Location], ranks: Set[int], key: str) -
         "a location of no file",
     )
     for location in locations:
-        is_path = 0 < len(location.path) <= _MAX_PATH and "\0" not in location.path
-        require(is_path, key, f"the location {location.path[:80]!r} is no path")
+        require(_is_path(location.path), key, f"the location {location.path[:80]!r} is no path")
 
 
 def check_increments(
@@ -184,7 +192,7 @@ def check_increments(
         detail = f"the increment of rank {increment.rank}"
         names_other = base is not None and base != BaseRef("", ref)
         require(names_other, key, f"{detail} names no other step")
-        least_count = 1 + bool(increment.base_lead)
+        least_count = 1 + increment.has_image_header
         require(increment.rank in ranks and increment.count >= least_count, key, detail)
         sizes = (increment.lead, increment.size, increment.base_size, increment.base_lead)
         require(all(0 <= size <= _MAX_BYTES for size in sizes), key, f"{detail} has a wrong size")
@@ -196,8 +204,15 @@ def check_increments(
             if is_encoded
             else has_lead and _is_checksum(increment.checksum)
         )
-        fits = has_header and has_other_root == bool(increment.base_lead)
+        fits = has_header and has_other_root == increment.has_image_header
         require(fits, key, f"{detail}: its header")
+        if (adoption := increment.adoption) is not None:
+            require(not adoption.positions, key, f"{detail}: positions of chunks")
+            paths_fit = adoption.files and all(_is_path(file.path) for file in adoption.files)
+            require(bool(paths_fit), key, f"{detail}: its base has no files")
+            fits = not increment.base_lead and increment.base_size == adoption.end
+            sizes_fit = all(0 < file.size < FILE_SPACE for file in adoption.files)
+            require(fits and sizes_fit, key, f"{detail}: the size of its base")
 
 
 def _check_codec(encoding: Encoding, key: str) -> None:
@@ -212,6 +227,10 @@ def require(condition: bool, key: str, detail: str) -> None:
     """
     if not condition:
         raise ManifestCorrupt(key, detail)
+
+
+def _is_path(location: str) -> bool:
+    return 0 < len(location) <= _MAX_PATH and "\0" not in location
 
 
 def _is_checksum(text: str) -> bool:

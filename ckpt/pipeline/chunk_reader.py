@@ -31,7 +31,7 @@ from typing import Final, Protocol, cast
 from ckpt.codec.registry import codec_named
 from ckpt.errors import ChecksumMismatch, FileDamaged, StorageError
 from ckpt.model.checksum import checksum, verify
-from ckpt.model.manifest import StoredFile
+from ckpt.model.manifest import AdoptedFile, StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import Reach, as_damage, reach_of
@@ -147,7 +147,8 @@ class ChunkReader:
 
     def __init__(self, backend: ReadableStore, retry: RetryPolicy) -> None:
         self._backend, self._retry = backend, retry
-        self._outer_readers: dict[str, ChunkReader] = {}  # By the path to another root
+        # By the path to another root, and the files of an adopted base there
+        self._outer_readers: dict[tuple[str, tuple[AdoptedFile, ...]], ChunkReader] = {}
         self._alignment = backend.capabilities.alignment
         self._buffers, self._decode_buffers = _Buffers(), _Buffers()
 
@@ -191,12 +192,13 @@ class ChunkReader:
 
     def _read_outside(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Misses:
         """Do what ``read`` does for a file of another program or in another root."""
-        if (reader := self._outer_readers.get(file.root)) is None:
+        place = file.root, file.adoption.files if file.adoption else ()
+        if (reader := self._outer_readers.get(place)) is None:
             try:
                 store, _ = store_with(cast("StorageBackend", self._backend), file)
             except StorageError as error:  # The path leads to no root of the store
                 return [(read, error) for read in run.reads]
-            reader = self._outer_readers.setdefault(file.root, ChunkReader(store, self._retry))
+            reader = self._outer_readers.setdefault(place, ChunkReader(store, self._retry))
         misses = reader.read(run, replace(file, root=""), sink, on_proven)
         return [(read, as_fault_of(error, file)) for read, error in misses]
 

@@ -206,6 +206,23 @@ def safetensors_header(entries: Sequence[Entry], rank: int, *, phase: int = 0) -
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
+def boxes_of_chunks(plan: SavePlan, limit: int) -> dict[int, tuple[Tensor, Box]]:
+    """Return the tensor and the box that each of the first ``limit`` chunks holds, by the index of
+    the chunk. The header is left out.
+    """
+    starts = accumulate(plan.chunks[:limit], initial=0)
+    index_at = {start: index for index, start in enumerate(starts)}
+    boxes: dict[int, tuple[Tensor, Box]] = {}
+    for tensor in plan.tensors:
+        for shard in tensor.shards:
+            begin = index_at.get(shard.offset, limit)
+            if begin < limit:
+                most_elements = plan.chunks[begin] // DTYPES[tensor.dtype].itemsize
+                parts = enumerate(split_rows(shard.box, most_elements), begin)
+                boxes |= {index: (tensor, box) for index, box in parts}
+    return boxes
+
+
 def tail_header(
     tensors: Iterable[Tensor],
     chunks: Sequence[int],

@@ -13,7 +13,9 @@ file in another root has the header of its image itself, and only what follows i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -21,13 +23,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from ckpt.catalog.index import is_committed
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ForeignFileMismatch, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import BaseRef, StepRef
 from ckpt.model.manifest import Chunk, Encoding, Increment
 from ckpt.pipeline.image_writer import Source, loss_reports
 from ckpt.pipeline.tail_image import TailImage
-from ckpt.plan.save import SavePlan, tail_header
+from ckpt.plan.save import SavePlan, boxes_of_chunks, tail_header
+from ckpt.save.adopted_base import AdoptedFiles
 from ckpt.save.save_request import SaveRequest
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.locations import root_at
@@ -37,6 +40,8 @@ MOST_INCREMENTS: Final = 1000
 """After this number of increments of one base, a file is written as a whole. If the base is
 damaged, no more steps than this are lost.
 """
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class BaseFile:
         increments: How many committed files refer to it.
         root: The path to the root that has the step (see ``BaseRef``); empty if it is the same
             root.
+        adopted_files: The files of the step if it was adopted; else None. Then ``file`` has no
+            chunks.
     """
 
     ref: StepRef
@@ -68,6 +75,7 @@ class BaseFile:
     file: WrittenFile
     increments: int = 0
     root: str = ""
+    adopted_files: AdoptedFiles | None = None
 
     @property
     def size(self) -> int:
@@ -139,15 +147,18 @@ class Tail:
             encoding = replace(own_encoding, lengths=lengths)
         own_chunks = chunks[is_whole_header:]
         size = own_encoding.size if own_encoding else sum(chunk.nbytes for chunk in chunks)
+        files = self.base.adopted_files
+        adoption = files.places(base.chunks[1 : self.count]) if files else None
         increment = Increment(
             rank,
             BaseRef(self.base.root, self.base.ref).name,
-            self.base.size,
+            adoption.end if adoption else self.base.size,
             self.count,
             lead,
             checksum(self.header) if lead and own_encoding is None else "",
             size,
-            self.base.lead if image_header else 0,
+            self.base.lead if image_header and not adoption else 0,
+            adoption,
         )
         base_chunks = base.chunks[: self.count]
         if image_header:
@@ -206,7 +217,10 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
     except CkptError:
         return None
     begin, limit = 1 if base.root else 0, most_chunks(plan)
-    if job.hashed_chunks:
+    if base.adopted_files is not None:
+        base = _base_of_equal(job, base, base.adopted_files, limit)
+        count = len(base.file.chunks)
+    elif job.hashed_chunks:
         count = _first_difference(base.file.chunks[:limit], job.hashed_chunks[:limit], begin)
     else:
         count = _count_equal(job.image, plan.chunks[:limit], base.file.chunks, begin)
@@ -227,17 +241,59 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
     return Tail(base=base, start=start, header=header, count=count, image_header=image_header)
 
 
+def _base_of_equal(job: SaveRequest, base: BaseFile, files: AdoptedFiles, limit: int) -> BaseFile:
+    """Return an adopted base with the first chunks of the image of ``job``: the header of the
+    image, and those of the next ones up to ``limit`` that ``files`` hold, until the first that they
+    do not hold.
+    """
+    header, hashed_chunks = job.plan.header, job.hashed_chunks
+    chunks = [Chunk(len(header), checksum(header))]
+    edges = list(pairwise(accumulate(job.plan.chunks[:limit], initial=0)))[1:]
+    boxes = boxes_of_chunks(job.plan, limit)
+    with loss_reports(job.image.note_loss), _warnings_of(base):
+        files.look()
+        for start, end in edges:
+            chunk = (
+                hashed_chunks[len(chunks)]
+                if hashed_chunks
+                else Chunk(end - start, checksum(*job.image.parts(start, end)))
+            )
+            if not files.has_part(chunk, *boxes[len(chunks)]):
+                break
+            if not hashed_chunks:
+                job.image.note_hashed(start, end)
+                job.image.note_written(start, end)
+            chunks.append(chunk)
+    lengths = tuple(chunk.nbytes for chunk in chunks)
+    encoding = base.file.encoding and replace(base.file.encoding, lengths=lengths)
+    return dataclasses.replace(base, file=WrittenFile(tuple(chunks), encoding))
+
+
+@contextmanager
+def _warnings_of(base: BaseFile) -> Generator[None]:
+    """Log the error of a file of ``base`` instead of raising it: the save goes on without it."""
+    try:
+        yield
+    except (ForeignFileMismatch, StorageError) as error:
+        text = "ckpt: this save writes what step %d of %s does not hold any more: %s"
+        _log.warning(text, base.ref.step, base.root, error)
+
+
 def has_equal_begin(job: SaveRequest, chunks: Sequence[Chunk]) -> bool:
     """Return True if the first chunk of the image of ``job`` after the header is equal to that in
     ``chunks``.
     """
+    nbytes = job.plan.chunks[1]
+    return bool(chunks[1:]) and chunks[1].nbytes == nbytes and first_chunk(job) == chunks[1]
+
+
+def first_chunk(job: SaveRequest) -> Chunk:
+    """Return the first chunk of the image of ``job`` after the header."""
     if job.hashed_chunks:
-        return chunks[1:2] == job.hashed_chunks[1:2]
+        return job.hashed_chunks[1]
     start, nbytes = job.plan.chunks[:2]
-    if not chunks[1:] or chunks[1].nbytes != nbytes:
-        return False
     with loss_reports(job.image.note_loss):
-        return checksum(*job.image.parts(start, start + nbytes)) == chunks[1].checksum
+        return Chunk(nbytes, checksum(*job.image.parts(start, start + nbytes)))
 
 
 def most_chunks(plan: SavePlan) -> int:

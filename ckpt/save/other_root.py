@@ -25,13 +25,15 @@ from ckpt.errors import (
 )
 from ckpt.model.fill_manifest import carried_fragment
 from ckpt.model.keys import BaseRef, StepRef, parse_base
-from ckpt.model.manifest import Manifest
+from ckpt.model.manifest import Encoding, Fragment, Manifest
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.plan.save import SavePlan
+from ckpt.plan.save import SavePlan, boxes_of_chunks
 from ckpt.root.base_pins import pinned_bases, put_base_pin
+from ckpt.save.adopted_base import AdoptedFiles
 from ckpt.save.increments import (
     BaseFile,
     WrittenFile,
+    first_chunk,
     has_equal_begin,
     has_equal_layout,
     most_chunks,
@@ -155,25 +157,49 @@ class OtherRoot:
         """Return the data file of this rank in a step as a base for the image of ``job``, or why it
         cannot be one.
         """
+        if manifest.locations:
+            return self._adopted_base(manifest, ref, job)
         stored_file = manifest.stored_files().get(self._rank)
         if stored_file is None:
             return f"has no file of rank {self._rank}"
-        if stored_file.location or stored_file.increment:
+        if stored_file.increment:
             return "is no step with files of its own"
         if (stored_file.codec or "") != self._codec:
             return "has another codec"
-        fragment_ref = next(ref for ref in manifest.fragments if ref.rank == self._rank)
-        store = root_at(self._backend, self._path)
-        fragment = carried_fragment(manifest, self._rank, key=ref.manifest)
-        if fragment is None:
-            load = partial(load_fragment, store, ref, manifest, fragment_ref, stored_file.file)
-            fragment, _ = RetryPolicy().call(load)
+        fragment = self._fragment(manifest, ref, self._rank)
         assert fragment.file is not None
         chunks = tuple(fragment.file.chunks)
         if not has_equal_begin(job, chunks):
             return f"begins with other parameters in the file of rank {self._rank}"
         file = WrittenFile(chunks, next(iter(fragment.encoded), None))
         return BaseFile(ref=ref, plan=job.plan, file=file, root=self._path)
+
+    def _adopted_base(self, manifest: Manifest, ref: StepRef, job: SaveRequest) -> BaseFile | str:
+        """Return the files of an adopted step as a base for the image of ``job``, or why they
+        cannot be one.
+        """
+        fragments = [
+            self._fragment(manifest, ref, location.rank) for location in manifest.locations
+        ]
+        files = AdoptedFiles(self._backend, BaseRef(self._path, ref), manifest, fragments)
+        files.look()
+        if not files.has_part(first_chunk(job), *boxes_of_chunks(job.plan, 2)[1]):
+            return f"has no tensor like the first frozen parameter of rank {self._rank}"
+        encoding = Encoding(self._rank, self._codec, ()) if self._codec else None
+        file = WrittenFile((), encoding)
+        return BaseFile(ref=ref, plan=job.plan, file=file, root=self._path, adopted_files=files)
+
+    def _fragment(self, manifest: Manifest, ref: StepRef, rank: int) -> Fragment:
+        """Return the fragment of a rank of a step in the other root."""
+        fragment = carried_fragment(manifest, rank, key=ref.manifest)
+        if fragment is not None:
+            return fragment
+        file = manifest.file_map().get(rank)
+        store, fragment_ref = root_at(self._backend, self._path), manifest.fragments[rank]
+        fragment, _ = RetryPolicy().call(
+            partial(load_fragment, store, ref, manifest, fragment_ref, file)
+        )
+        return fragment
 
 
 def _whole_of(manifest: Manifest, rank: int) -> BaseRef:

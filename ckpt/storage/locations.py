@@ -5,7 +5,8 @@ program: an absolute path, or a path relative to the root. A store of locations 
 writes or deletes, and opens ordinary files only.
 
 The base of an increment may be a step in another root of the same store, which the manifest names
-by a relative path. Its files are read by a backend of that root, with the options of the tier.
+by a relative path. Its files are read by a backend of that root, with the options of the tier. If
+the base was adopted, the manifest has the locations of its files too.
 
 These are the only places where a manifest may name a file outside of its root.
 """
@@ -13,6 +14,7 @@ These are the only places where a manifest may name a file outside of its root.
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Sequence
 from typing import Final
 from urllib.parse import quote
@@ -22,15 +24,20 @@ from ckpt.errors import (
     ConfigError,
     FileDamaged,
     ForeignFileMismatch,
+    LinkRefused,
     ObjectNotFound,
     StorageError,
 )
-from ckpt.model.manifest import StoredFile
+from ckpt.model.manifest import AdoptedBase, AdoptedFile, StoredFile
 from ckpt.storage.api import Capabilities, ObjectInfo, ReadableStore, ScatterReads, StorageBackend
 from ckpt.storage.places import is_folder, local_path, url_at
 from ckpt.storage.registry import neighbor, open_backend
 
 _ALIGNMENT: Final = 4096
+_BASE_WAY: Final = (
+    "put the file back as it was and where it was, or a link to its folder, since runs with this "
+    "base read it"
+)
 
 
 class LocatedStore:
@@ -69,6 +76,67 @@ class LocatedStore:
         if folder not in self._stores:
             self._stores[folder] = open_backend(f"file://{quote(folder)}")
         return self._stores[folder], name
+
+
+class AdoptedBaseStore:
+    """The files of another program that hold the first chunks of an increment, as one file whose
+    bytes are at the positions of an `AdoptedBase`. No read goes over the end of a file. The key is
+    not used.
+
+    Each method raises `ForeignFileMismatch`, which names the file, if a file is gone or has another
+    size.
+
+    Thread safety: any thread may call any method.
+
+    Args:
+        root: The URL of the root that has the base.
+        path: The path to this root, which names of files in errors begin with.
+        adoption: The files.
+    """
+
+    capabilities = LocatedStore.capabilities
+
+    def __init__(self, root: str, path: str, adoption: AdoptedBase) -> None:
+        self.url, self._path, self._adoption = root, path, adoption
+        self._store = LocatedStore(root)
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        self.read_parts(key, offset, [out])
+
+    def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:  # noqa: ARG002
+        file, start = self._adoption.file_at(offset)
+        try:
+            self._store.read_parts(file.path, start, outs)
+        except StorageError:
+            self._modified_at(file)  # Raises an error that says what is wrong with the file
+            raise
+
+    def head(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key=key, size=self._adoption.end, modified=max(self.times()))
+
+    def times(self) -> tuple[float, ...]:
+        """Return when each file was last written to, in seconds since 1970."""
+        return tuple(map(self._modified_at, self._adoption.files))
+
+    def _modified_at(self, file: AdoptedFile) -> float:
+        """Return when a file was last written to, after a look at its size."""
+        place = _shown_location(self._path, file.path)
+        try:
+            info = self._store.head(file.path)
+        except (ObjectNotFound, LinkRefused):
+            error = ObjectNotFound(file.path)
+            raise as_foreign_mismatch(error, place, way=_BASE_WAY) from None
+        if info.size != file.size:
+            damage = FileDamaged(place, info.size, file.size)
+            raise as_foreign_mismatch(damage, place, way=_BASE_WAY)
+        return info.modified or 0.0
+
+
+def _shown_location(root: str, location: str) -> str:
+    """Return a location in the manifest of the root at the path ``root`` as one in a manifest of
+    the root that the path starts from.
+    """
+    return posixpath.normpath(posixpath.join(root, location))
 
 
 def path_of(root: str, location: str) -> str:
@@ -123,7 +191,19 @@ def store_with(backend: StorageBackend, file: StoredFile) -> tuple[ReadableStore
     """
     if file.location:
         return LocatedStore(backend.url), file.location
-    return root_at(backend, file.root), file.ref.key(file.file.name)
+    outer_backend = root_at(backend, file.root)
+    if file.adoption is not None:
+        return AdoptedBaseStore(outer_backend.url, file.root, file.adoption), file.key
+    return outer_backend, file.ref.key(file.file.name)
+
+
+def names_of(file: StoredFile) -> frozenset[str]:
+    """Return the names that a data file has in errors: its key; or if it is an adopted base, the
+    locations of the files of another program.
+    """
+    if file.adoption is None:
+        return frozenset((file.key,))
+    return frozenset(_shown_location(file.root, part.path) for part in file.adoption.files)
 
 
 def as_fault_of(error: Exception, file: StoredFile) -> Exception:
@@ -135,6 +215,10 @@ def as_fault_of(error: Exception, file: StoredFile) -> Exception:
         return as_foreign_mismatch(error, file.location)
     if not file.root:
         return error
+    if file.adoption is not None and isinstance(error, ChecksumMismatch):
+        holder, offset = file.adoption.file_at(error.offset)
+        error = ChecksumMismatch(holder.path, offset, error.nbytes)
+        return as_foreign_mismatch(error, _shown_location(file.root, holder.path), way=_BASE_WAY)
     match error:
         case ChecksumMismatch():
             return ChecksumMismatch(file.key, error.offset, error.nbytes)
@@ -147,22 +231,24 @@ def as_fault_of(error: Exception, file: StoredFile) -> Exception:
             return error
 
 
-def as_foreign_mismatch(error: Exception, location: str) -> Exception:
+def as_foreign_mismatch(error: Exception, location: str, *, way: str = "") -> Exception:
     """Return `ForeignFileMismatch` in the place of an error that tells that the file with this
-    location is not the one that was adopted, and else ``error``.
+    location is not the one that was adopted, and else ``error``. ``way`` says what to do; empty for
+    that of an adopted step.
     """
     match error:
         case ChecksumMismatch():
             end = error.offset + error.nbytes
-            return ForeignFileMismatch(
-                location, f"has other bytes from {error.offset} to {end}", error.offset
-            )
+            detail = f"has other bytes from {error.offset} to {end}"
+            return ForeignFileMismatch(location, detail, error.offset, way=way)
         case FileDamaged():
             if error.size is None:
-                return ForeignFileMismatch(location, error.detail)
+                return ForeignFileMismatch(location, error.detail, way=way)
             detail = f"has {error.size} bytes now, and had {error.wanted}"
-            return ForeignFileMismatch(location, detail, min(error.size, error.wanted))
+            offset = min(error.size, error.wanted)
+            return ForeignFileMismatch(location, detail, offset, way=way)
         case ObjectNotFound():
-            return ForeignFileMismatch(location, "is gone, or is no ordinary file any more")
+            detail = "is gone, or is no ordinary file any more"
+            return ForeignFileMismatch(location, detail, way=way)
         case _:
             return error

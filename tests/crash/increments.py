@@ -3,7 +3,7 @@ removed. Every listed step is what was saved.
 
 It runs as a script: ROOT BEGIN STRIDE. The job dies before each STRIDE-th call, the first time
 before call BEGIN. ``other_root.py`` does the same with a base in another root, whose run goes on
-and prunes after the job has died.
+and prunes after the job has died, and ``adopted_base.py`` with one that was adopted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -109,17 +110,18 @@ def doomed(root: Path, log: Path, number: int) -> None:
     job(root, log)
 
 
-def main(*, has_base: bool = False) -> None:
+def main(save_base: Callable[[Path, int], None] | None = None) -> None:
+    """Kill the jobs. ``save_base`` saves a step as the base of a root, before and after each."""
     warm_up()
     folder, begin, stride = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     deaths = 0
     for number in range(begin, 10_000, stride):
         root, log = folder / str(number), folder / f"{number}.log"
-        if has_base:
+        if save_base is not None:
             assert os.waitpid(fork(partial(save_base, root, 1)), 0)[1] == 0
         code = os.waitstatus_to_exitcode(os.waitpid(fork(partial(doomed, root, log, number)), 0)[1])
         assert code in (0, -signal.SIGKILL), code
-        if has_base:
+        if save_base is not None:
             assert os.waitpid(fork(partial(save_base, root, 2)), 0)[1] == 0
         check(root, log)
         if code == 0:

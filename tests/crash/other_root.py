@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.crash.increments import main
+from tests.crash.increments import main, save_base
 
 if __name__ == "__main__":
-    main(has_base=True)
+    main(save_base)

@@ -179,7 +179,7 @@ def damaged(base: Path) -> None:
         (other_weights, "step 1 begins with other parameters"),
         (other_codec, "step 1 has another codec"),
         (other_state, "step 1 begins with other parameters"),
-        (adopted, "step 1 is no step with files of its own"),
+        (adopted, "step 1 has no tensor like the first frozen parameter of rank 0"),
         (damaged, "is not a valid manifest"),
     ],
 )
