@@ -48,14 +48,11 @@ def check_locations(
         raise ManifestCorrupt(ref.manifest, f"{location!r} {text}")
 
 
-def check_adopted_bases(
-    backend: StorageBackend, ref: StepRef, increments: Iterable[Increment], retry: RetryPolicy
-) -> None:
-    """Check that the files of other programs are there that increments refer to.
-
-    Raises:
-        ManifestCorrupt: A file is gone, or has another size.
-        StorageError: A file cannot be examined.
+def fault_of_bases(
+    backend: StorageBackend, increments: Iterable[Increment], retry: RetryPolicy
+) -> str:
+    """Return what is wrong with the files of other programs that increments refer to; empty if they
+    are there. Raises ``StorageError`` if a file cannot be examined.
     """
     for increment in increments:
         base = parse_base(increment.base)
@@ -66,4 +63,5 @@ def check_adopted_bases(
         try:
             retry.call(partial(store.head, increment.base))
         except ForeignFileMismatch as error:
-            raise ManifestCorrupt(ref.manifest, f"{error.key!r} {error.detail}") from None
+            return f"{error.key!r} {error.detail}"
+    return ""

@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ckpt.catalog.foreign_files import check_adopted_bases, check_locations
+from ckpt.catalog.foreign_files import check_locations, fault_of_bases
 from ckpt.catalog.index import (
     check_place,
     committed_among,
@@ -82,7 +82,7 @@ class StoredStep:
         staged_bytes: The size of the images of all ranks.
         bases: The older steps whose files hold a part of the images.
         outer_bases: The steps in other roots whose files do. A "damaged" step has them too if it
-            is damaged since one of them is gone.
+            is damaged since one of them, or a file that it was adopted from, is gone.
         last_change: When a file of the step was last put or an unfinished write last changed, in
             seconds since 1970. None if neither the store nor a fragment has a date, or if the step
             is "committed" or "unsupported".
@@ -379,11 +379,15 @@ class Inventory:
             raise ManifestCorrupt(ref.manifest, _summary(faults))
         sizes = {locations[file.rank]: file.size for file in files if file.rank in locations}
         check_locations(self._backend, ref, sizes, self._retry)
-        check_adopted_bases(self._backend, ref, outline.increments, self._retry)
         if self._is_partial and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
         parse(outline.metadata, "metadata")  # Raises an error if it is damaged
         bases = bases_of(outline.increments)
+        outer_bases = frozenset(base for base in bases if base.root)
+        if fault := fault_of_bases(self._backend, outline.increments, self._retry):
+            return StoredStep(
+                ref=ref, objects=objects, state="damaged", reason=fault, outer_bases=outer_bases
+            )
         step = StoredStep(
             ref=ref,
             objects=objects,
@@ -396,7 +400,7 @@ class Inventory:
             staged_bytes=sum(file.size for file in files),
             is_adopted=bool(locations),
             bases=own_refs(bases),
-            outer_bases=frozenset(base for base in bases if base.root),
+            outer_bases=outer_bases,
         )
         return self._with_late_metrics(step, objects)
 

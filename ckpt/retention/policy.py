@@ -36,6 +36,7 @@ FARTHER_NEED: Final = "a farther tier waits for it"
 PIN: Final = "pinned"
 OTHER_RUN: Final = "base of another run"
 BRANCH_WITHOUT_STEP: Final = "abandoned, but the branch in its place has no step yet"
+ABSENT_BASE: Final = "a part of it is in another root or folder, which may come back"
 FOREIGN: Final = "another job's, committed after this one had taken the root"
 Metrics = Mapping[StepRef, Mapping[str, float]]
 
@@ -348,6 +349,8 @@ def judge(
             return ("written in another format",)
         if step.state == "damaged" and not metrics:
             return ("nothing here is whole",)
+        if step.state == "damaged" and step.outer_bases:
+            return (ABSENT_BASE,)
         is_dead = claim is not None and claim.is_dead(step.ref) and not step.is_part
         # ``is_cut``: a removal of the step was interrupted, or is under way.
         if step.state == "incomplete" and (step.is_cut or is_dead):

@@ -23,6 +23,8 @@ from ckpt.model.checksum import checksum
 from ckpt.model.manifest import FILE_SPACE, AdoptedBase, AdoptedFile, Manifest, Packed
 from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import pack, unpack
+from ckpt.retention.policy import PruneContext, Retention
+from ckpt.retention.pruner import prune
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
@@ -220,6 +222,23 @@ def test_a_foreign_file_that_is_gone_shows_in_the_listing(adopted, cli: Cli):
     rows = cli("ls", run, "--json").json["steps"]
     assert {row["state"] for row in rows} == {"damaged"}
     assert "'../hf/model-0000" in cli("ls", run).out
+
+
+@pytest.mark.parametrize("place", ["hf", "base"])
+def test_retention_keeps_a_step_whose_base_is_away(adopted, place, cli: Cli):
+    run, base, _ = adopted
+    model = save_lora(Tier(str(run), base=str(base)))
+    path = base.with_name(place)
+    path.rename(path.with_name("away"))  # As an unmounted disk
+    with CheckpointManager(run) as manager:
+        manager.save({"model": model}, 3)
+    store = open_backend(str(run))
+    prune(store, Retention(keep_last=1), PruneContext(includes_undated=True))
+    path.with_name("away").rename(path)
+    assert [row["step"] for row in cli("ls", run, "--json").json["steps"]] == [1, 2, 3]
+    check_model(run, model, 2)
+    assert cli("prune", run, "--keep-last", 1).code == 0
+    assert [row["step"] for row in cli("ls", run, "--json").json["steps"]] == [3]
 
 
 def test_a_moved_folder_is_found_by_a_link_and_the_next_job_takes_the_step_adopted_again(
