@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from ckpt.errors import (
@@ -12,15 +12,12 @@ from ckpt.errors import (
     ManifestCorrupt,
     ObjectNotFound,
 )
-from ckpt.model.keys import StepRef, parse_base
-from ckpt.model.manifest import Increment
+from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.locations import (
-    AdoptedBaseStore,
     LocatedStore,
     as_foreign_mismatch,
-    root_at,
 )
 
 
@@ -46,22 +43,3 @@ def check_locations(
             change = as_foreign_mismatch(error, location)
         text = change.detail if isinstance(change, ForeignFileMismatch) else str(change)
         raise ManifestCorrupt(ref.manifest, f"{location!r} {text}")
-
-
-def fault_of_bases(
-    backend: StorageBackend, increments: Iterable[Increment], retry: RetryPolicy
-) -> str:
-    """Return what is wrong with the files of other programs that increments refer to; empty if they
-    are there. Raises ``StorageError`` if a file cannot be examined.
-    """
-    for increment in increments:
-        base = parse_base(increment.base)
-        if base is None or increment.adoption is None:
-            continue
-        url = root_at(backend, base.root).url
-        store = AdoptedBaseStore(url, base.root, increment.adoption)
-        try:
-            retry.call(partial(store.head, increment.base))
-        except ForeignFileMismatch as error:
-            return f"{error.key!r} {error.detail}"
-    return ""

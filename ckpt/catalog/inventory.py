@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ckpt.catalog.foreign_files import check_locations, fault_of_bases
+from ckpt.catalog.foreign_files import check_locations
 from ckpt.catalog.index import (
     check_place,
     committed_among,
@@ -28,6 +28,7 @@ from ckpt.catalog.index import (
     unfinished_of,
 )
 from ckpt.catalog.late_metrics import late_metrics, with_late
+from ckpt.catalog.outer_bases import OuterBases
 from ckpt.coordination.tombstone import is_of_manifest
 from ckpt.errors import (
     AccessDenied,
@@ -51,7 +52,6 @@ from ckpt.pipeline.workers import Workers
 from ckpt.root.claim_marker import is_removal_marker
 from ckpt.root.pins import Pin, all_pins, live_of
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
-from ckpt.storage.locations import root_at
 
 _READER_THREADS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
@@ -184,6 +184,7 @@ class Inventory:
         for_display: bool = False,
     ) -> None:
         self._backend, self._retry, self._is_partial = backend, RetryPolicy(), part
+        self._outer_bases = OuterBases(backend, self._retry)
         self._wants_late_metrics, self._for_display = late_metrics, for_display
         readers = min(_READER_THREADS, backend.capabilities.max_concurrency) if for_display else 1
         self._workers = Workers("list", max(1, readers))
@@ -240,7 +241,7 @@ class Inventory:
             self.pins = all_pins(self._backend)
         self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
         live_pins, present_refs = live_of(self.pins, listing.refs), set(listing.refs)
-        absent_bases = absent_outer_bases(self._backend, steps)
+        absent_bases = self._outer_bases.absent(base for step in steps for base in step.outer_bases)
         steps = [
             _damaged_without_bases(step, step.bases - present_refs, step.outer_bases & absent_bases)
             if not step.bases <= present_refs or step.outer_bases & absent_bases
@@ -384,7 +385,7 @@ class Inventory:
         parse(outline.metadata, "metadata")  # Raises an error if it is damaged
         bases = bases_of(outline.increments)
         outer_bases = frozenset(base for base in bases if base.root)
-        if fault := fault_of_bases(self._backend, outline.increments, self._retry):
+        if fault := self._outer_bases.fault_of(outline.increments):
             return StoredStep(
                 ref=ref, objects=objects, state="damaged", reason=fault, outer_bases=outer_bases
             )
@@ -531,25 +532,6 @@ def heirs_of(steps: Iterable[StoredStep]) -> dict[StepRef, list[StepRef]]:
         for base in step.bases:
             heirs.setdefault(base, []).append(step.ref)
     return heirs
-
-
-def absent_outer_bases(backend: StorageBackend, steps: Iterable[StoredStep]) -> frozenset[BaseRef]:
-    """Return the steps in other roots that checkpoints of ``steps`` refer to and that are gone.
-
-    Raises:
-        AccessDenied, TransientStorageError: Another root denies access or does not answer.
-    """
-
-    def is_absent(base: BaseRef) -> bool:
-        try:
-            return not is_committed(root_at(backend, base.root), base.ref)
-        except (AccessDenied, TransientStorageError):
-            raise
-        except StorageError:  # The path leads to no root of the store
-            return True
-
-    bases = {base for step in steps for base in step.outer_bases}
-    return frozenset(base for base in bases if is_absent(base))
 
 
 def _damaged_without_bases(

@@ -16,6 +16,7 @@ from typing import Final
 from ckpt.catalog.fragments import load_fragment
 from ckpt.catalog.index import list_root, read_packed
 from ckpt.config import SaveConfig
+from ckpt.coordination.api import Coordinator
 from ckpt.errors import (
     AccessDenied,
     CkptError,
@@ -59,19 +60,22 @@ class OtherRoot:
     Args:
         tier: The tier of the saves.
         codec: The name of its codec; empty if it has none.
-        rank: The rank.
+        coordinator: The ranks of the job.
         path: The path from the root of the tier to the other root.
     """
 
-    def __init__(self, tier: OpenTier, codec: str, rank: int, path: str) -> None:
-        self._backend, self._codec, self._rank, self._path = tier.backend, codec, rank, path
+    def __init__(self, tier: OpenTier, codec: str, coordinator: Coordinator, path: str) -> None:
+        self._backend, self._codec, self._path = tier.backend, codec, path
+        self._rank, self._world_size = coordinator.rank, coordinator.world_size
         self._name = tier.tier.base
         self._has_looked = False
         self._base: BaseFile | None = None
         self._plans: list[SavePlan] = []  # Those that had the base
 
     @classmethod
-    def of(cls, tier: OpenTier, codec: str, rank: int, config: SaveConfig) -> OtherRoot | None:
+    def of(
+        cls, tier: OpenTier, codec: str, coordinator: Coordinator, config: SaveConfig
+    ) -> OtherRoot | None:
         """Return the other root of a tier; None if the tier has none.
 
         Raises:
@@ -82,7 +86,7 @@ class OtherRoot:
         if not config.incremental or config.copies == "per_node":
             cause = "copies='per_node'" if config.incremental else "incremental=False"
             raise ConfigError(f"{cause} writes whole files, which need no base: leave one out")
-        return cls(tier, codec, rank, path_to_base(tier))
+        return cls(tier, codec, coordinator, path_to_base(tier))
 
     def base_for(self, job: SaveRequest) -> BaseFile | None:
         """Return a base for the image of ``job``, after a pin was put on its step.
@@ -170,6 +174,11 @@ class OtherRoot:
         assert fragment.file is not None
         chunks = tuple(fragment.file.chunks)
         if not has_equal_begin(job, chunks):
+            if manifest.world_size != self._world_size:
+                return (
+                    f"has the files of {manifest.world_size} rank(s), and this job has "
+                    f"{self._world_size}: another number of ranks cuts the tensors in another way"
+                )
             return f"begins with other parameters in the file of rank {self._rank}"
         file = WrittenFile(chunks, next(iter(fragment.encoded), None))
         return BaseFile(ref=ref, plan=job.plan, file=file, root=self._path)

@@ -149,7 +149,7 @@ class RankFiles:
         self.has_room_for_base = True
         self._bases: list[BaseFile] = []
         codec = self._encoder.codec if self._encoder else ""
-        self._other_root = OtherRoot.of(tier, codec, rank, config)
+        self._other_root = OtherRoot.of(tier, codec, coordinator, config)
         self._steps = steps
         self._copier, self._has_agent_failed = copier, False
         self._deltas: DeltaWriter | None = None

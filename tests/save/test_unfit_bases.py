@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 
 import ckpt
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.inventory import Inventory
 from ckpt.cli.main import app
 from ckpt.errors import ConfigError, IntegrityError, StorageError
 from ckpt.model.manifest import Packed
 from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import pack, unpack
+from ckpt.retention.policy import Retention
+from ckpt.retention.pruner import prune
 from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
@@ -221,6 +224,36 @@ def test_without_the_right_to_pin_the_file_is_whole_and_a_warning_says_what_to_d
     assert "write below pins/" in warning
     assert outer_bases(home / "run", 1) == set()
     assert base_pins(base) == []
+
+
+@only_root
+def test_a_base_whose_root_denies_access_is_told_once_and_stops_no_retention(tmp_path):
+    run, base = tmp_path / "run", tmp_path / "base"
+    save(base, 1)
+    save(Tier(str(run), base=str(base)), 3)
+    user = fresh_user()
+    for path in (run, *run.rglob("*")):
+        os.chown(path, user, user)
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_mode & 0o005 != 0o005 and path != Path("/"):
+            path.chmod(0o755)
+    base.chmod(0o700)
+
+    def work() -> tuple[list[int], list[str]]:
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ckpt").addHandler(handler)
+        store = open_backend(str(run))
+        inventory = Inventory(store)
+        for count in (2, 1):
+            prune(store, Retention(keep_last=count), inventory=inventory)
+        return [step.ref.step for step in inventory.look()], messages
+
+    steps, warnings = act_as(user, work)
+    assert steps == [3]
+    (warning,) = warnings
+    assert "give this user the right to read there" in warning
 
 
 def test_two_runs_that_name_each_other_lose_nothing(roots):
