@@ -360,9 +360,7 @@ class CheckpointManager:
         """
         self._guard.check_open()
         step, checked_metrics = step_of({}, step, last=None), as_metrics(metrics)
-        for pending in self._ledger.pending:
-            if pending.step == step:
-                pending.wait()
+        self._ledger.await_end(step)
         durable = [tier.backend for tier in self._tiers if not tier.in_memory]
         add_metrics(durable, step, checked_metrics, own=self._coordinator.attempt)
         self._observers.notify(MetricsAdded(step=step, metrics=checked_metrics))
@@ -417,7 +415,8 @@ class CheckpointManager:
             step: The only step to restore: its number, ``"best:loss"`` for the best value of a
                 metric (see ``best``; ``"best:loss:max"`` for the largest), or ``"latest~3"`` for
                 the step that is three checkpoints older than the newest, or ``"branch:NAME"`` (see
-                `ckpt branch`). None: the newest intact step.
+                `ckpt branch`). None: the newest intact step. If the save of this step is under way,
+                the call waits until a tier has it.
             only: Names (with all names below them), or patterns such as ``"model/*"`` (``*``
                 matches slashes and dots too). Other names keep their values, and need not be in
                 ``state``.
@@ -471,6 +470,7 @@ class CheckpointManager:
             evaluates=not rollback,
         )  # fmt: skip
         Fence.wait_for_all()  # A copy under way must not read what is restored
+        self._ledger.await_restorable(selector)
         readers = Workers("read", max(_READERS, self._config.threads))
         with (
             self._saver.owner_warnings(

@@ -415,6 +415,11 @@ def fsdp1_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, child
 
 
+def is_fsdp1(module: nn.Module) -> bool:
+    """Return True if any part of the module is wrapped in FSDP1."""
+    return any(True for _ in fsdp1_wrappers(module))
+
+
 def fsdp1_handle(wrapper: Any) -> Any:
     """Return the handle of the flat parameter of an FSDP1 wrapper, or None if the wrapper has no
     parameters of its own.

@@ -27,7 +27,9 @@ from ckpt.errors.storage import without_frames
 from ckpt.events import Observers, SaveFailed, SaveSuspicious
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, on_branch
+from ckpt.model.selector import Selector
 from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
+from ckpt.pipeline.workers import THREAD_PREFIX
 from ckpt.storage.places import place_of
 from ckpt.storage.tiers import OpenTier
 
@@ -98,6 +100,27 @@ class SaveLedger:
         over, but at most for the commit timeout.
         """
         self._wait(partial(SaveRecord.wait_kept, urls=urls))
+
+    def await_restorable(self, step: Selector | None) -> None:
+        """Wait until some tier has the save under way that a restore of ``step`` takes: the save of
+        this number, or the newest one if ``step`` is no number. The save of an abandoned step does
+        not count. The call waits at most for the commit timeout.
+
+        A thread of ckpt does not wait, since an observer of a save may restore, and the save waits
+        for the observer.
+        """
+        if threading.current_thread().name.startswith(THREAD_PREFIX):
+            return
+        for save in reversed(self.pending):
+            if (save.step == step or not isinstance(step, int)) and self.has(save.step):
+                save.wait_kept(self._patience_seconds)
+                return
+
+    def await_end(self, step: int) -> None:
+        """Wait until no save of ``step`` is under way."""
+        for save in self.pending:
+            if save.step == step:
+                save.wait()
 
     def wait_idle(self) -> None:
         """Wait until no save is under way, but at most for the commit timeout."""

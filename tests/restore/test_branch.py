@@ -175,6 +175,23 @@ def test_saves_under_way_are_abandoned(gated, far):
     assert newest(far) == (6, 60)
 
 
+@pytest.mark.parametrize("step", [6, None, "latest~0"])
+def test_a_step_whose_save_is_under_way_is_waited_for(gated, far, step):
+    trained = state(0)
+    gated.open.set()
+    with CheckpointManager(str(far)) as manager:
+        manager.save(trained, 5)
+        gated.open.clear()
+        trained["x"].fill_(6)
+        save = manager.save_async(trained, 6)
+        save.wait_staged()
+        trained["x"].fill_(60)
+        threading.Timer(0.3, gated.open.set).start()
+        restored(manager, trained, step=step)
+    assert int(trained["x"][0]) == 6
+    assert newest(far) == (6, 6)
+
+
 def test_a_save_whose_thread_has_not_begun_is_abandoned_too(near):
     trained, gate = state(5), threading.Event()
     with CheckpointManager(str(near)) as manager:

@@ -30,11 +30,10 @@ from ckpt.state.match.remake import torch_value
 from ckpt.state.match.saved_nodes import ABSENT, is_mapping, tag
 from ckpt.state.tensors.layout import PLAIN
 from ckpt.state.tensors.local_shards import LocalShards
-from ckpt.state.tensors.sharded import is_fsdp1
 from ckpt.state.walk.module_entries import FIRST_VERSION, Entry, Part
 from ckpt.state.walk.modules import canonical, items_of
 from ckpt.state.walk.stand_in import ModuleStandIn
-from ckpt.torch_private import no_incompatible_keys, own_tensor, version_of
+from ckpt.torch_private import is_fsdp1, no_incompatible_keys, own_tensor, version_of
 
 _EXTRA_STATE: Final = "_extra_state"  # The last part of the key under which torch saves extra state
 _Versions = Mapping[str, Mapping[str, Any]]

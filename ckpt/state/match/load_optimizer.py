@@ -133,6 +133,7 @@ class _Target:
 
     Attributes:
         group: The parameter group of the parameter.
+        restored_group: The group with those settings after the restore that place ``step``.
         parameter: The tensor in the parameter group.
         part: The parameter, or the part of it.
         is_here: True if this rank keeps any state of the part.
@@ -144,6 +145,7 @@ class _Target:
     """
 
     group: dict[str, Any]
+    restored_group: Mapping[str, Any]
     parameter: torch.Tensor
     part: Part
     is_here: bool
@@ -169,17 +171,17 @@ class _Loader:
         self._present_copies: dict[int, dict[Any, Any]] = {}
         self._new_states: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._trial_states: dict[int, Mapping[Any, Any]] = {}
-        self._all_targets = list(self._find_targets(source))
         takes_settings = match.takes(f"{path}/param_groups")
+        self._all_targets = list(self._find_targets(source, takes_settings))
         self.targets = [
             target
             for target in self._all_targets
             if target.record and (self._takes(target) or takes_settings)
         ]
 
-    def _find_targets(self, source: str) -> Iterator[_Target]:
+    def _find_targets(self, source: str, takes_settings: bool) -> Iterator[_Target]:
         """Yield the parts of all parameters of the optimizer, which is ``source`` in the
-        checkpoint.
+        checkpoint. ``takes_settings`` is True if the restore sets the settings of the groups.
         """
         groups = part_groups(self._optimizer, self._match.parameters)
         for group_index, (group, group_parts) in enumerate(
@@ -212,7 +214,13 @@ class _Loader:
                     position_name = f"{source}/{placeless(group_index, position)}"
                     record = self._match.checkpoint.parameter(position_name)
                     origin = position_name if record else origin
-                yield _Target(group, parameter, part, is_here, name, origin, weight, record)
+                restored_group: Mapping[str, Any] = group
+                if record is not None and takes_settings:
+                    placing = {key: record.settings.get(key) for key in PLACING_SETTINGS}
+                    restored_group = {**group, **placing}
+                yield _Target(
+                    group, restored_group, parameter, part, is_here, name, origin, weight, record
+                )
 
     def _may_have_place(self, parameter: torch.Tensor) -> bool:
         """Return True if the checkpoint may have the state of ``parameter`` by its position.
@@ -439,13 +447,11 @@ class _Loader:
             else:
                 makers[key] = match.values.prepare(node)
 
-        group = self._restored_group(target)
-
         def apply() -> None:
             # A parameter on the meta device is real by now, if the restore fills it.
             values = {key: make() for key, make in makers.items()}
             if isinstance(target.parameter, torch.Tensor) and not is_meta(target.parameter):
-                values = place(values, group, target.parameter)
+                values = place(values, target.restored_group, target.parameter)
             new_values.update(values)
             if new_values:
                 self._keeper.state[target.parameter] = {
@@ -489,7 +495,7 @@ class _Loader:
             match.want(name, source, tensor)
 
         fills = self._fits_present(target, key, present, record) and can_fill(present, view)
-        on_device = is_on_device(key, self._restored_group(target))
+        on_device = is_on_device(key, target.restored_group)
         device = parameter.device if on_device else torch.device("cpu")
         return Slot(
             place=in_state(self._optimizer, target.parameter, key),
@@ -527,8 +533,7 @@ class _Loader:
         A present ``step`` is not filled if the saved settings, which replace those of the group,
         place it on another device.
         """
-        group = self._restored_group(target)
-        moves = key == "step" and is_on_device(key, group) != is_on_device(key, target.group)
+        moves = is_on_device(key, target.restored_group) != is_on_device(key, target.group)
         return fits(present, record, target.part.piece) and not is_meta(present) and not moves
 
     def _new_tensor(self, target: _Target, key: object, record: Tensor) -> Source:
@@ -543,17 +548,9 @@ class _Loader:
             value = None if record.shape == parameter.shape else self._trial_value(target, key)
             if isinstance(value, torch.Tensor) and fits(value, record, target.part.piece):
                 return value
-        group = self._restored_group(target)
-        return new_state(parameter, group, key, record, target.part.piece, is_plain=is_plain_key)
-
-    def _restored_group(self, target: _Target) -> Mapping[str, Any]:
-        """Return the parameter group of a part, with those settings after the restore that place
-        ``step``.
-        """
-        if target.record is None or not self._match.takes(f"{self._path}/param_groups"):
-            return target.group
-        settings = target.record.settings
-        return {**target.group, **{key: settings.get(key) for key in PLACING_SETTINGS}}
+        return new_state(
+            parameter, target.restored_group, key, record, target.part.piece, is_plain=is_plain_key
+        )
 
     def _wrapper_tensor(self, target: _Target, key: object, present: Any) -> Source:
         """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).

@@ -134,6 +134,7 @@ class Holders:
         """Add the tensor at ``place``, or the tensors inside of a container there."""
         if isinstance(value, torch.Tensor):
             self._add(value, place)
+            return
         for tensor in _tensors_in(value):
             self._add(tensor, None)
 

@@ -192,8 +192,10 @@ def _may_overlap_itself(memory: torch.Tensor) -> bool:
 
 def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of the first byte of ``tensor``, and the address behind its last byte."""
-    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (reach + 1) * tensor.itemsize
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import ge
+from operator import ge, gt
 from typing import Final, NamedTuple, TypeGuard
 
 import torch
@@ -139,9 +139,10 @@ def order_of(memory: torch.Tensor) -> tuple[int, ...]:
     """
     if not is_plain(memory) or memory.layout is not torch.strided or memory.is_nested:
         return ()
-    ranking = [
-        (stride, length > 1) for stride, length in zip(memory.stride(), memory.shape, strict=True)
-    ]
+    strides = memory.stride()
+    if all(map(gt, strides, strides[1:])):  # By far the most tensors are row-major
+        return ()
+    ranking = [(stride, length > 1) for stride, length in zip(strides, memory.shape, strict=True)]
     is_row_major = all(map(ge, ranking, ranking[1:]))
     if is_row_major or memory.numel() < 2 or is_expanded(memory):
         return ()
@@ -150,9 +151,9 @@ def order_of(memory: torch.Tensor) -> tuple[int, ...]:
 
 def is_expanded(memory: torch.Tensor) -> bool:
     """Return True if a dimension of ``memory`` has the same elements again and again."""
-    return any(
-        not stride and length > 1
-        for stride, length in zip(memory.stride(), memory.shape, strict=True)
+    strides = memory.stride()
+    return 0 in strides and any(
+        not stride and length > 1 for stride, length in zip(strides, memory.shape, strict=True)
     )
 
 

@@ -121,11 +121,6 @@ def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
         yield from (f"{key_prefix}{fqn}" for fqn in fsdp1_over_dtensors(handle))
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Return True if any part of the module is wrapped in FSDP1."""
-    return any(True for _ in fsdp1_wrappers(module))
-
-
 def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
     """Return the ranks that share the parameters of an FSDP1 wrapper, and True if this rank is the
     first of them.

@@ -43,14 +43,13 @@ from ckpt.state.tensors.sharded import (
     flat_parameters,
     gathered_error,
     hookless_state,
-    is_fsdp1,
     over_tensor_parallel,
 )
 from ckpt.state.tensors.units import units_of
 from ckpt.state.walk.module_entries import FIRST_VERSION, AnyPiece, Entry, ModuleItems, Part
 from ckpt.state.walk.segments import place_of, same_view
 from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
-from ckpt.torch_private import has_step_hooks, is_zero
+from ckpt.torch_private import has_step_hooks, is_fsdp1, is_zero
 
 PLACELESS: Final = "~param/"
 """The prefix of the names of parameters that are not in the state (see ``placeless``)."""
@@ -549,9 +548,9 @@ def fits(present: Any, record: Tensor, piece: AnyPiece | None) -> bool:
     its part ``piece``), has the dtype, the shape and the order of ``record``, so that a restore can
     fill it in place.
     """
-    if not isinstance(present, torch.Tensor | LocalShards):
+    if not isinstance(present, Source):
         return False
-    if present.dtype is not None and str(present.dtype) != f"torch.{record.dtype}":
+    if present.dtype not in (None, getattr(torch, record.dtype, None)):
         return False
     if tuple(present.shape) == record.shape:
         return isinstance(present, LocalShards) or _has_order(present, record.order)
@@ -593,7 +592,8 @@ def in_present_order(record: Tensor, weight: Tensor | None, parameter: Source) -
         or not _has_shape(parameter, record)
     ):
         return record
-    return msgspec.structs.replace(record, order=order_of(local(parameter)))
+    order = order_of(local(parameter))
+    return record if order == record.order else msgspec.structs.replace(record, order=order)
 
 
 def new_state(

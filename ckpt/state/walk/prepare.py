@@ -263,7 +263,9 @@ class PlanCache:
             if write.nbytes:
                 boxes = leaves[write.leaf].boxes
                 candidates = box_indices[write.leaf].search(write.box)
-                piece = next(i for i in candidates if boxes[i].contains(write.box))
+                piece = next(
+                    i for i in candidates if write.box == boxes[i] or boxes[i].contains(write.box)
+                )
                 whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append(_Place(index, piece, region))
@@ -291,11 +293,11 @@ class PlanCache:
             )
         if item.is_delegated:
             return nonwriter_leaf(leaf, item.replicas, self._rank, node_of)
-        return replace(
-            leaf,
-            replicas=writers(leaf.replicas, self._rank, node_of) if node_of else leaf.replicas,
-            is_frozen=_is_frozen((item.tensor, *item.outer_tensors)),
-        )
+        replicas = writers(leaf.replicas, self._rank, node_of) if node_of else leaf.replicas
+        is_frozen = _is_frozen((item.tensor, *item.outer_tensors))
+        if not is_frozen and replicas == leaf.replicas:
+            return leaf
+        return replace(leaf, replicas=replicas, is_frozen=is_frozen)
 
 
 def _is_frozen(tensors: Iterable[object]) -> bool:
