@@ -216,8 +216,8 @@ class _Loader:
                     origin = position_name if record else origin
                 restored_group: Mapping[str, Any] = group
                 if record is not None and takes_settings:
-                    placing = {key: record.settings.get(key) for key in PLACING_SETTINGS}
-                    restored_group = {**group, **placing}
+                    placement = {key: record.settings.get(key) for key in PLACING_SETTINGS}
+                    restored_group = {**group, **placement}
                 yield _Target(
                     group, restored_group, parameter, part, is_here, name, origin, weight, record
                 )
