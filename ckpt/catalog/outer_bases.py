@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from ckpt.catalog.index import is_committed
 from ckpt.errors import (
     AccessDenied,
+    CkptError,
     ForeignFileMismatch,
     LinkRefused,
     StorageError,
     TransientStorageError,
 )
-from ckpt.model.keys import BaseRef, parse_base
-from ckpt.model.manifest import Increment
+from ckpt.model.keys import BaseRef, is_fragment, parse_base
+from ckpt.model.manifest import Increment, bases_of
+from ckpt.model.packed import read_fragment
+from ckpt.model.record_encoding import MAX_RECORD_BYTES
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import ObjectInfo, StorageBackend, read_record
 from ckpt.storage.locations import AdoptedBaseStore, root_at
 
 _log = logging.getLogger("ckpt")
@@ -92,3 +96,17 @@ class OuterBases:
                 )
             self._has_warned = True
             return default
+
+
+def roots_of_unfinished(backend: StorageBackend, objects: Iterable[ObjectInfo]) -> set[str]:
+    """Return the paths to other roots that the fragments of an unfinished step refer to. A fragment
+    that cannot be read is left out.
+    """
+    roots = set[str]()
+    for info in objects:
+        if is_fragment(info.name) and info.size <= MAX_RECORD_BYTES:
+            with suppress(CkptError):
+                read = partial(read_fragment, key=info.key)
+                fragment = read_record(backend, info.key, read, limit=info.size)
+                roots |= {base.root for base in bases_of(fragment.increments)}
+    return roots - {""}

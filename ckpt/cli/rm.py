@@ -13,6 +13,7 @@ import typer
 
 from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import StoredStep, heirs_of
+from ckpt.catalog.outer_bases import roots_of_unfinished
 from ckpt.catalog.rollbacks import remove_rollbacks
 from ckpt.catalog.watching import remove_watch_records, watch_records
 from ckpt.cli import output, records
@@ -30,17 +31,19 @@ from ckpt.cli.prune import of_bytes
 from ckpt.cli.records import Field
 from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of, warn_of_other_tiers
 from ckpt.cli.store_timeout import warn_of_silence
-from ckpt.errors import CommitError, ConfigError, NoCheckpoint
+from ckpt.config import load_config
+from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.rollback import on_branch
 from ckpt.model.selector import LatestStep, Selector, is_selector, parse_selector
 from ckpt.observe.journal_files import journal_files, journal_folder
 from ckpt.retention.removal import remove
-from ckpt.root.base_pins import remove_base_pins
+from ckpt.root.base_pins import pinned_bases, remove_base_pins
 from ckpt.root.leases import LEASE_REASON
 from ckpt.root.owner import delete_owner
 from ckpt.root.pins import BASE_END, Pin, all_pins, note_of, remove_pin
 from ckpt.storage.group import is_shared
-from ckpt.storage.places import is_folder, local_path
+from ckpt.storage.places import is_folder, local_path, path_between
+from ckpt.storage.tiers import tier_at
 
 _FIELDS: Final[Sequence[Field[tuple[RunTier, StoredStep]]]] = (
     *of_bytes(lambda pair: pair[1]),
@@ -136,9 +139,10 @@ def rm(
         for tier in tiers:
             stack.enter_context(warn_of_silence(tier.store))
         if not dry_run:
+            outer_roots = [_outer_roots(tier, config) for tier in tiers]
             removals = _carry_out(removals)
             if not force:  # A job that is alive may be writing a file that needs the base
-                _end_base_pins(tiers, removals)
+                _end_base_pins(tiers, outer_roots, removals)
             if whole_run:
                 _remove_rest(tiers)
     if json:
@@ -312,21 +316,44 @@ def _carry_out(
     return list(removals)
 
 
+def _outer_roots(tier: RunTier, config: str | None) -> set[str]:
+    """Return the paths from a tier to other roots that may have pins of the run: those that its
+    steps refer to, and the one of ckpt.toml, to which a job may have begun to refer.
+    """
+    roots = {base.root for step in tier.steps for base in step.outer_bases}
+    for step in tier.steps:
+        if step.state == "incomplete":
+            roots |= roots_of_unfinished(tier.store, step.objects)
+    if base := tier_at(tier.store.url, load_config(config).tiers).base:
+        with suppress(ConfigError):
+            roots.add(path_between(tier.store.url, base))
+    return roots
+
+
 def _end_base_pins(
-    tiers: Sequence[RunTier], removals: Sequence[tuple[RunTier, StoredStep]]
+    tiers: Sequence[RunTier],
+    outer_roots: Sequence[Collection[str]],
+    removals: Sequence[tuple[RunTier, StoredStep]],
 ) -> None:
     """End the pins on steps of other roots that no step refers to any more after ``removals``.
 
     A step that is no checkpoint may become one, and what it refers to is not known. So all pins
     stay as long as there is such a step.
+
+    Args:
+        tiers: The tiers of the run.
+        outer_roots: The result of ``_outer_roots`` for each, before the steps were removed.
+        removals: The steps that were removed.
     """
-    for tier in tiers:
+    for tier, roots in zip(tiers, outer_roots, strict=True):
         removed_refs = {step.ref for other_tier, step in removals if other_tier is tier}
-        bases = {base for step in tier.steps for base in step.outer_bases}
         rest = [step for step in tier.steps if step.ref not in removed_refs]
         if all(step.state == "committed" or step.outer_bases for step in rest):
             rest_bases = {base for step in rest for base in step.outer_bases}
-            remove_base_pins(tier.store, bases - rest_bases)
+            for root in roots:
+                with suppress(CkptError):  # ``ckpt unpin`` removes such a pin too
+                    bases = set(pinned_bases(tier.store, root))
+                    remove_base_pins(tier.store, bases - rest_bases)
 
 
 def _has_rest(tier: RunTier) -> bool:

@@ -29,10 +29,13 @@ from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
 
 
 class RunJournal(NamedTuple):
-    """The history of a run, and when each job was alive last, by its id, in seconds since 1970."""
+    """The history of a run, when each job was alive last, by its id, in seconds since 1970, and
+    other paths to the root, through links, by which jobs have saved to it.
+    """
 
     history: History
     beats: Mapping[str, float]
+    links: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
                 f"{consequence}: end it first, or give --force"
             )
     for tier in tiers:
-        history, beats = tier.journal
+        history, beats, _ = tier.journal
         for life in lives_of(history, beats, time.time()).values():
             if life.is_alive:
                 raise CommitError(
@@ -168,7 +171,7 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
         urls = [
             url
             for url in sorted(places)
-            if not any(_is_tier(other.store.url, url) for other in tiers)
+            if not any(_is_tier(other, url) for other in tiers)
             and (scheme_of(url) != "shm" or url in stores_in_memory())
         ]
         if urls:
@@ -179,9 +182,14 @@ def warn_of_other_tiers(tiers: Sequence[RunTier], *, consequence: str) -> None:
             return
 
 
-def _is_tier(url: str, saved_url: str) -> bool:
-    """Return True if a tier at ``url`` is the place ``saved_url``. Its file system is not asked."""
-    return is_spelling_of(url, saved_url) or is_spelling_of(url, saved_url, follows_links=True)
+def _is_tier(tier: RunTier, saved_url: str) -> bool:
+    """Return True if a tier is the place ``saved_url``. Its file system is not asked."""
+    url = tier.store.url
+    return (
+        is_spelling_of(url, saved_url)
+        or is_spelling_of(url, saved_url, follows_links=True)
+        or any(is_spelling_of(saved_url, link) for link in tier.journal.links)
+    )
 
 
 def _journal_of(store: WatchedStore) -> RunJournal:
@@ -191,5 +199,8 @@ def _journal_of(store: WatchedStore) -> RunJournal:
     reader = JournalReader(store.url)
     with store.request():
         history, beats = history_of(reader.read()), reader.beats()
-        is_own = history.is_of(os.path.realpath(local_path(store.url)))
-    return RunJournal(history, beats) if is_own else RunJournal(History(), {})
+        root = os.path.realpath(local_path(store.url))
+        is_own = history.is_of(root)
+    starts = [job.start for job in history.jobs.values()]
+    links = {start.named_root for start in starts if start.named_root and start.root == root}
+    return RunJournal(history, beats, frozenset(links)) if is_own else RunJournal(History(), {})

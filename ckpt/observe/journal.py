@@ -269,13 +269,16 @@ class Journal:
                 if time.time() - os.stat(path).st_mtime > _STALE_BEAT_SECONDS:
                     os.unlink(path)
         process = Process.of(os.getpid())
+        named_root = os.path.abspath(self._folder.removesuffix(FOLDER_SUFFIX))
+        root = os.path.realpath(named_root)
         return Record(
             at=moment,
             event=OPEN_EVENT,
             job=self._job,
             modes={rule.metric: rule.mode for rule in self._best_rules},
             counts={rule.metric: rule.count for rule in self._best_rules if rule.count > 1},
-            root=os.path.realpath(self._folder.removesuffix(FOLDER_SUFFIX)),
+            root=root,
+            named_root="" if named_root == root else named_root,
             host=socket.gethostname(),
             machine=machine(),
             pid=process.pid,

@@ -44,6 +44,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         counts: For ``OPEN_EVENT``: how many of the best steps by a metric the job keeps, by its
             name. A metric that is not there counts as 1.
         root: For ``OPEN_EVENT``: the path of the root, without symbolic links.
+        named_root: For ``OPEN_EVENT``: this path as the job was given it, if there are links in it.
         host, machine, pid, start_time: For ``OPEN_EVENT``: the process of rank 0, as in
             ``ckpt.root.owner.Owner``.
     """
@@ -65,6 +66,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     modes: dict[str, Mode] = {}
     counts: dict[str, Annotated[int, msgspec.Meta(ge=1)]] = {}
     root: str = ""
+    named_root: str = ""
     host: str = ""
     machine: str = ""
     pid: int = 0

@@ -182,6 +182,25 @@ def test_a_step_that_may_still_be_finished_keeps_the_base(roots, cli: Cli):
     assert base_pins(base) == [1]
 
 
+@pytest.mark.parametrize("left", ["the fragment", "nothing"])
+def test_the_removal_of_an_unfinished_step_ends_its_pin(roots, left, cli: Cli):
+    run, base = roots
+    save(base, 1)
+    save(Tier(str(run), base=str(base)), 1)
+    (run / ref_of(run, 1).manifest).unlink()  # As a crash before the commit leaves the step
+    config = run.with_name("ckpt.toml")
+    config.write_text(f'tiers = [{{url = "{run}", base = "{base}"}}]')
+    (record,) = run.rglob("rank-00000.json")
+    options = []
+    if left == "nothing":
+        record.unlink()  # As a crash while the file was written
+        options = ["--config", config]
+    assert base_pins(base) == [1]
+    ran = cli("rm", run, "--run", *options)
+    assert ran.code == 0, ran.err
+    assert base_pins(base) == []
+
+
 def test_a_base_is_where_it_was_after_the_process_went_to_another_folder(
     roots, monkeypatch: pytest.MonkeyPatch
 ):
