@@ -66,14 +66,15 @@ def import_(
 
     Nothing is unpickled but what torch.load(weights_only=True) allows. Optimizer state is kept by
     parameter name; where the source has numbers only, they are matched with the model's entries by
-    order and shape, or by --param-names.
+    order and shape, or by --param-names: the name of each parameter in optimizer.param_groups, in
+    this order.
 
     \b
     Examples:
       ckpt import checkpoint.pt runs/gpt --step 1200
       ckpt import dcp_folder/ s3://bucket/run42 --step 1200
       ckpt import model.safetensors runs/gpt --step 0
-      python -c "...; print(*dict(model.named_parameters()), sep='\n')" > names.txt
+      python -c "...; print(*names, sep='\n')" > names.txt
       ckpt import checkpoint.pt runs/gpt --step 1200 --param-names names.txt
     """
     from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint

@@ -119,7 +119,8 @@ ParamNamesOption = Annotated[
     typer.Option(
         "--param-names",
         metavar="FILE",
-        help="The model's parameter names, one on each line, in the optimizer's order.",
+        help="The names of the parameters, one on each line, in the order of "
+        "optimizer.param_groups.",
     ),
 ]
 JsonOption = Annotated[

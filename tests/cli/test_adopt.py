@@ -348,7 +348,9 @@ def test_the_page_begins_a_job_and_copies_renews_and_removes_the_step(cli: Cli) 
     folder = Path("dcp/step-1200")
     save_dcp(folder)
     net, optimizer = trained(seed=1, steps=1)
-    commands = [text for page, _, text in blocks("") if page == ROOT / PAGE]
+    commands = [
+        text for page, _, text in blocks("") if page == ROOT / PAGE and "deepspeed" not in text
+    ]
     adopt, copy, remove, again = commands
     for line in adopt.splitlines():
         ran = cli(*shlex.split(line)[1:])

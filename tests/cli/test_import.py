@@ -610,6 +610,36 @@ def test_names_can_be_given(cli: Cli) -> None:
     )
 
 
+def test_names_in_an_order_that_the_shapes_disprove_are_refused(cli: Cli) -> None:
+    """Groups for weight decay put the matrices first, and the file has the order of the model."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [[p for p in net.parameters() if p.ndim == ndim] for ndim in (2, 1)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
+    Path("names.txt").write_text("\n".join(name for name, _ in net.named_parameters()))
+    ran = cli("import", "c.pt", "runs", "--step", 1, "--param-names", "names.txt")
+    assert ran.code == 2
+    assert (
+        "gives the name '0.bias' to parameter 2 of the optimizer, whose 'exp_avg' has the shape "
+        "[4, 4], and not [4]" in ran.err
+    )
+    assert not Path("runs").exists()
+
+
+def test_names_are_taken_for_state_of_shapes_of_its_own(cli: Cli) -> None:
+    """The rows of Adafactor have the shapes of other parameters, which proves nothing."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adafactor(net.parameters())
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
+    Path("names.txt").write_text("\n".join(name for name, _ in net.named_parameters()))
+    ran = cli("import", "c.pt", "runs", "--step", 1, "--param-names", "names.txt")
+    assert ran.code == 0, ran.err
+
+
 class Evil:
     """A class that makes a folder when it is unpickled."""
 
@@ -662,6 +692,7 @@ def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
         (["empty", "runs", "--step", 101], 2, "holds neither"),
         (["cut.pt", "runs", "--step", 101], 4, "not a whole file"),
         (["cut.safetensors", "runs", "--step", 101], 4, "not a whole safetensors file"),
+        (["dcp/__0_0.distcp", "runs", "--step", 101], 2, "is one file of torch.distributed"),
         (["c.pt", "runs", "--step", 101, "--plain", "nope"], 2, "--plain nope"),
         (["c.pt", "runs", "--step", 101, "--param-names", "nope"], 2, "cannot be read"),
         (["empty", "empty/runs", "--step", 101], 2, "is inside of"),
@@ -678,6 +709,7 @@ def test_a_wrong_call_says_what_is_wrong(
     os.mkdir("empty")
     Path("cut.pt").write_bytes(Path("c.pt").read_bytes()[:1000])
     save_file({"w": torch.ones(100)}, "cut.safetensors")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id="dcp")
     Path("cut.safetensors").write_bytes(Path("cut.safetensors").read_bytes()[:-1])
     with CheckpointManager("runs") as manager:
         manager.save({"x": 1}, step=100)

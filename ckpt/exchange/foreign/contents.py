@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from ckpt.errors import ConfigError, IntegrityError
 
 State = dict[str, Any]
+EXTRA_KEY: Final = "ckpt_extra"
+"""The key of an optimizer's state dict with the values of ``ExtraValues.extra``."""
 
 
 @dataclass(slots=True)

@@ -47,8 +47,9 @@ class FolderKind:
 
 _FP32_ADVICE: Final = "the whole weights, and ckpt import fp32 ROOT --step N takes them{more}"
 _KEEP_OPTIMIZER: Final = (
-    "; to keep the optimizer too, load the folder with engine.load_checkpoint(), and save "
-    "zero_state(engine) of ckpt.integrations.deepspeed"
+    "; to keep the optimizer too, convert the step with python -m "
+    "deepspeed.checkpoint.ds_to_universal, and adopt or import what it writes, or load it with "
+    "engine.load_checkpoint(), and save zero_state(engine) of ckpt.integrations.deepspeed"
 )
 
 
@@ -86,6 +87,8 @@ def step_of_zero(path: str) -> str:
 def unreadable_file(path: str) -> str | None:
     """Return a text for an error if ``path`` is a file that an import refuses."""
     folder, name = os.path.split(path)
+    if name.endswith(".distcp"):
+        return f"{path} is one file of torch.distributed.checkpoint: name {folder or '.'}"
     if not _ZERO_PART.fullmatch(name):
         return None
     if "zero" in os.listdir(folder or "."):

@@ -19,16 +19,18 @@ from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.exchange.foreign import wrapper_names
-from ckpt.exchange.foreign.contents import State
+from ckpt.exchange.foreign.contents import EXTRA_KEY, State
 from ckpt.exchange.foreign.flat_states import unflatten
 from ckpt.exchange.inert.torch_reader import has_bytes
 from ckpt.model.checksum import checksum
 from ckpt.staging.image import copyable
+from ckpt.state.walk.stand_in import ExtraValues
 
 _BUFFER_NAME: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 _ALIASES: Final = {"state_dict": "model", "module": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
+_BY_FILE: Final = "by the names given"
 _COMMON_WORDS: Final = frozenset(
     ("model", "module", "net", "network", "opt", "optim", "optimizer", "state", "dict")
 )
@@ -60,6 +62,17 @@ class _Module(nn.Module):
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         return dict(self._values)
+
+
+class _ExtraOptimizer(Optimizer, ExtraValues):
+    """An optimizer with the values that an engine of DeepSpeed restores beside it."""
+
+    def __init__(self, groups: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
+        super().__init__(groups, {})
+        self._extra = extra
+
+    def extra(self) -> dict[str, Any]:
+        return dict(self._extra)
 
 
 class Shaper:
@@ -189,7 +202,8 @@ class Shaper:
             }
             for group in value["param_groups"]
         ]
-        optimizer = Optimizer(groups, {})
+        extra = value.get(EXTRA_KEY)
+        optimizer = _ExtraOptimizer(groups, extra) if extra else Optimizer(groups, {})
         for parameter_id, values in value["state"].items():
             if str(parameter_id) not in parameters:
                 raise ConfigError(
@@ -286,6 +300,8 @@ class Shaper:
         """
         if names_and_origin := self._names_of(value, ids):
             names, origin = names_and_origin
+            if origin == _BY_FILE:
+                self._check_shapes(names, ids, value["state"])
             names_by_module = {
                 module: names
                 for module, entries in self._modules.items()
@@ -337,7 +353,20 @@ class Shaper:
                 f"--param-names has {len(self._names)} names, the optimizer has {len(ids)} "
                 "parameters"
             )
-        return self._clean(self._names), "by the names given"
+        return self._clean(self._names), _BY_FILE
+
+    def _check_shapes(self, names: Sequence[str], ids: list[Any], state: Mapping[Any, Any]) -> None:
+        """Raise an error if the ``names`` that the user gives are in another order than ``ids``, as
+        the shapes tell.
+        """
+        for entries in self._modules.values():
+            if all(isinstance(entries.get(name), torch.Tensor) for name in names) and (
+                evidence := _misplaced(entries, names, ids, state)
+            ):
+                raise ConfigError(
+                    f"--param-names gives {evidence}: write the names in the order of the "
+                    "parameters in optimizer.param_groups, which may not be that of the model"
+                )
 
     def _clean(self, names: Sequence[str]) -> list[str]:
         """Return the names of parameters as the modules have them.
@@ -436,6 +465,32 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
             if isinstance(item, torch.Tensor) and item.ndim and item.shape != entries[name].shape:
                 return []
     return names
+
+
+def _misplaced(
+    entries: Mapping[str, Any], names: Sequence[str], ids: list[Any], state: Mapping[Any, Any]
+) -> str:
+    """Return a text about a parameter that has the name of another one; empty if there is none.
+
+    The tensors of one key, such as ``exp_avg``, prove it if they have the shapes of the parameters,
+    but in another order. An optimizer may also keep tensors of other shapes.
+
+    The arguments are those of ``_exchangeable``.
+    """
+    state_by_id = {str(key): values for key, values in state.items()}
+    all_values = [state_by_id.get(str(parameter_id), {}) for parameter_id in ids]
+    shapes = [list(entries[name].shape) for name in names]
+    for key in all_values[0] if all_values else ():
+        tensors = [values.get(key) for values in all_values]
+        state_shapes = [list(item.shape) for item in tensors if isinstance(item, torch.Tensor)]
+        if state_shapes == shapes or sorted(state_shapes) != sorted(shapes):
+            continue
+        place = next(place for place, shape in enumerate(shapes) if shape != state_shapes[place])
+        return (
+            f"the name {names[place]!r} to parameter {place + 1} of the optimizer, whose {key!r} "
+            f"has the shape {state_shapes[place]}, and not {shapes[place]}"
+        )
+    return ""
 
 
 def _exchangeable(

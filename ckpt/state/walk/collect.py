@@ -57,7 +57,7 @@ from ckpt.state.walk.optimizer_state import (
     plain_of,
 )
 from ckpt.state.walk.segments import NamedTensor, Segment, Table, views_of
-from ckpt.state.walk.stand_in import OptimizerStandIn
+from ckpt.state.walk.stand_in import ExtraValues, OptimizerStandIn
 from ckpt.state.walk.state_objects import (
     Choice,
     StateView,
@@ -511,7 +511,7 @@ class _Walk:
             node["plain"] = list(items.plain)
         if values:
             node["values"] = encode(values, f"{path}/values", self.made_node)
-        if isinstance(optimizer, OptimizerStandIn):
+        if isinstance(optimizer, ExtraValues):
             node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.made_node)
         return node
 

@@ -68,6 +68,17 @@ class Checkable(ABC):
         """
 
 
+class ExtraValues(ABC):
+    """The base class of optimizers with values to save besides their groups and their state."""
+
+    @abstractmethod
+    def extra(self) -> dict[str, Any]:
+        """Return the values. They must be equal on all ranks.
+
+        Only a restore into an `OptimizerStandIn` takes them.
+        """
+
+
 class ModuleStandIn(nn.Module, StandIn):
     """The base class of objects that stand for a module.
 
@@ -89,7 +100,7 @@ class ModuleStandIn(nn.Module, StandIn):
         return self
 
 
-class OptimizerStandIn(Optimizer, StandIn):
+class OptimizerStandIn(Optimizer, StandIn, ExtraValues):
     """The base class of objects that stand for an optimizer.
 
     ``param_groups`` and ``state`` are like those of an optimizer of torch. But in place of
@@ -107,12 +118,6 @@ class OptimizerStandIn(Optimizer, StandIn):
 
         A restore calls this method if the optimizer has no such value of this dtype and shape. It
         then fills the tensor.
-        """
-
-    @abstractmethod
-    def extra(self) -> dict[str, Any]:
-        """Return values to save besides the parameter groups and the state. The values must be
-        equal on all ranks. A restore into another kind of optimizer ignores them.
         """
 
     @abstractmethod

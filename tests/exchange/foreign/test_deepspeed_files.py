@@ -6,6 +6,7 @@ The files here are as DeepSpeed 0.19.8 writes them. ``make imports`` runs DeepSp
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def engine(net: torch.nn.Module, stage: int) -> dict[str, Any]:
         "shared_params": {},
         "lr_scheduler": {"last_batch_iteration": 1},
         "global_steps": 2,
+        "ds_config": {"scheduler": {"type": "WarmupLR"}},
         "client": Scaler(),
     }
 
@@ -90,6 +92,15 @@ def test_a_universal_checkpoint_restores_as_a_whole(cli: Cli, stage: int) -> Non
     assert another.param_groups[0]["lr"] == 0.01
     assert state["scheduler"] == {"last_batch_iteration": 1}
     assert state["deepspeed"]["global_steps"] == 2  # type: ignore[index]
+
+
+def test_an_engine_takes_the_schedule_and_the_counters_with_the_optimizer(cli: Cli) -> None:
+    universal("uni", 1)
+    cli("import", "uni", "runs", "--step", 2)
+    ran = cli("show", "runs")
+    assert re.search(r"optimizer/extra/counters/global_steps +2\n", ran.out)
+    assert re.search(r"optimizer/extra/scheduler/kind +'WarmupLR'\n", ran.out)
+    assert re.search(r"optimizer/extra/scheduler/state/last_batch_iteration +1\n", ran.out)
 
 
 def test_a_small_file_is_not_mapped_after_it_was_read(tmp_path: Path) -> None:

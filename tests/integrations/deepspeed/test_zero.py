@@ -111,6 +111,12 @@ def test_other_numbers_of_ranks(folder: Path, ranks: int) -> None:
     assert "ALL WELL" in said
 
 
+def test_an_engine_goes_on_from_an_adopted_universal_checkpoint(tmp_path: Path) -> None:
+    """The schedule and the counters come with the optimizer."""
+    said = torchrun(2, WORKER, tmp_path, "convert:1-fp32:2-fp32", "convert:2-fp32:3-fp32")
+    assert "ALL WELL" in said
+
+
 @pytest.mark.parametrize("kind", ["1-fp32", "3-fp32", "2-bf16", "3-bf16"])
 def test_plain_pytorch_goes_on_where_an_engine_was(nets: Any, folder: Path, kind: str) -> None:
     reported = torch.load(folder / f"{kind}.pt")

@@ -1,7 +1,8 @@
 """Save and restore DeepSpeed engines: ``zero.py FOLDER save:2-bf16 load:2-bf16:1-fp32 ...``.
 
 An order to save names the engine. An order to load names the engine that has saved, and then the
-one that restores. An engine is its stage, dtype and perhaps a variant (``2-bf16-robin``);
+one that restores. An order to convert names the engine of DeepSpeed's own checkpoint, and then the
+one that goes on from it. An engine is its stage, dtype and perhaps a variant (``2-bf16-robin``);
 ``plain-fp32`` is what the test itself has saved, without DeepSpeed.
 
 The compared values are read through DeepSpeed itself, never through ckpt.
@@ -9,6 +10,7 @@ The compared values are read through DeepSpeed itself, never through ckpt.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -203,6 +205,36 @@ def load(folder: Path, saved: str, kind: str) -> None:
     engine.destroy()
 
 
+def convert(folder: Path, saved: str, kind: str) -> None:
+    """Go on in an engine of ``kind`` from what DeepSpeed's own engine has saved, and its own script
+    has converted.
+    """
+    engine, at = engine_of(saved, seed=1), folder / f"universal-{saved}-{kind}"
+    train(engine, 0, STEPS)
+    engine.save_checkpoint(f"{at}-run", tag="global_step3")
+    kept = full(engine)
+    losses = train(engine, STEPS, MORE)
+    engine.destroy()
+    if dist.get_rank() == 0:
+        script = Path(deepspeed.__file__).parent / "checkpoint" / "ds_to_universal.py"
+        words = ["--input_folder", f"{at}-run/global_step3", "--output_folder", f"{at}-files"]
+        subprocess.run([sys.executable, str(script), *words, "--inject_missing_state"], check=True)
+        command = Path(sys.executable).with_name("ckpt")
+        subprocess.run([command, "adopt", f"{at}-files", at, "--step", str(STEPS)], check=True)
+    dist.barrier()
+    other = engine_of(kind, seed=2)
+    with CheckpointManager(at) as manager:
+        assert manager.restore(zero_state(other), only=["model", "optimizer"]) is not None
+    restored = full(other)
+    del kept["model/seen"], restored["model/seen"]  # the ranks differ in it
+    same(kept, restored)
+    assert other.global_steps == STEPS
+    assert other.lr_scheduler.last_batch_iteration == STEPS - 1
+    others = train(other, STEPS, MORE)
+    assert max(abs(one - two) for one, two in zip(losses, others, strict=True)) <= NEAR["fp32"]
+    other.destroy()
+
+
 def rounded(kept: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
     """Return the weights that the forward pass of an engine of ``dtype`` sees."""
     to = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -231,4 +263,4 @@ def main(verbs: Mapping[str, Callable[..., None]]) -> None:
 
 
 if __name__ == "__main__":
-    main({"save": save, "load": load})
+    main({"save": save, "load": load, "convert": convert})
