@@ -361,7 +361,7 @@ class Shaper:
         """
         for entries in self._modules.values():
             if all(isinstance(entries.get(name), torch.Tensor) for name in names) and (
-                evidence := _misplaced(entries, names, ids, state)
+                evidence := _order_error(entries, names, ids, state)
             ):
                 raise ConfigError(
                     f"--param-names gives {evidence}: write the names in the order of the "
@@ -467,7 +467,7 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
     return names
 
 
-def _misplaced(
+def _order_error(
     entries: Mapping[str, Any], names: Sequence[str], ids: list[Any], state: Mapping[Any, Any]
 ) -> str:
     """Return a text about a parameter that has the name of another one; empty if there is none.
