@@ -156,20 +156,47 @@ def test_a_rollout_does_not_wait_for_ever(tmp_path: Path) -> None:
         asyncio.run(receive())
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(BOUND + 40)
-def test_the_manager_of_verl_updates_rollouts_on_ray(tmp_path: Path) -> None:
+def facts_of(script: str, *arguments: object, **environment: str) -> Any:
+    """Run a script of ``workers``, and return the JSON that it prints."""
     ended = processes.run(
-        [sys.executable, Path(__file__).parent / "workers" / "verl_update.py", tmp_path],
+        [sys.executable, Path(__file__).parent / "workers" / script, *arguments],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
+            **environment,
         },
         timeout=BOUND,
     )
     assert ended.returncode == 0, ended.stdout[-6000:]
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("FACTS ")]
-    assert json.loads(line.removeprefix("FACTS ")) == [[True, True]] * 3
+    return json.loads(line.removeprefix("FACTS "))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(BOUND + 40)
+def test_the_manager_of_verl_updates_rollouts_on_ray(tmp_path: Path) -> None:
+    assert facts_of("verl_update.py", tmp_path) == [[True, True]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(BOUND + 40)
+def test_the_actor_of_verl_trains_and_updates_rollouts(tmp_path: Path) -> None:
+    """verl registers its FSDP engine for CUDA. Nothing in it needs the device."""
+    facts = facts_of(
+        "verl_train.py",
+        tmp_path / "root",
+        tmp_path / "model",
+        VERL_PLATFORM="cpu",
+        VERL_USE_EXTERNAL_MODULES="tests.integrations.workers.verl_cpu",
+        VERL_ENGINE_DEVICE="cuda",
+    )
+    first, *trained, again, loaded = facts
+    assert first == again == [True, True]
+    assert trained == [[True, True, True]] * 2
+    assert loaded == [True]
+    with ckpt.open(tmp_path / "root") as opened:
+        assert [row["global_steps"] for row in opened.history()] == [0, 1, 2, 1]
