@@ -26,6 +26,7 @@ def main(out: str) -> None:
     train(net, optimizer)
     config = CheckpointManager.Config(
         save=SyncCheckpointSaverConfig(),
+        # The default fails on ext4: findings/torch-checkpointing-direct-io.sh
         storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
     )
     manager = CheckpointManager(config)
