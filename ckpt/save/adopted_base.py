@@ -34,6 +34,7 @@ from ckpt.model.manifest import (
     StoredFile,
     Tensor,
 )
+from ckpt.model.validate import MAX_CHUNK_BYTES
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, aligned_memory
 from ckpt.storage.locations import AdoptedBaseStore, as_fault_of, root_at
@@ -79,11 +80,15 @@ class AdoptedFiles:
                 break
             chunks, begin = fragment.file.chunks, len(files) * FILE_SPACE
             starts = accumulate((chunk.nbytes for chunk in chunks), initial=begin)
-            self._places.update(zip(chunks, starts, strict=False))
+            places = zip(chunks, starts, strict=False)
+            # No chunk of an image is longer, and no more memory is taken for what records say.
+            self._places |= {
+                chunk: start for chunk, start in places if chunk.nbytes <= MAX_CHUNK_BYTES
+            }
             for tensor in fragment.tensors:
                 boxes = self._boxes.setdefault((tensor.dtype, tensor.shape), {})
-                places = [(shard.box, begin + shard.offset) for shard in tensor.shards]
-                boxes.setdefault(tensor.name, []).extend(places)
+                starts_of_boxes = [(shard.box, begin + shard.offset) for shard in tensor.shards]
+                boxes.setdefault(tensor.name, []).extend(starts_of_boxes)
             files.append(AdoptedFile(locations[fragment.rank], fragment.file.size))
         adoption = AdoptedBase(tuple(files))
         self._file = StoredFile(
