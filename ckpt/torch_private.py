@@ -21,7 +21,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import reduce
+from functools import cache, reduce
 from importlib import import_module
 from typing import Any, Final, NamedTuple, cast
 
@@ -266,6 +266,7 @@ def has_frozen_graphs() -> bool:
 # -- modules ---------------------------------------------------------------------------------------
 
 
+@cache
 def harmless_loads() -> frozenset[Any]:
     """Return the methods ``_load_from_state_dict`` of torch that change nothing if the state dict
     has all names of the module.

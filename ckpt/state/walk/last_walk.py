@@ -137,7 +137,7 @@ class LastWalk:
         ):
             tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
             parts = declarations(tensors or ())
-            items = items_of(path, module)
+            items = items_of(path, module, raw)
             record = _KnownModule(module, keys, tensors, parameters, parts, items, tree=None)
         tree = tree_of(module) if record.tensors is not None else None
         self.modules[path] = record = record._replace(tree=tree)

@@ -325,8 +325,9 @@ def _canonical_name(key: str, prefixes: list[str]) -> str:
     return key
 
 
-def items_of(path: str, module: nn.Module) -> ModuleItems:
-    """Return the items that the module at ``path`` of a state saves.
+def items_of(path: str, module: nn.Module, raw: Mapping[str, Any] | None = None) -> ModuleItems:
+    """Return the items that the module at ``path`` of a state saves. ``raw`` is what ``raw_state``
+    has returned for it, if the caller has that.
 
     Raises:
         UnsupportedValue: The ``state_dict()`` of the module raises, or FSDP1 has parameters in it
@@ -334,7 +335,7 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
     """
     if isinstance(module, ModuleStandIn):
         return module.items(path)
-    raw = raw_state(path, module)
+    raw = raw_state(path, module) if raw is None else raw
     entries = tuple(_entries(module, raw))
     _check_fsdp1(path, module, {id(entry.value) for entry in entries})
     all_entries = tuple(_with_replicas(module, (*entries, *_unlisted_entries(module, entries))))
