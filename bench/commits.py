@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.worlds import Job, World
 from ckpt.coordination.commit_state_machine import Durable
-from ckpt.coordination.gather import encode_json
+from ckpt.coordination.exchanges import encode_json
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.keys import fragment_name

@@ -225,7 +225,7 @@ FOREIGN_PRIVATES = {
     "ckpt/integrations/accelerate.py",
     "ckpt/integrations/deepspeed/zero.py",
     "ckpt/integrations/deepspeed/engine.py",
-    "ckpt/integrations/lightning/loops.py",
+    "ckpt/integrations/lightning/loop_position.py",
     "ckpt/integrations/lightning/strategy.py",
     "backends/ckpt_backends/gcs/backend.py",
     "backends/ckpt_backends/s3/backend.py",

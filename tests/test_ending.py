@@ -26,7 +26,7 @@ from ckpt import CheckpointManager, PendingSave
 from ckpt.coordination.abort_reason import Abort, rebuild
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure
 from ckpt.coordination.committer import Committer, SharedStore
-from ckpt.coordination.gather import encode_json
+from ckpt.coordination.exchanges import encode_json
 from ckpt.coordination.leaving import DepartingCoordinator, who_left
 from ckpt.elastic import ending_error
 from ckpt.errors import AccessDenied, CommitError, ConfigError

@@ -21,7 +21,7 @@ from ckpt.agent.messages import Detach, Forget, Job, fields_of, urls_of
 from ckpt.agent.worker_messages import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.gather import Wait, encode_json, gather, leader_decides
+from ckpt.coordination.exchanges import Wait, encode_json, gather, leader_decides
 from ckpt.coordination.node_commits import on_node
 from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified

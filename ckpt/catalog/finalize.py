@@ -148,7 +148,8 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
     """Put the claim marker, check that all files are there, and put the manifest.
 
     While the claim marker stands, no rank of the job removes a file of the save. The marker is
-    deleted at the end, but stays if the check or the put of the manifest fails.
+    deleted at the end, but stays if the check or the put of the manifest fails. A tombstone, which
+    has the key of the manifest, is deleted before.
     """
     backend, ref, retry = folder.backend, folder.ref, folder.retry
     if not retry.call(partial(claim_for_finish, backend, ref)):

@@ -363,7 +363,7 @@ def _value_texts(
         case dict() if value or not path:
             for key, item in value.items():
                 yield from _value_texts(join(path, key), item, text_of)
-        case list() | tuple() if _has_names(value):
+        case list() | tuple() if _holds_named_values(value):
             for index, item in enumerate(value):
                 yield from _value_texts(join(path, str(index)), item, text_of)
         case None if not path:
@@ -372,12 +372,12 @@ def _value_texts(
             yield path or ".", (text_of or short)(value)
 
 
-def _has_names(value: Any) -> bool:
+def _holds_named_values(value: Any) -> bool:
     """Return True if ``value``, or a value in its lists and tuples, is a dict or tagged. Then its
     items have names of their own.
     """
     if isinstance(value, list | tuple):
-        return any(map(_has_names, value))
+        return any(map(_holds_named_values, value))
     return isinstance(value, dict | _TaggedValue)
 
 

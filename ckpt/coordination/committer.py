@@ -44,7 +44,7 @@ from ckpt.coordination.commit_state_machine import (
     decode_verdict,
     decode_vote,
 )
-from ckpt.coordination.gather import encode_json
+from ckpt.coordination.exchanges import encode_json
 from ckpt.coordination.leaving import who_has_left
 from ckpt.coordination.step_files import put_manifest
 from ckpt.coordination.tombstone import has_manifest

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ckpt.checks import number
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.gather import Wait, gather
+from ckpt.coordination.exchanges import Wait, gather
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.coordination.torch_store import TorchStoreCoordinator
 from ckpt.errors import ConfigError

@@ -26,7 +26,7 @@ import msgspec
 from ckpt.config import Tls
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.committer import SharedStore
-from ckpt.coordination.gather import Wait, encode_json, gather, leader_decides
+from ckpt.coordination.exchanges import Wait, encode_json, gather, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.errors import CkptError, CommitError, ConfigError, TransientStorageError
 from ckpt.model.checksum import checksum

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.gather import Wait, encode_json, leader_decides
+from ckpt.coordination.exchanges import Wait, encode_json, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.fallback import is_damage

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.gather import Wait, gather
+from ckpt.coordination.exchanges import Wait, gather
 from ckpt.errors import CkptError, CommitTimeout
 from ckpt.locks import Event
 

@@ -23,7 +23,7 @@ import msgspec
 
 from ckpt.config import SaveConfig, failure_domain
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.coordination.exchanges import Wait, gather, leader_decides
 from ckpt.errors import CkptError, ConfigError
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef

@@ -17,7 +17,7 @@ from ckpt.catalog.candidates import Candidate, Finish
 from ckpt.catalog.index import RootContents, is_committed, list_root, own_objects, read_packed
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.gather import Wait, gather
+from ckpt.coordination.exchanges import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
 from ckpt.model.fill_manifest import carried_fragments, fill_manifest
 from ckpt.model.keys import StepRef, parse_folder, rank_of

@@ -9,7 +9,7 @@ from concurrent.futures import wait
 from typing import Final
 
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.gather import Wait, gather
+from ckpt.coordination.exchanges import Wait, gather
 from ckpt.errors import CkptError
 from ckpt.pipeline.workers import Workers
 from ckpt.save.tier_writer import TierWriter

@@ -25,7 +25,7 @@ import numpy as np
 
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.coordination.exchanges import Wait, gather, leader_decides
 from ckpt.coordination.leaving import DepartingCoordinator
 from ckpt.errors import CkptError, SuspiciousState
 from ckpt.model.keys import StepRef

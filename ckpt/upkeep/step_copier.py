@@ -2,7 +2,7 @@
 (``every``) and that its retention policy keeps.
 
 The backfill uses this module for the steps of the job that this job continues. The agent uses it
-for the steps of a job that has ended.
+for the steps of a job that has ended. Those of a running job go through ``save.tier_writer``.
 """
 
 from __future__ import annotations

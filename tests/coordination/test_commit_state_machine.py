@@ -35,7 +35,7 @@ from ckpt.coordination.commit_state_machine import (
     decode_verdict,
     decode_vote,
 )
-from ckpt.coordination.gather import encode_json
+from ckpt.coordination.exchanges import encode_json
 from ckpt.errors import OutOfSpace
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef

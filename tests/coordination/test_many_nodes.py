@@ -24,7 +24,7 @@ from ckpt.coordination.commit_state_machine import (
     Vote,
 )
 from ckpt.coordination.committer import Committer, SharedStore
-from ckpt.coordination.gather import encode_json
+from ckpt.coordination.exchanges import encode_json
 from ckpt.coordination.node_commits import NodeLocalStore
 from ckpt.errors import OutOfSpace, RootInUse
 from ckpt.model.checksum import checksum

@@ -203,7 +203,7 @@ class PosixBackend:
             raise
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        target = self._writable(check_key(key))
+        target = self._path_to_write(check_key(key))
         with storage_errors(key, missing=StorageError):
             # This check only avoids a useless write. The rename below decides which writer wins.
             if if_absent and os.path.lexists(target):
@@ -226,7 +226,7 @@ class PosixBackend:
         return ObjectInfo(key=key, size=size)
 
     def upload(self, key: str, size: int) -> Upload:
-        target = self._writable(check_key(key))
+        target = self._path_to_write(check_key(key))
         with storage_errors(key, missing=StorageError):
             temporary = temporary_beside(target)
             fd = self._create(temporary)
@@ -244,7 +244,7 @@ class PosixBackend:
         self.read_parts(key, offset, [out])
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
-        path = self._readable(check_key(key))
+        path = self._path_to_read(check_key(key))
         # Refuse a named pipe, since opening it would wait for a writer.
         self._file_status(key, path)
         parts = [out.cast("B") for out in outs]
@@ -253,7 +253,7 @@ class PosixBackend:
         check_read(key, offset, count, sum(part.nbytes for part in parts))
 
     def head(self, key: str) -> ObjectInfo:
-        status = self._file_status(key, self._readable(check_key(key)))
+        status = self._file_status(key, self._path_to_read(check_key(key)))
         return ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -267,7 +267,7 @@ class PosixBackend:
                 yield entry.name
 
     def delete(self, key: str) -> None:
-        path = self._writable(check_key(key))
+        path = self._path_to_write(check_key(key))
         with (
             storage_errors(key),
             suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
@@ -297,7 +297,7 @@ class PosixBackend:
                 )
 
     def discard(self, write: UnfinishedWrite) -> None:
-        path = self._writable(write.name)
+        path = self._path_to_write(write.name)
         with storage_errors(write.key), suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
         self._remove_empty(os.path.dirname(path))
@@ -313,7 +313,7 @@ class PosixBackend:
             raise ObjectNotFound(key, "not a file")
         return status
 
-    def _readable(self, key: str) -> str:
+    def _path_to_read(self, key: str) -> str:
         """Return the path to read ``key`` from, with symbolic links resolved.
 
         Raises:
@@ -327,7 +327,7 @@ class PosixBackend:
         except AccessDenied:
             raise LinkRefused(key) from None
 
-    def _writable(self, key: str) -> str:
+    def _path_to_write(self, key: str) -> str:
         """Return the path to write ``key`` to, with symbolic links in its folder resolved.
 
         If the object itself is a link, this link is not resolved, since a rename or an unlink acts
@@ -393,7 +393,7 @@ class PosixBackend:
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
-        # Paths of objects are resolved (``_writable``), and the root itself may be a link.
+        # Paths of objects are resolved (``_path_to_write``), and the root itself may be a link.
         if missing and mark is not None and {self._root, self._top()} & {*missing}:
             raise RootLost("")  # Do not create the root again on the disk below its mount point
         for path in reversed(missing):
@@ -477,7 +477,7 @@ class PosixBackend:
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
         """Return the entries of a folder of the store; none if the folder does not exist."""
-        path = self._readable(folder)
+        path = self._path_to_read(folder)
         with (
             storage_errors(folder),
             suppress(FileNotFoundError, NotADirectoryError),

@@ -166,7 +166,7 @@ class ShmBackend(PosixBackend):
 
     def open_file(self, key: str) -> BinaryIO:
         """Return the file of an object, open for reading. The caller closes it."""
-        path = self._readable(check_key(key))
+        path = self._path_to_read(check_key(key))
         # Without this check, ``open`` refuses a folder and leaves its descriptor open.
         self._file_status(key, path)
         with storage_errors(key):
@@ -210,7 +210,7 @@ class ShmBackend(PosixBackend):
     def _remember_root(self) -> None:
         """Do nothing, since ``is_replaced`` does not need the identity of the root."""
 
-    def _readable(self, key: str) -> str:
+    def _path_to_read(self, key: str) -> str:
         try:
             self._top()
         except AccessDenied as error:
@@ -223,7 +223,7 @@ class ShmBackend(PosixBackend):
             return super()._entries(folder)
         return []
 
-    def _writable(self, key: str) -> str:
+    def _path_to_write(self, key: str) -> str:
         return self._path_below(key)
 
     def _path_below(self, key: str) -> str:
@@ -256,7 +256,7 @@ class ShmBackend(PosixBackend):
         Raises:
             StorageError: The file is not in ``/dev/shm``, is gone, or is another user's.
         """
-        target = self._writable(check_key(key))
+        target = self._path_to_write(check_key(key))
         with storage_errors(key, missing=StorageError):
             temporary = temporary_beside(target)
             # ``_create`` also creates the folders. While the temporary file is in its folder, the

@@ -53,7 +53,7 @@ _KEEP_OPTIMIZER: Final = (
 )
 
 
-def unreadable(paths: Paths) -> FolderKind | None:
+def refused_kind(paths: Paths) -> FolderKind | None:
     """Return the kind of a folder with these relative paths in it, if an import refuses it.
 
     Args:

@@ -14,7 +14,7 @@ from ckpt.errors.base import few
 from ckpt.exchange.foreign import dcp_reader, safetensors_folder
 from ckpt.exchange.foreign.contents import Contents, State, merge
 from ckpt.exchange.foreign.dcp_reader import TABLE, has_table
-from ckpt.exchange.foreign.folder_kind import state_folders, unreadable
+from ckpt.exchange.foreign.folder_kind import refused_kind, state_folders
 from ckpt.exchange.foreign.joined_tensors import Joiner
 from ckpt.exchange.foreign.safetensors_folder import SUFFIX, choose_files
 from ckpt.exchange.inert.file_kind import describe_file, is_torch
@@ -46,8 +46,8 @@ def detect(source: str) -> Kind:
     names = _names_in(source)
     if MANIFEST in names and parse_folder(os.path.basename(os.path.abspath(source))):
         raise ConfigError(_own_step_text(source, os.path.abspath(source)))
-    if kind := unreadable(paths_in(source)):
-        raise ConfigError(kind.text(source))
+    if folder_kind := refused_kind(paths_in(source)):
+        raise ConfigError(folder_kind.text(source))
     if has_table(names):
         return "dcp"
     if any(name.endswith(SUFFIX) for name in names):

@@ -11,7 +11,7 @@ from ckpt.exchange.foreign.deepspeed_files import engine_notes, read_universal
 from ckpt.exchange.foreign.folder_kind import (
     folder_notes,
     is_universal,
-    unreadable,
+    refused_kind,
     unreadable_file,
 )
 from ckpt.exchange.foreign.joined_tensors import Joiner
@@ -43,8 +43,8 @@ def kind_of(source: str) -> str:
     """
     if os.path.isdir(source):
         paths = paths_in(source)
-        if kind := unreadable(paths):
-            raise ConfigError(kind.text(source))
+        if folder_kind := refused_kind(paths):
+            raise ConfigError(folder_kind.text(source))
         if is_universal(paths):
             return "deepspeed"
         if is_torchsnapshot(paths):

@@ -60,10 +60,10 @@ def read_file(
         whole = map_file(file)
     try:
         length = int.from_bytes(whole[:_LENGTH_BYTES], "little")
-        if len(whole) < _LENGTH_BYTES or length > min(
-            len(whole) - _LENGTH_BYTES, _MOST_HEADER_BYTES
-        ):
+        if len(whole) < _LENGTH_BYTES + length:
             raise ValueError("it ends within its header")
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has more than {_MOST_HEADER_BYTES} bytes")
         header: dict[str, Any] = json.loads(bytes(whole[_LENGTH_BYTES : _LENGTH_BYTES + length]))
         metadata = {
             str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()

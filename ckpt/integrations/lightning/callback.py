@@ -32,7 +32,7 @@ from torch import Tensor
 from ckpt.catalog.index import committed, creation_time
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
 from ckpt.errors import ConfigError
-from ckpt.integrations.lightning.loops import (
+from ckpt.integrations.lightning.loop_position import (
     begin_next_epoch,
     continues_epoch,
     ends_epoch,

@@ -232,6 +232,7 @@ def _layer(name: str, tensor: torch.Tensor, resize: _Resize) -> Layer:
     kind = _full_name(type(tensor))
     if tensor.is_meta:
         raise UnsupportedValue(name, f"{kind} on the meta device", "materialise it first")
+    # A plain tensor with the memory and the version counter of the wrapper, not of its parts.
     alias = plain_alias(tensor)
     if _has_memory(alias):
         raise UnsupportedValue(

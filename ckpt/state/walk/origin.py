@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.gather import Wait, leader_decides
+from ckpt.coordination.exchanges import Wait, leader_decides
 from ckpt.model.keys import StepRef
 from ckpt.state.tensors.layout import local
 from ckpt.state.walk.state_objects import walk_objects, walk_tensors, without_plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.exchange.foreign.folder_kind import folder_notes, state_folders, unreadable
+from ckpt.exchange.foreign.folder_kind import folder_notes, refused_kind, state_folders
 
 DCP = [".metadata", "__0_0.distcp"]
 ZERO_2 = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
@@ -34,7 +34,7 @@ ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)
     ],
 )
 def test_the_refusal_of_a_folder_says_how_to_get_its_state(paths: list[str], expected: str) -> None:
-    kind = unreadable(paths)
+    kind = refused_kind(paths)
     assert kind is not None
     assert expected in kind.text("/run/x")
 
@@ -53,11 +53,11 @@ def test_the_refusal_of_a_folder_says_how_to_get_its_state(paths: list[str], exp
     ],
 )
 def test_a_folder_that_an_import_reads_is_not_refused(paths: list[str]) -> None:
-    assert unreadable(paths) is None
+    assert refused_kind(paths) is None
 
 
 def test_a_folder_name_with_a_space_is_quoted_in_the_command() -> None:
-    kind = unreadable(["global_step2/mp_rank_00_model_states.pt"])
+    kind = refused_kind(["global_step2/mp_rank_00_model_states.pt"])
     assert kind is not None
     assert "'/run/my run'/zero_to_fp32.py '/run/my run' fp32" in kind.text("/run/my run")
 

@@ -98,3 +98,12 @@ def test_a_type_that_torch_has_not_is_told(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedValue, match="F6_E2M3"):
         read_file(path)
+
+
+def test_a_header_that_is_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.exchange.inert.safetensors_reader._MOST_HEADER_BYTES", 10)
+    path = written(tmp_path / "x", {"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+    with pytest.raises(IntegrityError, match="its header has more than 10 bytes"):
+        read_file(path)

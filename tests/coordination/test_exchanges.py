@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.gather import Wait, arrivals, gather, leader_decides
+from ckpt.coordination.exchanges import Wait, arrivals, gather, leader_decides
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CommitTimeout
 from tests.coordination.world import World
