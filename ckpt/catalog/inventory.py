@@ -80,7 +80,8 @@ class StoredStep:
         metadata: The user's metadata, with the metrics that were added later.
         metrics: The metrics in ``metadata``.
         staged_bytes: The size of the images of all ranks.
-        bases: The older steps whose files hold a part of the images.
+        bases: The older steps whose files hold a part of the images. A "damaged" step has them if
+            all of them are there and its outer bases are known, since these may come back.
         outer_bases: The steps in other roots whose files do. A "damaged" step has them too if it
             is damaged since one of them, or a file that it was adopted from, is gone.
         last_change: When a file of the step was last put or an unfinished write last changed, in
@@ -387,7 +388,12 @@ class Inventory:
         outer_bases = frozenset(base for base in bases if base.root)
         if fault := self._outer_bases.fault_of(outline.increments):
             return StoredStep(
-                ref=ref, objects=objects, state="damaged", reason=fault, outer_bases=outer_bases
+                ref=ref,
+                objects=objects,
+                state="damaged",
+                reason=fault,
+                bases=own_refs(bases),
+                outer_bases=outer_bases,
             )
         step = StoredStep(
             ref=ref,
@@ -549,6 +555,7 @@ def _damaged_without_bases(
         state="damaged",
         reason=f"step {', '.join(texts)}, which holds a part of it, is gone",
         pins=step.pins,
+        bases=frozenset() if absent_refs else step.bases,
         outer_bases=step.outer_bases,
     )
 

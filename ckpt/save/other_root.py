@@ -13,6 +13,8 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+import msgspec
+
 from ckpt.catalog.fragments import load_fragment
 from ckpt.catalog.index import list_root, read_packed
 from ckpt.config import SaveConfig
@@ -22,6 +24,7 @@ from ckpt.errors import (
     CkptError,
     ConfigError,
     IntegrityError,
+    ManifestCorrupt,
     ObjectNotFound,
 )
 from ckpt.model.fill_manifest import carried_fragment
@@ -199,11 +202,20 @@ class OtherRoot:
         return BaseFile(ref=ref, plan=job.plan, file=file, root=self._path, adopted_files=files)
 
     def _fragment(self, manifest: Manifest, ref: StepRef, rank: int) -> Fragment:
-        """Return the fragment of a rank of a step in the other root."""
+        """Return the fragment of a rank of a step in the other root.
+
+        Raises:
+            IntegrityError: The fragment is damaged, or belongs to another save or file.
+            StorageError: It cannot be read.
+        """
+        file = manifest.file_map().get(rank)
         fragment = carried_fragment(manifest, rank, key=ref.manifest)
         if fragment is not None:
+            own_file = fragment.file and msgspec.structs.replace(fragment.file, chunks=())
+            if own_file != file:
+                fault = f"the fragment of rank {rank} names another file"
+                raise ManifestCorrupt(ref.manifest, fault)
             return fragment
-        file = manifest.file_map().get(rank)
         store, fragment_ref = root_at(self._backend, self._path), manifest.fragments[rank]
         fragment, _ = RetryPolicy().call(
             partial(load_fragment, store, ref, manifest, fragment_ref, file)

@@ -18,19 +18,23 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.inventory import Inventory
+from ckpt.coordination.api import Coordinator
 from ckpt.errors import ForeignFileMismatch, IntegrityError, ManifestCorrupt
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import FILE_SPACE, AdoptedBase, AdoptedFile, Manifest, Packed
-from ckpt.model.packed import read_fragment
+from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
+from tests.coordination.world import World
 from tests.save.adapted import (
+    Adapted,
     Lora,
     base_pins,
+    bases,
     check_model,
     mend,
     outer_bases,
@@ -241,6 +245,33 @@ def test_retention_keeps_a_step_whose_base_is_away(adopted, place, cli: Cli):
     assert [row["step"] for row in cli("ls", run, "--json").json["steps"]] == [3]
 
 
+@pytest.mark.parametrize("place", ["hf", "base"])
+def test_a_step_that_others_refer_to_stays_while_their_base_is_away(adopted, place, cli: Cli):
+    """The file of rank 0 has its base in the folder, and that of rank 1 in step 1 of the run."""
+    run, base, _ = adopted
+    other = Adapted().model
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+
+    def job(coordinator: Coordinator) -> None:
+        model = other if coordinator.rank else Lora()
+        tier = Tier(str(run), base=str(base))
+        with CheckpointManager(tier, coordinator=coordinator, journal=False) as manager:
+            for step in (1, 2):
+                manager.save({f"model-{coordinator.rank}": model}, step)
+
+    assert World(2, patience=60).run(job) == {0: None, 1: None}
+    assert (bases(run, 2), outer_bases(run, 2)) == ({1}, {"../base 0"})
+    path = base.with_name(place)
+    path.rename(path.with_name("away"))
+    ran = cli("rm", run, 1)
+    assert ran.code != 0
+    assert "holds a part of other steps (2)" in ran.err
+    path.with_name("away").rename(path)
+    assert cli("verify", run, "--all").code == 0
+
+
 def test_a_moved_folder_is_found_by_a_link_and_the_next_job_takes_the_step_adopted_again(
     adopted, cli: Cli
 ):
@@ -349,6 +380,26 @@ def test_a_record_that_names_another_file_is_damage(adopted, cli: Cli):
             ckpt.load(run, "model")
         assert cli("verify", run).code == 4
     assert secret.stat().st_size == 400_000
+
+
+def test_an_adopted_step_with_a_fragment_of_no_file_is_no_base(adopted, caplog):
+    run, base, _ = adopted
+    ref = ref_of(base, 0)
+    path = base / ref.manifest
+    manifest = unpack(path.read_bytes(), Manifest, key="manifest")
+    records = [(base / ref.key(part.name)).read_bytes() for part in manifest.fragments]
+    fragments = [fragment_of(unpack(data, Packed, key=""), key="") for data in records]
+    carried = [
+        replace(
+            pack_fragment(replace(fragment, file=None, locations=(), tensors=())), in_manifest=True
+        )
+        for fragment in fragments
+    ]
+    path.write_bytes(pack(replace(manifest, carried=tuple(carried))))
+    model = save_lora(Tier(str(run), base=str(base)))
+    (warning,) = (entry.message for entry in caplog.records)
+    assert "the fragment of rank 0 names another file" in warning
+    check_model(run, model)
 
 
 def fragment_of_rank_0(run: Path) -> Packed:
