@@ -103,18 +103,22 @@ class SaveLedger:
 
     def await_restorable(self, step: Selector | None) -> None:
         """Wait until some tier has the save under way that a restore of ``step`` takes: the save of
-        this number, or the newest one if ``step`` is no number. The save of an abandoned step does
-        not count. The call waits at most for the commit timeout.
+        this number; the newest one for None, or if that fails, the one before; and all saves for a
+        step that is looked up, such as the best. The saves of abandoned steps do not count. The
+        call waits at most for the commit timeout.
 
         A thread of ckpt does not wait, since an observer of a save may restore, and the save waits
         for the observer.
         """
         if threading.current_thread().name.startswith(THREAD_PREFIX):
             return
+        deadline = time.monotonic() + self._patience_seconds
+        is_looked_up = not (step is None or isinstance(step, int))
         for save in reversed(self.pending):
-            if (save.step == step or not isinstance(step, int)) and self.has(save.step):
-                save.wait_kept(self._patience_seconds)
-                return
+            if (is_looked_up or step in (None, save.step)) and self.has(save.step):
+                save.wait_kept(max(0.0, deadline - time.monotonic()))
+                if save.is_kept and not is_looked_up:
+                    return
 
     def await_end(self, step: int) -> None:
         """Wait until no save of ``step`` is under way."""

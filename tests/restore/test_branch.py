@@ -192,6 +192,23 @@ def test_a_step_whose_save_is_under_way_is_waited_for(gated, far, step):
     assert newest(far) == (6, 6)
 
 
+@pytest.mark.parametrize("step", ["latest~1", "best:loss"])
+def test_a_step_is_looked_up_among_all_saves_under_way(near, gated, far, step):
+    trained = state(0)
+    gated.open.set()
+    with CheckpointManager([Tier(str(near), every=2), str(far)]) as manager:
+        manager.save(trained, 4, metrics={"loss": 3.0})
+        gated.open.clear()
+        for number, loss in ((5, 1.0), (6, 2.0)):
+            trained["x"].fill_(number)
+            save = manager.save_async(trained, number, metrics={"loss": loss})
+            save.wait_staged()
+        save.result(30, tier=str(near))
+        threading.Timer(0.3, gated.open.set).start()
+        report = restored(manager, trained, step=step)
+    assert (report.step, int(trained["x"][0])) == (5, 5)
+
+
 def test_a_save_whose_thread_has_not_begun_is_abandoned_too(near):
     trained, gate = state(5), threading.Event()
     with CheckpointManager(str(near)) as manager:
@@ -387,6 +404,21 @@ def test_a_branch_that_is_taken_up_again_has_its_own_saves_and_no_others():
     assert ledger.has(3), "it would be saved a second time on its branch"
     ledger.end(saves["2b"], StorageError("", "of the second branch"))
     assert ledger.has(2), "that of the first branch"
+
+
+def test_a_restore_waits_for_the_save_before_a_newest_one_that_fails():
+    ledger = SaveLedger(Observers(()), SaveConfig(on_error="warn"))
+    saves = {
+        ref: SaveRecord(ref.step, 0, None, began=0.0)
+        for ref in (StepRef(5, "a" * 12), StepRef(6, "a" * 12))
+    }
+    for ref, save in saves.items():
+        ledger.begin(save, ref, owner=ledger)
+    old, new = saves.values()
+    threading.Timer(0.1, ledger.end, [new, StorageError("", "the newest one")]).start()
+    threading.Timer(0.3, ledger.end, [old, None]).start()
+    ledger.await_restorable(None)
+    assert old.done()
 
 
 def test_observers_learn_of_it(near):
