@@ -19,7 +19,13 @@ from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import Parts, fill, load_fragment
 from ckpt.catalog.index import read_packed
-from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.errors import (
+    ForeignFileMismatch,
+    IntegrityError,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
 from ckpt.pipeline.chunk_reader import ChunkReader, Misses, Sink, runs_of
@@ -452,7 +458,8 @@ class TieredReader:
             if reach is not Reach.CHUNK:
                 self._failures[position, scope_key] = error
             should_have_all = position in self.listing and position not in self._partial
-            never_had_it = isinstance(error, ObjectNotFound) and not should_have_all
+            is_absent = isinstance(error, ObjectNotFound | ForeignFileMismatch)
+            never_had_it = is_absent and not should_have_all
             if self._notes_repairs and not never_had_it and position + 1 < len(self.sources):
                 self._record_repair(self.sources[position].url, scope_key, error, nbytes)
 
