@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 from urllib.parse import quote
 
@@ -115,11 +116,15 @@ class AdoptedBaseStore:
         return ObjectInfo(key=key, size=self._adoption.end, modified=max(self.times()))
 
     def times(self) -> tuple[float, ...]:
-        """Return when each file was last written to, in seconds since 1970."""
+        """Return when each file was last written to or replaced, in seconds since 1970."""
         return tuple(map(self._modified_at, self._adoption.files))
 
     def _modified_at(self, file: AdoptedFile) -> float:
-        """Return when a file was last written to, after a look at its size."""
+        """Return when a file was last written to or replaced, after a look at its size.
+
+        A program that copies a file may give it the time of another one, but not the time of the
+        last change of its status.
+        """
         place = _shown_location(self._path, file.path)
         try:
             info = self._store.head(file.path)
@@ -129,7 +134,9 @@ class AdoptedBaseStore:
         if info.size != file.size:
             damage = FileDamaged(place, info.size, file.size)
             raise as_foreign_mismatch(damage, place, way=_BASE_WAY)
-        return info.modified or 0.0
+        with suppress(OSError):  # It is gone by now, which the next look or read tells
+            return max(info.modified or 0.0, os.lstat(path_of(self.url, file.path)).st_ctime)
+        return 0.0
 
 
 def _shown_location(root: str, location: str) -> str:

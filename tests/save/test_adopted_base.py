@@ -177,7 +177,16 @@ def test_a_foreign_file_that_changed_before_the_first_save_is_named_and_not_refe
     assert cli("verify", run, "--all").code == 0
 
 
-@pytest.mark.parametrize("change", [change_byte, Path.unlink])
+def replace_with_equal_times(file: Path) -> None:
+    """Put another file of the same size and times in the place of a file."""
+    times = file.stat()
+    changed = file.rename(file.with_name("changed"))
+    change_byte(changed)
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed.rename(file)
+
+
+@pytest.mark.parametrize("change", [change_byte, Path.unlink, replace_with_equal_times])
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_a_foreign_file_that_changes_in_the_midst_of_a_run_costs_no_further_step(
     adopted, change, codec, caplog
@@ -289,6 +298,19 @@ def test_a_moved_folder_is_found_by_a_link_and_the_next_job_takes_the_step_adopt
         ckpt.load(run, "model", step=2)
     folder.symlink_to(moved)
     check_model(run, model, 2)
+
+
+def test_a_nearer_tier_without_the_step_is_not_called_damaged(adopted, tmp_path, caplog):
+    run, base, _ = adopted
+    model = save_lora(Tier(str(run), base=str(base)))
+    near = tmp_path / "another" / "folder" / "near"  # From here, the root of the base is not there
+    resumed = Lora()
+    with CheckpointManager([str(near), str(run)]) as manager:
+        report = manager.restore({"model": resumed}, only="model")
+    assert report is not None
+    assert not caplog.records
+    for name, value in model.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
 
 
 def test_a_damaged_step_is_mended_as_a_whole_from_a_farther_tier(adopted, cli: Cli):
