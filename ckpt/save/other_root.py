@@ -33,6 +33,7 @@ from ckpt.model.manifest import Encoding, Fragment, Manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.save import SavePlan, boxes_of_chunks
 from ckpt.root.base_pins import pinned_bases, put_base_pin
+from ckpt.root.claim_marker import is_being_removed
 from ckpt.save.adopted_base import AdoptedFiles
 from ckpt.save.increments import (
     BaseFile,
@@ -147,6 +148,10 @@ class OtherRoot:
                 if whole.ref in whole_refs:
                     continue
                 whole_refs.add(whole.ref)
+                # An attempt that was adopted again stays marked while a run needs it.
+                if RetryPolicy().call(partial(is_being_removed, store, whole.ref)):
+                    cause = f"step {whole.ref.step} is being removed"
+                    continue
                 if whole.ref != ref:
                     manifest, _ = read_packed(store, whole.ref)
                 file = self._file_in(manifest, whole.ref, job)

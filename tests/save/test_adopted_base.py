@@ -235,6 +235,7 @@ def test_a_foreign_file_that_is_gone_shows_in_the_listing(adopted, cli: Cli):
     rows = cli("ls", run, "--json").json["steps"]
     assert {row["state"] for row in rows} == {"damaged"}
     assert "'../hf/model-0000" in cli("ls", run).out
+    assert "damaged, base of another run: '../hf/model-0000" in cli("ls", base).out
 
 
 @pytest.mark.parametrize("place", ["hf", "base"])
@@ -311,6 +312,24 @@ def test_a_nearer_tier_without_the_step_is_not_called_damaged(adopted, tmp_path,
     assert not caplog.records
     for name, value in model.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def test_the_next_job_takes_the_step_adopted_again_also_while_a_link_keeps_the_one_before(
+    adopted, cli: Cli, caplog
+):
+    run, base, folder = adopted
+    model = save_lora(Tier(str(run), base=str(base)))
+    moved = folder.with_name("moved")
+    folder.rename(moved)
+    assert cli("adopt", moved, base, "--step", 0).code == 0
+    folder.symlink_to(moved)
+    with CheckpointManager(Tier(str(run), base=str(base))) as manager:
+        manager.restore({"model": model}, only="model")
+        manager.save({"model": model}, 3)
+    assert not caplog.records
+    assert size_of(run, 3) < ADAPTER_BYTES
+    folder.unlink()
+    check_model(run, model, 3)
 
 
 def test_a_damaged_step_is_mended_as_a_whole_from_a_farther_tier(adopted, cli: Cli):
