@@ -550,13 +550,15 @@ def _state_and_detail(step: StoredStep) -> tuple[str, str]:
 def _size_and_state(step: StoredStep) -> tuple[str, str]:
     """Return the cells "size" and "state" of a step on a tier."""
     state, detail = _state_and_detail(step)
-    text = f"{state}: {detail}" if detail else state
+    text = state
     if step.is_abandoned:
         text += ", abandoned"
     if step.pins:
         end = _pinned_until(step)
         marks = {ENDLESS: ", named", BASE_END: ", base of another run"}
         text += marks.get(end) or f", pinned until {output.moment(end)}"
+    if detail:
+        text += f": {detail}"
     if step.state == "committed":
         return _size(step), text
     return output.size(step.nbytes) if step.nbytes else "-", text

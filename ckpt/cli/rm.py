@@ -239,12 +239,13 @@ def _check(
                 )
             if base_pins := [pin for pin in pins if pin.until == BASE_END]:
                 notes = (tier.store.ask(partial(note_of, tier.store, pin)) for pin in base_pins)
-                reasons = "; ".join(sorted({note.reason for note in notes}))
+                reasons = sorted({note.reason for note in notes})
                 raise CommitError(
-                    f"step {step.ref.step} on {tier.store.url} holds a part of another run "
-                    f"({reasons}), which would be damaged without it: remove that run first "
-                    "with `ckpt rm ROOT --run`, or copy its steps with `ckpt copy`; if it is gone, "
-                    f"end the pin with `ckpt unpin {tier.store.url} {step.ref.step}`"
+                    f"step {step.ref.step} on {tier.store.url} holds a part of "
+                    f"{'other runs' if len(reasons) > 1 else 'another run'} ({'; '.join(reasons)}),"
+                    " which would be damaged without it: remove each of these runs first with "
+                    "`ckpt rm ROOT --run`, or copy its steps with `ckpt copy`; if none is left, "
+                    f"end the pins with `ckpt unpin {tier.store.url} {step.ref.step}`"
                 )
             raise CommitError(
                 f"step {step.ref.step} on {tier.store.url} is pinned until "

@@ -152,7 +152,7 @@ class ForeignFileMismatch(IntegrityError):
     def __init__(self, key: str, detail: str, offset: int | None = None, *, way: str = "") -> None:
         self.key, self.detail, self.offset = key, detail, offset
         self.way = way or self.way
-        super().__init__(f"{key!r}, from which the step was adopted, {detail}: {self.way}")
+        super().__init__(f"{key!r}, from which a step was adopted, {detail}: {self.way}")
 
 
 class ManifestCorrupt(IntegrityError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -155,4 +156,10 @@ def why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwri
 
 def reasons_of(skips: Sequence[tuple[int, str]]) -> str:
     """Return the text that says why the first of ``skips`` were passed over."""
-    return "; ".join(f"step {number}: {reason}" for number, reason in skips[:5])
+    numbers_by_reason = defaultdict[str, list[int]](list)
+    for number, reason in skips[:5]:
+        numbers_by_reason[reason].append(number)
+    return "; ".join(
+        f"step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {reason}"
+        for reason, numbers in numbers_by_reason.items()
+    )

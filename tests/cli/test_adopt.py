@@ -132,7 +132,7 @@ def test_a_folder_that_was_moved_with_its_root_is_adopted_again(cli: Cli) -> Non
     Path("old").rename("new")
     ran = cli("restore", "--root", "new/runs/gpt", "--step", 12, "--to", "near")
     assert ran.code == 4
-    assert f"{str(path)!r}, from which the step was adopted, is gone" in ran.err
+    assert f"{str(path)!r}, from which a step was adopted, is gone" in ran.err
     assert "if the folder was moved" in ran.err
     assert "ckpt adopt FOLDER ROOT --step N" in ran.err
     ran = cli("adopt", "new/dcp/step-12", "new/runs/gpt", "--step", 12)
@@ -285,7 +285,7 @@ def test_a_copy_of_a_changed_file_is_refused(cli: Cli) -> None:
     data.write_bytes(data.read_bytes()[:-4000])
     ran = cli("copy", "runs", "copy", "--step", 1)
     assert ran.code == 4
-    assert re.search(r"from which the step was adopted, has \d+ bytes now", ran.err)
+    assert re.search(r"from which a step was adopted, has \d+ bytes now", ran.err)
     assert not list(Path("copy").glob("step-*/manifest.json"))
 
 

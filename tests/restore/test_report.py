@@ -8,7 +8,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.catalog.tiered_reader import Repair
-from ckpt.restore.report import RestoreReport
+from ckpt.restore.report import RestoreReport, why_none
 
 
 def report(**fields: object) -> RestoreReport:
@@ -50,3 +50,11 @@ def test_a_manager_says_where_it_saves_and_what_is_under_way(tmp_path: Path) -> 
         manager.save({"x": torch.ones(2)}, 3)
         assert repr(manager) == f"<CheckpointManager {near}, {far}, step 3, 0 saves under way>"
     assert repr(manager) == f"<CheckpointManager {near}, {far}, step 3, closed>"
+
+
+def test_a_reason_that_several_steps_share_is_told_once() -> None:
+    skips = [(4, "its base is gone"), (3, "cut"), (2, "its base is gone")]
+    assert why_none(None, skips, is_overwritten=False) == (
+        "no step is intact (steps 4, 2: its base is gone; step 3: cut); "
+        "nothing in the state was changed"
+    )

@@ -162,6 +162,7 @@ def test_the_base_stays_until_the_run_that_needs_it_is_removed(roots, cli: Cli):
     save(Tier(str(other), base=str(base)), 1)
     ran = cli("rm", base, 1)
     assert all(f"{name} saves increments of it" in ran.err for name in (run, other))
+    assert "holds a part of other runs" in ran.err
     assert cli("rm", other, "--run").code == 0
     assert "other runs need" in cli("unpin", base).err
     assert base_pins(base) == [1]

@@ -239,10 +239,10 @@ def test_a_changed_file_is_noticed_by_every_reader(tmp_path: Path) -> None:
     data.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     with pytest.raises(
         ForeignFileMismatch,
-        match=r"from which the step was adopted, has other bytes from \d+ to .*ckpt adopt",
+        match=r"from which a step was adopted, has other bytes from \d+ to .*ckpt adopt",
     ):
         load_state(str(root))
-    with pytest.raises(NoCheckpoint, match="from which the step was adopted, has other"):
+    with pytest.raises(NoCheckpoint, match="from which a step was adopted, has other"):
         restored(root)
     data.write_bytes(whole)
     check(root)
@@ -266,7 +266,7 @@ def test_a_file_that_is_gone_or_cut_is_a_clear_error(tmp_path: Path, kind: str) 
         check(root)
         return
     text = r"has 5000 bytes now, and had \d+:" if kind == "cut" else "is gone, or is no"
-    with pytest.raises(NoCheckpoint, match=f"from which the step was adopted, {text}"):
+    with pytest.raises(NoCheckpoint, match=f"from which a step was adopted, {text}"):
         restored(root)
 
 
