@@ -192,6 +192,18 @@ def test_a_step_whose_save_is_under_way_is_waited_for(gated, far, step):
     assert newest(far) == (6, 6)
 
 
+def test_the_newest_step_is_waited_for_only_for_a_while(gated, far, monkeypatch):
+    monkeypatch.setattr("ckpt.save.ledger._UNNAMED_STEP_SECONDS", 0.1)
+    trained = state(0)
+    gated.open.set()
+    with CheckpointManager(str(far)) as manager:
+        manager.save(trained, 5)
+        gated.open.clear()
+        manager.save_async(trained, 6).wait_staged()
+        assert restored(manager, trained).step == 5
+        gated.open.set()
+
+
 @pytest.mark.parametrize("step", ["latest~1", "best:loss"])
 def test_a_step_is_looked_up_among_all_saves_under_way(near, gated, far, step):
     trained = state(0)
