@@ -628,6 +628,39 @@ def test_names_in_an_order_that_the_shapes_disprove_are_refused(cli: Cli) -> Non
     assert not Path("runs").exists()
 
 
+def test_names_that_the_shapes_disprove_are_refused_if_some_parameters_have_no_state(
+    cli: Cli,
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net[0].weight.requires_grad_(False)
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
+    Path("names.txt").write_text("0.weight\n1.weight\n0.bias\n1.bias\n")
+    ran = cli("import", "c.pt", "runs", "--step", 1, "--param-names", "names.txt")
+    assert ran.code == 2
+    assert "gives the name '1.weight' to parameter 2 of the optimizer, whose 'exp_avg'" in ran.err
+
+
+def test_a_name_that_is_given_twice_is_refused(cli: Cli) -> None:
+    torch.save(saved(), "c.pt")
+    count = len(saved()["optimizer"]["param_groups"][0]["params"])
+    Path("names.txt").write_text("w\n" * count)
+    ran = cli("import", "c.pt", "runs", "--step", 1, "--param-names", "names.txt")
+    assert ran.code == 2
+    assert "--param-names has 'w' twice" in ran.err
+
+
+@pytest.mark.parametrize("extra", [torch.ones(3), 5, [1], "abc"])
+def test_a_key_of_an_optimizer_that_is_no_dict_is_left_out(cli: Cli, extra: object) -> None:
+    net, optimizer = in_groups(0)
+    values = {**optimizer.state_dict(), "ckpt_extra": extra}
+    torch.save({"model": net.state_dict(), "optimizer": values}, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 1)
+    assert ran.code == 0, ran.err
+
+
 def test_names_are_taken_for_state_of_shapes_of_its_own(cli: Cli) -> None:
     """The rows of Adafactor have the shapes of other parameters, which proves nothing."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -8,9 +8,10 @@ tensors and plain values.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -202,8 +203,12 @@ class Shaper:
             }
             for group in value["param_groups"]
         ]
-        extra = value.get(EXTRA_KEY)
-        optimizer = _ExtraOptimizer(groups, extra) if extra else Optimizer(groups, {})
+        extra = value.get(EXTRA_KEY)  # Of a file, it may be anything
+        optimizer = (
+            _ExtraOptimizer(groups, extra)
+            if isinstance(extra, dict) and extra
+            else Optimizer(groups, {})
+        )
         for parameter_id, values in value["state"].items():
             if str(parameter_id) not in parameters:
                 raise ConfigError(
@@ -353,6 +358,8 @@ class Shaper:
                 f"--param-names has {len(self._names)} names, the optimizer has {len(ids)} "
                 "parameters"
             )
+        if doubles := [name for name, count in Counter(self._names).items() if count > 1]:
+            raise ConfigError(f"--param-names has {doubles[0]!r} twice: a parameter has one line")
         return self._clean(self._names), _BY_FILE
 
     def _check_shapes(self, names: Sequence[str], ids: list[Any], state: Mapping[Any, Any]) -> None:
@@ -472,24 +479,28 @@ def _order_error(
 ) -> str:
     """Return a text about a parameter that has the name of another one; empty if there is none.
 
-    The tensors of one key, such as ``exp_avg``, prove it if they have the shapes of the parameters,
-    but in another order. An optimizer may also keep tensors of other shapes.
+    The tensors of one key, such as ``exp_avg``, prove it if they have the shapes of the parameters
+    that have one, but in another order. An optimizer may also keep tensors of other shapes.
 
     The arguments are those of ``_exchangeable``.
     """
     state_by_id = {str(key): values for key, values in state.items()}
     all_values = [state_by_id.get(str(parameter_id), {}) for parameter_id in ids]
-    shapes = [list(entries[name].shape) for name in names]
-    for key in all_values[0] if all_values else ():
+    for key in dict.fromkeys(chain.from_iterable(all_values)):
         tensors = [values.get(key) for values in all_values]
-        state_shapes = [list(item.shape) for item in tensors if isinstance(item, torch.Tensor)]
-        if state_shapes == shapes or sorted(state_shapes) != sorted(shapes):
+        pairs = [
+            (place, list(entries[names[place]].shape), list(tensor.shape))
+            for place, tensor in enumerate(tensors)
+            if isinstance(tensor, torch.Tensor)
+        ]
+        if sorted(shape for _, shape, _ in pairs) != sorted(shape for *_, shape in pairs):
             continue
-        place = next(place for place, shape in enumerate(shapes) if shape != state_shapes[place])
-        return (
-            f"the name {names[place]!r} to parameter {place + 1} of the optimizer, whose {key!r} "
-            f"has the shape {state_shapes[place]}, and not {shapes[place]}"
-        )
+        for place, shape, state_shape in pairs:
+            if shape != state_shape:
+                return (
+                    f"the name {names[place]!r} to parameter {place + 1} of the optimizer, whose "
+                    f"{key!r} has the shape {state_shape}, and not {shape}"
+                )
     return ""
 
 
