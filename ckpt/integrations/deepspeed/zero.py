@@ -314,8 +314,9 @@ class ZeroOptimizer(OptimizerStandIn):
         """Set what ``extra`` has returned."""
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
-        for name, value in extra["counters"].items():
-            setattr(engine, name, value)
+        for name in _COUNTER_NAMES:
+            if name in extra["counters"]:
+                setattr(engine, name, extra["counters"][name])
         if getattr(scaler, "dynamic", False):
             for name in _SCALER_FIELDS:
                 if name in extra["loss_scaler"] and hasattr(scaler, name):

@@ -117,6 +117,10 @@ def test_an_engine_goes_on_from_an_adopted_universal_checkpoint(tmp_path: Path) 
     assert "ALL WELL" in said
 
 
+def test_a_checkpoint_sets_no_attribute_of_an_engine_but_the_counters(tmp_path: Path) -> None:
+    assert "ALL WELL" in torchrun(1, WORKER, tmp_path, "counters:1-fp32")
+
+
 @pytest.mark.parametrize("kind", ["1-fp32", "3-fp32", "2-bf16", "3-bf16"])
 def test_plain_pytorch_goes_on_where_an_engine_was(nets: Any, folder: Path, kind: str) -> None:
     reported = torch.load(folder / f"{kind}.pt")

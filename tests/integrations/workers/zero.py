@@ -2,8 +2,9 @@
 
 An order to save names the engine. An order to load names the engine that has saved, and then the
 one that restores. An order to convert names the engine of DeepSpeed's own checkpoint, and then the
-one that goes on from it. An engine is its stage, dtype and perhaps a variant (``2-bf16-robin``);
-``plain-fp32`` is what the test itself has saved, without DeepSpeed.
+one that goes on from it. An order for the counters names the engine. An engine is its stage, dtype
+and perhaps a variant (``2-bf16-robin``); ``plain-fp32`` is what the test itself has saved, without
+DeepSpeed.
 
 The compared values are read through DeepSpeed itself, never through ckpt.
 """
@@ -235,6 +236,17 @@ def convert(folder: Path, saved: str, kind: str) -> None:
     other.destroy()
 
 
+def counters(_: Path, kind: str) -> None:
+    """Set the counters of an engine, and nothing else that a checkpoint may name."""
+    engine = engine_of(kind, seed=1)
+    optimizer, module = zero_state(engine)["optimizer"], engine.module
+    extra = optimizer.extra()
+    extra["counters"] |= {"global_steps": 7, "module": "another"}
+    optimizer.load_extra(extra)
+    assert (engine.global_steps, engine.module) == (7, module)
+    engine.destroy()
+
+
 def rounded(kept: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
     """Return the weights that the forward pass of an engine of ``dtype`` sees."""
     to = torch.bfloat16 if dtype == "bf16" else torch.float32
@@ -263,4 +275,4 @@ def main(verbs: Mapping[str, Callable[..., None]]) -> None:
 
 
 if __name__ == "__main__":
-    main({"save": save, "load": load, "convert": convert})
+    main({"save": save, "load": load, "convert": convert, "counters": counters})
