@@ -416,8 +416,8 @@ class CheckpointManager:
                 metric (see ``best``; ``"best:loss:max"`` for the largest), or ``"latest~3"`` for
                 the step that is three checkpoints older than the newest, or ``"branch:NAME"`` (see
                 `ckpt branch`). None: the newest intact step. If the save of this step is under way,
-                the call waits until a tier has it or the save fails: for a number at most for
-                ``commit_timeout_seconds``, else at most half a minute. For ``best`` and
+                the call waits until a tier has it or the save fails: for the newest step
+                at most half a minute, else at most ``commit_timeout_seconds``. For ``best`` and
                 ``latest~3``, it waits for all saves under way.
             only: Names (with all names below them), or patterns such as ``"model/*"`` (``*``
                 matches slashes and dots too). Other names keep their values, and need not be in

@@ -36,8 +36,8 @@ from ckpt.storage.tiers import OpenTier
 _log = logging.getLogger("ckpt")
 _CALLER_ERRORS: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
 """Errors that the caller must correct. They are raised even with ``on_error="warn"``."""
-_UNNAMED_STEP_SECONDS: Final = 30.0
-"""How long a restore without the number of a step waits for saves under way."""
+_NEWEST_STEP_SECONDS: Final = 30.0
+"""How long a restore of the newest step waits for saves under way."""
 _TRAINING_GOES_ON: Final = '; training goes on (on_error="warn")'
 
 
@@ -107,15 +107,15 @@ class SaveLedger:
         """Wait until some tier has the save under way that a restore of ``step`` takes: the save of
         this number; the newest one for None, or if that fails, the one before; and all saves for a
         step that is looked up, such as the best. The saves of abandoned steps do not count. The
-        call waits for the save of a number at most for the commit timeout, and otherwise at most
-        for half a minute, since a rank whose training has failed may not have begun the save.
+        call waits at most for the commit timeout, and for the newest save at most for half a
+        minute, since a rank whose training has failed may not have begun it.
 
         A thread of ckpt does not wait, since an observer of a save may restore, and the save waits
         for the observer.
         """
         if threading.current_thread().name.startswith(THREAD_PREFIX):
             return
-        longest = self._patience_seconds if isinstance(step, int) else _UNNAMED_STEP_SECONDS
+        longest = _NEWEST_STEP_SECONDS if step is None else self._patience_seconds
         deadline = time.monotonic() + min(longest, self._patience_seconds)
         is_looked_up = not (step is None or isinstance(step, int))
         for save in reversed(self.pending):

@@ -193,7 +193,7 @@ def test_a_step_whose_save_is_under_way_is_waited_for(gated, far, step):
 
 
 def test_the_newest_step_is_waited_for_only_for_a_while(gated, far, monkeypatch):
-    monkeypatch.setattr("ckpt.save.ledger._UNNAMED_STEP_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.save.ledger._NEWEST_STEP_SECONDS", 0.1)
     trained = state(0)
     gated.open.set()
     with CheckpointManager(str(far)) as manager:
