@@ -55,10 +55,12 @@ class Facts:
         missed: The steps that it was told did not become checkpoints, by place.
         begun: The tiers that each step goes to whose save has begun.
         records: The rollbacks on each place after the job.
+        cut_short: The steps whose removal an earlier job has begun and not ended, by place.
     """
 
     attempt: str
     before: Listing
+    cut_short: Listing = field(default_factory=dict[str, frozenset[StepRef]])
     after: Listing = field(default_factory=dict[str, frozenset[StepRef]])
     restored: StepRef | None = None
     committed: dict[str, set[StepRef]] = field(default_factory=dict[str, set[StepRef]])
@@ -197,7 +199,9 @@ class Oracle:
             and numbers.count(ref.step) == 1  # Else another attempt may be the one that is meant
             and self._surely_kept(ref, far, ever)
         }
-        return frozenset(due & source - there - missed)
+        # No step is copied to a place where its removal was cut short.
+        cut_short = facts.cut_short.get(far.place, frozenset())
+        return frozenset(due & source - there - missed - cut_short)
 
     def _line(self, refs: Iterable[StepRef], facts: Facts) -> list[StepRef]:
         """Return the steps of a job and those that may have led to it, newest first."""

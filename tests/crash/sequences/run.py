@@ -41,6 +41,7 @@ from ckpt.events import SaveCommitted, SaveStaged, TierMissed
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import Retention
+from ckpt.root.claim_marker import is_being_removed
 from ckpt.save.job_steps import EarlierSteps
 from ckpt.storage.registry import open_backend
 from ckpt_backends.folder.posix import PosixBackend, _PosixUpload
@@ -121,6 +122,18 @@ class Run:
     def listing(self) -> Listing:
         return {place: self.listed(place) for place in PLACES}
 
+    def cut_short(self) -> Listing:
+        """Return the steps of any place whose removal has begun on a place, by that place."""
+        refs = frozenset[StepRef]().union(*self.listing().values())
+        marked: dict[str, frozenset[StepRef]] = {}
+        for place in PLACES:
+            if not Path(self.url(place)).exists():
+                continue
+            backend = open_backend(self.url(place))
+            marked[place] = frozenset(ref for ref in refs if is_being_removed(backend, ref))
+            backend.close()
+        return marked
+
     def records(self) -> Records:
         """Return the rollbacks on each durable place."""
         return {
@@ -152,7 +165,7 @@ def in_fork(work: Callable[[], object]) -> int:
 def run_job(run: Run, job: JobPlan, agent: AgentFolder | None) -> None:
     """Let a child run a job, and check what it has noted and left."""
     run.log.write_text("")
-    facts = Facts(new_attempt(), run.listing())
+    facts = Facts(new_attempt(), run.listing(), run.cut_short())
     places = {**facts.before, MEMORY: run.listed(MEMORY)}
     among = {ref.step for tier in job.tiers for ref in facts.before[tier.place]}
     records = run.records()
