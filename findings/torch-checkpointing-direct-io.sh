@@ -6,8 +6,8 @@
 #   fails with EINVAL, and its files are empty.
 # Source: torch_checkpointing 0.1.1, storage/filesystem.py: WriteStream.write passes what torch.save
 #   gives to a file object of Python, which does not align it.
-# Affected: who calls CheckpointManager(Config.with_sync_save()) on ext4 or XFS, and who compares its
-#   default with other libraries. LocalFileSystemStorageConfig(use_direct_io=False) saves.
+# Affected: who calls CheckpointManager(Config.with_sync_save()) on ext4 or XFS, and who compares
+#   its default with other libraries. LocalFileSystemStorageConfig(use_direct_io=False) saves.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

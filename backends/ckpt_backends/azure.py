@@ -128,15 +128,15 @@ class AzureBackend(StorageBackendOnFsspec):
         """Put an object.
 
         After a lost reply, the client may repeat a put that succeeded, and its condition then
-        fails. So each put stores a random token in the metadata of the object. If the object has
-        the token of this call, the put has succeeded.
+        fails. So each put stores a random id in the metadata of the object. If the object has
+        the id of this call, the put has succeeded.
         """
-        value, token = b"".join(parts), entropy.token_hex(16)
+        value, put_id = b"".join(parts), entropy.token_hex(16)
         send = self._put_whole if len(value) <= _SINGLE_PUT_BYTES else self._put_blocks
         try:
-            send(key, value, metadata={_PUT_ID: token}, if_absent=if_absent)
+            send(key, value, metadata={_PUT_ID: put_id}, if_absent=if_absent)
         except (ObjectExists, TransientStorageError):
-            if not if_absent or self.put_id_of(key) != token:
+            if not if_absent or self.put_id_of(key) != put_id:
                 raise
         return ObjectInfo(key=key, size=len(value))
 
@@ -276,7 +276,7 @@ class AzureBackend(StorageBackendOnFsspec):
             raise
 
     def put_id_of(self, key: str) -> str:
-        """Return the token that a put or an upload stored in the metadata of the object, or '' if
+        """Return the id that a put or an upload stored in the metadata of the object, or '' if
         it cannot be read.
         """
         with suppress(StorageError):
@@ -295,7 +295,7 @@ class _BlockUpload:
     def __init__(self, backend: AzureBackend, key: str, size: int, part_bytes: int) -> None:
         self._backend, self._key, self._size = backend, key, size
         self.part_bytes = part_bytes
-        self._token = entropy.token_hex(8)  # Blocks of another upload have other names
+        self._put_id = entropy.token_hex(8)  # Blocks of another upload have other names
         self._block_sizes: dict[int, int] = {}
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -315,10 +315,10 @@ class _BlockUpload:
     def finish(self, size: int | None = None) -> ObjectInfo:
         size = check_written(self._key, sum(self._block_sizes.values()), self._size, size)
         try:
-            self.commit(metadata={_PUT_ID: self._token})
+            self.commit(metadata={_PUT_ID: self._put_id})
         except StorageError:
-            # If only the reply was lost, the object has the token of this upload.
-            if self._backend.put_id_of(self._key) != self._token:
+            # If only the reply was lost, the object has the id of this upload.
+            if self._backend.put_id_of(self._key) != self._put_id:
                 raise
         return ObjectInfo(key=self._key, size=size)
 
@@ -335,4 +335,4 @@ class _BlockUpload:
 
     def _block_name(self, offset: int) -> str:
         """Return the name of a block. All names of an object must have the same length."""
-        return base64.b64encode(f"{self._token}{offset:016x}".encode()).decode()
+        return base64.b64encode(f"{self._put_id}{offset:016x}".encode()).decode()

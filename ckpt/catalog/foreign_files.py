@@ -1,4 +1,4 @@
-"""Looks whether the files of other programs that a step consists of, or refers to, are there."""
+"""Looks whether the files of other programs that an adopted step consists of are there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from ckpt.errors import (
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.locations import (
-    LocatedStore,
-    as_foreign_mismatch,
-)
+from ckpt.storage.locations import LocatedStore, as_foreign_mismatch
 
 
 def check_locations(

@@ -106,7 +106,7 @@ def roots_of_unfinished(backend: StorageBackend, objects: Iterable[ObjectInfo]) 
     for info in objects:
         if is_fragment(info.name) and info.size <= MAX_RECORD_BYTES:
             with suppress(CkptError):
-                read = partial(read_fragment, key=info.key)
-                fragment = read_record(backend, info.key, read, limit=info.size)
+                decode = partial(read_fragment, key=info.key)
+                fragment = read_record(backend, info.key, decode, limit=info.size)
                 roots |= {base.root for base in bases_of(fragment.increments)}
     return roots - {""}

@@ -154,10 +154,14 @@ def _weights_of_model(version: Version, shapes: Shapes) -> dict[str, torch.Tenso
     weights = {name: value for name, value in tensors.items() if name in shapes}
     pointers = {value.data_ptr() for value in weights.values()}
     model_names = {name for name, value in tensors.items() if value.data_ptr() in pointers}
-    missing = [name for name in shapes if name not in weights]
-    surplus = [name for name in version.weights if name not in model_names]
-    if missing or surplus:
-        fault = f"lacks {few(missing)}" if missing else f"has {few(surplus)}, which the model lacks"
+    missing_names = [name for name in shapes if name not in weights]
+    surplus_names = [name for name in version.weights if name not in model_names]
+    if missing_names or surplus_names:
+        fault = (
+            f"lacks {few(missing_names)}"
+            if missing_names
+            else f"has {few(surplus_names)}, which the model lacks"
+        )
         raise RestoreError(
             f"step {version.step} {fault}: let names= of ckpt.follow give the tensors the names "
             "that the model's safetensors files have, and None to leave one out"

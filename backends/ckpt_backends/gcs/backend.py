@@ -180,16 +180,16 @@ class GCSBackend(StorageBackendOnFsspec):
         A resumable upload is not used, since emulators ignore the condition of such an upload.
         """
         value = b"".join(parts)
-        path, token = self.path_of(key), entropy.token_hex(16)
+        path, put_id = self.path_of(key), entropy.token_hex(16)
         mode = "create" if if_absent else "overwrite"
         try:
             with self.errors(key):
                 self._fs.pipe_file(
-                    path, value, metadata={_PUT_ID: token}, mode=mode, chunksize=_ONE_CHUNK_BYTES
+                    path, value, metadata={_PUT_ID: put_id}, mode=mode, chunksize=_ONE_CHUNK_BYTES
                 )
         except (ObjectExists, TransientStorageError):
-            # If the object has the token of this call, the put succeeded, but its reply was lost.
-            if not if_absent or self.put_id_of(key) != token:
+            # If the object has the id of this call, the put succeeded, but its reply was lost.
+            if not if_absent or self.put_id_of(key) != put_id:
                 raise
         except ObjectNotFound:
             self._check_bucket(key)
@@ -201,7 +201,7 @@ class GCSBackend(StorageBackendOnFsspec):
         if size < 2 * self.capabilities.part_bytes:
             return PutUpload(self, key, size)
         self._check_bucket(key)
-        name, token = self.path_of(key).removeprefix(f"{self._bucket}/"), entropy.token_hex(16)
+        name, put_id = self.path_of(key).removeprefix(f"{self._bucket}/"), entropy.token_hex(16)
         with self.errors(key):
             from fsspec.asyn import sync
             from gcsfs.core import initiate_upload
@@ -212,11 +212,11 @@ class GCSBackend(StorageBackendOnFsspec):
                 self._fs,
                 self._bucket,
                 name,
-                metadata={_PUT_ID: token},
+                metadata={_PUT_ID: put_id},
             )
         # For a bucket of a single zone, gcsfs begins an upload of another kind, without a URL.
         return (
-            ResumableUpload(self, key, size, location, token)
+            ResumableUpload(self, key, size, location, put_id)
             if isinstance(location, str)
             else PutUpload(self, key, size)
         )
@@ -294,7 +294,7 @@ class GCSBackend(StorageBackendOnFsspec):
             ) from None
 
     def put_id_of(self, key: str) -> str:
-        """Return the token that a put or an upload stored in the metadata of the object, or '' if
+        """Return the id that a put or an upload stored in the metadata of the object, or '' if
         it cannot be read.
         """
         with suppress(StorageError), self.errors(key):

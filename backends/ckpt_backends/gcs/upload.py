@@ -34,7 +34,7 @@ class Server(Protocol):
     def head(self, key: str) -> ObjectInfo: ...
 
     def put_id_of(self, key: str) -> str:
-        """Return the token in the metadata of the object, or '' if it cannot be read."""
+        """Return the id in the metadata of the object, or '' if it cannot be read."""
         ...
 
     def request(
@@ -60,12 +60,12 @@ class ResumableUpload:
         key: The key of the object.
         size: The most bytes of the object.
         location: The URL of the upload session.
-        token: The token that the session stores in the metadata of the object.
+        put_id: The id that the session stores in the metadata of the object.
     """
 
-    def __init__(self, backend: Server, key: str, size: int, location: str, token: str) -> None:
+    def __init__(self, backend: Server, key: str, size: int, location: str, put_id: str) -> None:
         self._backend, self._key, self._size, self._location = backend, key, size, location
-        self._token = token
+        self._put_id = put_id
         self._early_parts: dict[int, memoryview] = {}
         self._offset = 0
         self._is_lost = False
@@ -104,8 +104,8 @@ class ResumableUpload:
             self._send_range(span, rest)
         except TransientStorageError:
             # If only the reply was lost, the server has ended the session, and the object has the
-            # token of this upload. Otherwise the caller may call ``finish`` again.
-            if not self._is_lost or self._backend.put_id_of(self._key) != self._token:
+            # id of this upload. Otherwise the caller may call ``finish`` again.
+            if not self._is_lost or self._backend.put_id_of(self._key) != self._put_id:
                 raise
         with suppress(ObjectNotFound):
             if self._backend.head(self._key).size == size:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from ckpt.errors import ConfigError, IntegrityError
 
 State = dict[str, Any]
-EXTRA_KEY: Final = "ckpt_extra"
-"""The key of an optimizer's state dict with the values of ``ExtraValues.extra``."""
+
+
+class EngineOptimizer(State):
+    """The state dict of an optimizer in an engine of DeepSpeed.
+
+    Attributes:
+        extra: The values of ``ExtraValues.extra``.
+    """
+
+    def __init__(self, values: State, extra: State) -> None:
+        super().__init__(values)
+        self.extra = extra
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ckpt.errors import ConfigError, IntegrityError
-from ckpt.exchange.foreign.contents import EXTRA_KEY, check_name
+from ckpt.exchange.foreign.contents import EngineOptimizer, check_name
 from ckpt.exchange.foreign.folder_kind import engine_file, step_of_zero
 from ckpt.exchange.foreign.library_folders import LibraryFolder
 from ckpt.exchange.inert import inert_torch
@@ -26,7 +26,8 @@ State = dict[str, Any]
 Shapes = Mapping[str, Sequence[int]]
 
 _WEIGHT_FILE: Final = "fp32.pt"
-_COUNTER_NAMES: Final = ("global_steps", "global_samples", "skipped_steps")
+COUNTER_NAMES: Final = ("global_steps", "global_samples", "skipped_steps")
+"""The attributes of an engine that count."""
 _STATE_KEYS: Final = (
     "module", "optimizer", "lr_scheduler", "buffer_names", "shared_params", "param_shapes",
     "frozen_param_shapes", "frozen_param_fragments",
@@ -52,7 +53,7 @@ def read_universal(source: str) -> LibraryFolder:
         parameters = _Parameters(os.path.join(source, "zero"), engine["param_shapes"])
         folder.state["model"] = _weights(source, engine, parameters)
         if (optimizer := _optimizer(common, parameters)) is not None:
-            folder.state["optimizer"] = optimizer | {EXTRA_KEY: _extra(engine)}
+            folder.state["optimizer"] = EngineOptimizer(optimizer, _extra(engine))
         else:
             folder.notes.append(
                 "the optimizer is not taken, since the files do not say which parameters are in "
@@ -216,7 +217,7 @@ def _extra(engine: Mapping[str, Any]) -> State:
     """Return what ``zero_state`` restores into an engine besides the state of the parameters: the
     counters, and the learning rate schedule if the engine had made it by its configuration.
     """
-    counters = {name: engine[name] for name in _COUNTER_NAMES if isinstance(engine.get(name), int)}
+    counters = {name: engine[name] for name in COUNTER_NAMES if isinstance(engine.get(name), int)}
     extra: State = {"counters": counters, "loss_scaler": {}}
     config = engine.get("ds_config")
     setting = config.get("scheduler") if isinstance(config, Mapping) else None

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.exchange.foreign import wrapper_names
-from ckpt.exchange.foreign.contents import EXTRA_KEY, State
+from ckpt.exchange.foreign.contents import EngineOptimizer, State
 from ckpt.exchange.foreign.flat_states import unflatten
 from ckpt.exchange.inert.torch_reader import has_bytes
 from ckpt.model.checksum import checksum
@@ -203,10 +203,9 @@ class Shaper:
             }
             for group in value["param_groups"]
         ]
-        extra = value.get(EXTRA_KEY)  # Of a file, it may be anything
         optimizer = (
-            _ExtraOptimizer(groups, extra)
-            if isinstance(extra, dict) and extra
+            _ExtraOptimizer(groups, value.extra)
+            if isinstance(value, EngineOptimizer)
             else Optimizer(groups, {})
         )
         for parameter_id, values in value["state"].items():

@@ -34,6 +34,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError, RestoreError
+from ckpt.exchange.foreign.deepspeed_files import COUNTER_NAMES
 from ckpt.integrations.deepspeed.zero_layout import Partition, Piece, partitions_of, span_of_shard
 from ckpt.state.tensors.local_shards import LocalShards, Source
 from ckpt.state.tensors.sharded import ranks_of
@@ -42,7 +43,6 @@ from ckpt.state.walk.modules import entries
 from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
 
 _ZERO_CLASSES: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
-_COUNTER_NAMES: Final = ("global_steps", "global_samples", "skipped_steps")
 _SCALER_FIELDS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _STEP: Final = "step"
 
@@ -301,7 +301,7 @@ class ZeroOptimizer(OptimizerStandIn):
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
         extra: dict[str, Any] = {
-            "counters": {name: getattr(engine, name) for name in _COUNTER_NAMES},
+            "counters": {name: getattr(engine, name) for name in COUNTER_NAMES},
             "loss_scaler": {
                 name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)
             },
@@ -314,7 +314,7 @@ class ZeroOptimizer(OptimizerStandIn):
         """Set what ``extra`` has returned."""
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
-        for name in _COUNTER_NAMES:
+        for name in COUNTER_NAMES:
             if name in extra["counters"]:
                 setattr(engine, name, extra["counters"][name])
         if getattr(scaler, "dynamic", False):

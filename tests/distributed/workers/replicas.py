@@ -175,7 +175,11 @@ def logged() -> list[str]:
     """Return a list to which the log messages of ckpt are added from now on."""
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+
+    def emit(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("ckpt").addHandler(handler)
     return messages
 
