@@ -185,6 +185,8 @@ def is_plain(value: Any, leaves: AbstractSet[type], deepest: int) -> bool:
     """Return True if ``value`` is of one of the types ``leaves``, or if all values in its lists,
     tuples and mappings are. These may be nested ``deepest`` times.
     """
+    if type(value) not in CONTAINERS:
+        return type(value) in leaves
     level: Sequence[Any] = (value,)
     plain, growth = CONTAINERS | leaves, Growth()
     for _ in range(deepest):
@@ -202,6 +204,8 @@ def is_bounded(value: Any, deepest: int) -> bool:
     """Return False if containers inside of ``value`` hold others so often, or themselves, that a
     walk over all values would take exponential time. ``deepest`` is the depth where a walk ends.
     """
+    if type(value) not in CONTAINERS:
+        return True
     level: Sequence[Any] = (value,)
     growth = Growth()
     for _ in range(deepest):

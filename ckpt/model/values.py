@@ -204,7 +204,7 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
     )
     if type(remainder) is dict and msgspec.Raw in map(type, remainder.values()):
         remainder = _with_decoded_nodes(remainder)
-    if sum(name_chars.values()) + _most_name_chars(remainder) <= budget:
+    if sum(name_chars.values()) + most_name_chars(remainder) <= budget:
         return ""
     if type(tree) is dict:
         tree = _with_decoded_nodes(tree)
@@ -251,7 +251,7 @@ def _with_decoded_nodes(tree: Mapping[str, Node]) -> Node:
     }
 
 
-def _most_name_chars(tree: Node) -> float:
+def most_name_chars(tree: Node) -> float:
     """Return a number that the names in a tree have at most as characters. It is infinite if the
     tree is nested too deeply, or has keys that are no strings.
 

@@ -105,7 +105,7 @@ def test_the_names_of_a_plain_value_are_as_many_as_its_node_has() -> None:
     part = plain_node(value, "history")
     assert part is not None
     tree = {"history": part.node}
-    assert part.name_chars >= values._most_name_chars(tree) - 1
+    assert part.name_chars >= values.most_name_chars(tree) - 1
     depth: Any = list(range(5000))
     for _ in range(5):
         depth = {"z" * 100_000: depth}

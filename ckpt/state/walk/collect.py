@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import UnsupportedValue
 from ckpt.model.patterns import WHOLE, Patterns
-from ckpt.model.values import Node, encode, join
+from ckpt.model.values import Node, encode, join, most_name_chars
 from ckpt.model.views import View
 from ckpt.state.tensors.arrays import tensor_of
 from ckpt.state.tensors.layout import PLAIN
@@ -73,6 +73,7 @@ from ckpt.state.walk.tied_tensors import Registry
 from ckpt.state.walk.wrappers import Wrappers, module_wrappers, optimizer_wrappers
 
 _log = logging.getLogger("ckpt")
+_STRING: Final = frozenset({str})
 _REMAKE_ADVICE: Final = (
     "let the class of the object inherit from torch.distributed.checkpoint.stateful.Stateful, or "
     "put the value into the state itself"
@@ -194,6 +195,7 @@ def collect(
     walk.out.name_chars = {
         key: part.name_chars for key, part in plain.items() if walk.out.tree.get(key) is part.node
     }
+    walk.out.name_chars |= last_walk.name_chars(walk.out.tree)
     if patterns is not WHOLE:
         walk.out.idle_patterns, walk.out.left_out = choice.idle_patterns, choice.left_out
     walk.out.views = views_of(walk.out.parts)
@@ -381,31 +383,35 @@ class _Walk:
         """
         tensors = tuple(value.values())
         kinds = PLAIN if self._is_remade else {*PLAIN, LocalShards}
-        if self._is_in_per_rank or not all(type(tensor) in kinds for tensor in tensors):
-            return None
-        if not all(type(key) is str and not key.startswith("$") for key in value):
+        # A dict may have tens of thousands of tensors, so these passes run at the speed of C.
+        is_plain = kinds.issuperset(map(type, tensors)) and _STRING.issuperset(map(type, value))
+        if self._is_in_per_rank or not is_plain:
             return None
         table = self._last_walk.tables.get(path)
         if table is None or not table.is_of(value, tensors):
+            if any(key.startswith("$") for key in value):
+                return None
             table = self._last_walk.tables[path] = Table(value, tensors)
             self._last_walk.segments.pop(path, None)
             if not self._is_lasting:
                 return None
 
-        late_flags = list(map(self._has_owner, tensors))
+        late_flags: tuple[bool, ...] = (False,) * len(tensors)
+        if not PLAIN.issuperset(map(type, tensors)):
+            late_flags = tuple(map(self._has_owner, tensors))
 
         def make() -> Iterator[NamedTensor]:
             for (key, tensor), is_late in zip(value.items(), late_flags, strict=True):
                 yield NamedTensor(join(path, key), tensor, is_late, replicas=())
 
-        segment = self._registry.add_segment(path, (*table.keys, *late_flags), tensors, make)
+        segment = self._registry.add_segment(path, (table.keys, late_flags), tensors, make)
         if table.node is None or table.segment is not segment:
             names = [join(path, key) for key in value]
-            table.node = {
+            node = {
                 key: {"$": "tensor", "n": segment.ties.get(name, name)}
                 for key, name in zip(value, names, strict=True)
             }
-            table.segment = segment
+            table.keep_node(node, segment, most_name_chars({path: node}))
         return table.node
 
     # -- modules and optimizers --------------------------------------------------------------------

@@ -143,6 +143,12 @@ class LastWalk:
         self.modules[path] = record = record._replace(tree=tree)
         return record.items
 
+    def name_chars(self, tree: Mapping[str, Node]) -> dict[str, float]:
+        """Return the ``name_chars`` of those entries of ``tree`` that are nodes of ``tables``."""
+        tables = {id(table.node): table for table in self.tables.values() if table.node}
+        nodes = ((key, tables.get(id(node))) for key, node in tree.items()) if tables else ()
+        return {key: table.name_chars for key, table in nodes if table is not None}
+
     def forget(self) -> None:
         """Forget all results, and release all tensors."""
         self.segments.clear()

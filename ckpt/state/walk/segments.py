@@ -138,6 +138,9 @@ class Segment:
         )
 
 
+_referent: Final = weakref.ref.__call__
+
+
 class Table:
     """A large dict of tensors as it was in the last walk. This record keeps the tensors alive only
     when it has a ``segment``.
@@ -145,24 +148,27 @@ class Table:
     Attributes:
         keys: The keys of the dict.
         node: The node of the dict in the manifest's tree; None until the tensors form a segment.
+        name_chars: The most characters of all names in ``node``, for ``dumps``.
         segment: The segment that ``node`` was made for.
     """
 
-    __slots__ = ("_refs", "keys", "node", "segment")
+    __slots__ = ("_refs", "keys", "name_chars", "node", "segment")
 
     def __init__(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> None:
         self.keys = tuple(value)
         self._refs = tuple(map(weakref.ref, tensors))
         self.node: dict[str, Any] | None = None
+        self.name_chars = 0.0
         self.segment: Segment | None = None
+
+    def keep_node(self, node: dict[str, Any], segment: Segment, name_chars: float) -> None:
+        self.node, self.segment, self.name_chars = node, segment, name_chars
 
     def is_of(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> bool:
         """Return True if ``value``, whose values are ``tensors``, has the same keys and the same
         tensor objects as this record.
         """
-        return self.keys == tuple(value) and all(
-            ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True)
-        )
+        return self.keys == tuple(value) and all(map(is_, map(_referent, self._refs), tensors))
 
 
 class Facts:

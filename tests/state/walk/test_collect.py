@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckpt import CheckpointManager, PerRank
 from ckpt.errors import DtypeMismatch, FormatUnsupported, ShapeMismatch, UnsupportedValue
 from ckpt.model.dtype import DTYPES
-from ckpt.model.values import LARGE
+from ckpt.model.values import LARGE, dumps
 from ckpt.state.walk.collect import collect
 from ckpt.state.walk.last_walk import LastWalk
 from ckpt.state.walk.segments import NamedTensor, Segment
@@ -854,6 +854,29 @@ def test_a_large_dict_of_tensors_is_one_segment_once_it_has_come_twice():
     assert first.named_tensors == second.named_tensors == third.named_tensors
     assert first.tree == second.tree == third.tree
     assert collected(state, LastWalk(), lasting=True).tree == first.tree
+
+
+def test_the_names_of_a_large_dict_are_counted_once():
+    large = many()
+    last_walk, state = LastWalk(), {"a/b": large, "y": {"z": many()}}
+    assert collected(state, last_walk).name_chars == {}
+    second, third = (collected(state, last_walk) for _ in range(2))
+    assert second.name_chars == third.name_chars == {"a/b": last_walk.tables["a~1b"].name_chars}
+    assert second.name_chars["a/b"] >= sum(len(f"a/b/{key}") for key in large)
+    assert dumps(third.tree, "state", third.name_chars) == dumps(third.tree, "state")
+
+
+class Text(str):
+    """A string of another type, which a dict in a state may not have as a key."""
+
+
+def test_a_table_takes_no_key_of_another_type_that_is_equal():
+    last_walk, tensors = LastWalk(), many()
+    for _ in range(2):
+        collected({"x": tensors}, last_walk)
+    assert "x" in last_walk.segments
+    with pytest.raises(UnsupportedValue, match="Text"):
+        collected({"x": {Text(name): tensor for name, tensor in tensors.items()}}, last_walk)
 
 
 def test_passing_tensors_are_not_kept_alive():
