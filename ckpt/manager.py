@@ -26,7 +26,7 @@ from ckpt.elastic.call_guard import CallGuard, one_at_a_time
 from ckpt.elastic.planned_stop import StopSignals
 from ckpt.elastic.stop_listener import StopListener
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
-from ckpt.errors.storage import frameless
+from ckpt.errors.storage import with_short_traceback
 from ckpt.events import MetricsAdded, Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
@@ -386,7 +386,7 @@ class CheckpointManager:
 
     # -- finding and restoring ---------------------------------------------------------------------
 
-    @frameless
+    @with_short_traceback
     @one_at_a_time("restore")
     @torch.inference_mode(False)
     def restore(
@@ -548,7 +548,7 @@ class CheckpointManager:
         """Return the newest committed step on any tier, or None if there is none."""
         return self._listing.latest(self._saver.steps.rollback)
 
-    @frameless
+    @with_short_traceback
     def best(self, metric: str, mode: Mode | None = None) -> int | None:
         """Return the committed step with the best value of ``metric`` on any tier, or None if no
         step has a finite value.

@@ -87,7 +87,7 @@ def test_a_restore_of_one_rank_reads_its_fragment_once(tmp_path: Path) -> None:
     reader = TieredReader([backend], ref, retry=RetryPolicy())
     found = reader.manifest()
     assert parse(found.manifest.per_rank["0"]) == {"own": 4}
-    filled = reader.fill(found, [Leaf("x", "float32", (9,), (Box.whole((9,)),))])
+    filled = reader.with_fragments(found, [Leaf("x", "float32", (9,), (Box.whole((9,)),))])
     assert filled.manifest.tensors[0].shards
     requests = [(call.verb, call.key.rpartition("/")[2]) for call in backend.calls]
     assert requests == [

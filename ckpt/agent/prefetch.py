@@ -107,7 +107,11 @@ def _copy_step(
     _check_owner(tier, owner)
     folder = StepFolder(tier.backend, ref, workers)
     origin = TieredReader(sources, ref, retry=folder.retry)
-    _check_room(tier, origin.whole(lambda manifest: origin.fill(manifest, None)).manifest, ref)
+    _check_room(
+        tier,
+        origin.try_manifests(lambda manifest: origin.with_fragments(manifest, None)).manifest,
+        ref,
+    )
     report = fetch_step(
         sources,
         folder,

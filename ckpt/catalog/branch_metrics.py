@@ -1,4 +1,10 @@
-"""The metrics of the checkpoints of the current branch, and the step that a selector names."""
+"""The metrics of the checkpoints of the current branch, and the step that a selector names.
+
+A *selector* names a step by its place in the history, such as the latest or the best one. Each
+try of a job at a step is an *attempt*. A *rollback* is the record that the run goes on from an
+older step: it begins the current *branch*, and the later steps do not count any more. Metrics of a
+step are in its manifest, and *late* ones, which were added after the commit, in files beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ from ckpt.catalog.branches import find_branch
 from ckpt.catalog.index import (
     committed_among,
     list_root,
-    objects_at_once,
+    objects_by_one_listing,
     own_objects,
     read_packed,
     why_missing,
@@ -87,7 +93,7 @@ class MetricsReader:
             return MeasuredRoot(backend.url, checkpoints, listing.rollback, absence)
         for ref in self._measurements.keys() - refs:
             del self._measurements[ref]
-        objects = objects_at_once(backend, refs)
+        objects = objects_by_one_listing(backend, refs)
         with Workers(
             "metrics", min(_READER_THREADS, backend.capabilities.max_concurrency)
         ) as workers:

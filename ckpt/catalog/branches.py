@@ -1,5 +1,9 @@
 """Named branches: pins without an end, whose notes have a name.
 
+A *pin* is an object that keeps a step from being removed until a given time. It consists of the
+step, the time and a token, and a note beside it has a reason for people. An *attempt* is one try of
+a job at a step.
+
 The name of a branch stands for one attempt at a step, also after a rollback has abandoned the
 attempt. The pin keeps the step, and with it the way back to the branch. The token of the pin
 follows from the name, so one listing of the pins shows which step a name stands for.

@@ -4,7 +4,13 @@ All stores are listed at once, since any of them may have the newest step. If a 
 checkpoint, a store that does not answer is left out after a bounded wait. While the listing waits
 for a store, the nearer stores are asked for a committed attempt. Apart from that, a store is asked
 whether an attempt is committed only when the iteration reaches that attempt. Of the stores that
-have its folder, the nearest one is asked first.
+have its folder, the nearest one is asked first. A store is named by its position in the list of all
+stores, nearest first.
+
+Each try of a job at a step is an *attempt*, with a folder of its own. A *rollback* is the record
+that the run goes on from an older step, which begins the current *branch*. *Heads* are the newest
+steps of all attempts. *Rivals* of a step that is wanted by its number are the other committed
+attempts at this step.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ Finish = Callable[[StorageBackend, StepRef, Rollback | None], bool]
 """A function that tries to finish an uncommitted attempt on a store. It gets the rollback that
 counts on all stores, and returns True on success.
 """
-Lists = Callable[[StorageBackend], RootContents]
+ListStore = Callable[[StorageBackend], RootContents]
 """A function that lists the attempts at steps on a store, committed or not, and its rollback."""
 
 _NEWEST_IS_UNKNOWN: Final = (
@@ -61,7 +67,8 @@ class Candidate:
             all other stores.
         rollback: The rollback that counts; None if there is none.
         heads: The newest step of each attempt on any store, committed or not.
-        rivals: If one step was wanted, its rivals (see ``rollback.is_newest``).
+        rivals: If one step was wanted, the other committed attempts at it (see
+            ``rollback.is_newest``).
         rollbacks: For each store that was listed, by its position, the rollback that counts there.
     """
 
@@ -80,7 +87,7 @@ def candidates(
     *,
     workers: Workers,
     finish: Finish = lambda _store, _ref, _rollback: False,
-    lists: Lists = list_root,
+    list_store: ListStore = list_root,
     rollback: Rollback | None = None,
 ) -> Iterator[Candidate]:
     """Yield the committed attempts at ``step`` (None: at any step), newest step first.
@@ -98,54 +105,58 @@ def candidates(
         workers: Threads, one for each store. Some of them may still wait for the answer of a store
             when the iterator ends.
         finish: Called for the attempts at a step if none of them is committed.
-        lists: Lists the attempts on a store.
+        list_store: Lists the attempts on a store.
         rollback: A rollback that the caller knows from elsewhere.
 
     Raises:
         StorageError: A store has failed, and no other store has such an attempt.
     """
     refs: set[StepRef] = set()
-    for candidate in _Listing(stores, workers, lists, rollback).candidates(step, finish):
+    for candidate in _Listing(stores, workers, list_store, rollback).candidates(step, finish):
         refs.add(candidate.ref)
         yield candidate
     if not refs:
         return
     with suppress(StorageError):  # The caller already knows why it could not use the first ones
-        for candidate in _Listing(stores, workers, lists, rollback).candidates(step, finish):
+        for candidate in _Listing(stores, workers, list_store, rollback).candidates(step, finish):
             if candidate.ref not in refs:
                 yield candidate
 
 
 class _Listing:
-    """One listing of all stores. Stores that fail later are left out from then on."""
+    """One listing of all stores. Stores that fail later are left out from then on.
+
+    ``_positions_of`` has the positions of the stores that have the folder of each attempt, nearest
+    first.
+    """
 
     def __init__(
         self,
         stores: Sequence[StorageBackend],
         workers: Workers,
-        lists: Lists,
+        list_store: ListStore,
         rollback: Rollback | None,
     ) -> None:
         self._stores, self._rollback = stores, rollback
         self._failure: StorageError | None = None
-        self._holders: dict[StepRef, list[int]] = {}
+        self._positions_of: dict[StepRef, list[int]] = {}
         self._rollbacks: dict[int, Rollback | None] = {}
         self._reachable = list(range(len(stores)))
-        for position, listing in enumerate(_list_all(stores, workers, lists)):
+        for position, listing in enumerate(_list_all(stores, workers, list_store)):
             if isinstance(listing, StorageError):
                 self._drop(position, listing)
                 continue
             self._rollback = last_rollback([self._rollback, listing.rollback])
             self._rollbacks[position] = listing.rollback
             for ref in listing.refs:
-                self._holders.setdefault(ref, []).append(position)
-        self._heads = tuple(heads_of(self._holders))
+                self._positions_of.setdefault(ref, []).append(position)
+        self._heads = tuple(heads_of(self._positions_of))
 
     def candidates(self, step: StepId | None, finish: Finish) -> Iterator[Candidate]:
         """Yield the candidates at ``step`` (None: at any step) that this listing has."""
         is_empty = True
-        branch = set(on_branch(self._rollback, self._holders))
-        for refs in (branch, self._holders.keys() - branch):
+        branch = set(on_branch(self._rollback, self._positions_of))
+        for refs in (branch, self._positions_of.keys() - branch):
             if not is_empty and step is None:
                 break
             for candidate in self._candidates_among(refs, step, finish):
@@ -163,7 +174,7 @@ class _Listing:
         for number in sorted({ref.step for ref in refs}, reverse=True):
             if step is not None and number != (step.step if isinstance(step, StepRef) else step):
                 continue
-            attempts = [ref for ref in self._holders if ref in refs and ref.step == number]
+            attempts = [ref for ref in self._positions_of if ref in refs and ref.step == number]
             choices = [ref for ref in attempts if not isinstance(step, StepRef) or ref == step]
             # Unfinished attempts are finished only if none is committed.
             positions = {
@@ -205,7 +216,7 @@ class _Listing:
         """Return the position of the nearest store on which ``ref`` is committed; None if there is
         no such store.
         """
-        for position in self._holders[ref]:
+        for position in self._positions_of[ref]:
             if position in self._reachable:
                 try:
                     if is_committed(self._stores[position], ref):
@@ -216,7 +227,9 @@ class _Listing:
 
     def _finish_on(self, ref: StepRef, finish: Finish) -> int | None:
         """Return the position of the nearest store on which ``finish`` commits ``ref``, or None."""
-        positions = [position for position in self._holders[ref] if position in self._reachable]
+        positions = [
+            position for position in self._positions_of[ref] if position in self._reachable
+        ]
         for position in positions:
             if finish(self._stores[position], ref, self._rollback):
                 return position
@@ -232,7 +245,7 @@ class _Listing:
         """
         if attempt_count < 2:
             return 0.0
-        for position in self._holders[ref]:
+        for position in self._positions_of[ref]:
             if position in self._reachable:
                 try:
                     if created_at := creation_time(self._stores[position], ref):
@@ -253,10 +266,10 @@ class _Listing:
 
 
 def _list_all(
-    stores: Sequence[StorageBackend], workers: Workers, lists: Lists
+    stores: Sequence[StorageBackend], workers: Workers, list_store: ListStore
 ) -> list[RootContents | StorageError]:
     """Return for each store its listing, or the error of a store that failed or is too slow."""
-    futures = [workers.submit(_list_or_error, store, lists) for store in stores]
+    futures = [workers.submit(_list_or_error, store, list_store) for store in stores]
     pending = set(futures)
     while pending:
         wait(pending, None, FIRST_COMPLETED)
@@ -265,12 +278,13 @@ def _list_all(
         nearer = futures[: min((futures.index(future) for future in pending), default=0)]
         if any(map(_has_checkpoint, stores, (future.result() for future in nearer))):
             break
-    began, patience = time.monotonic(), min(ANSWER_SECONDS, LISTING_SECONDS)
-    pending = wait(pending, patience / 3).not_done
+    # A store may be silent for this time after a nearer one is known to have a checkpoint.
+    began, silence_seconds = time.monotonic(), min(ANSWER_SECONDS, LISTING_SECONDS)
+    pending = wait(pending, silence_seconds / 3).not_done
     probes = {
         future: workers.submit(_why_silent, stores[futures.index(future)]) for future in pending
     }
-    pending = wait(pending, patience * 2 / 3).not_done
+    pending = wait(pending, silence_seconds * 2 / 3).not_done
     reasons = {future: probes[future].result() for future in pending if probes[future].done()}
     # The stores that have answered the small request get more time.
     live = {future for future, reason in reasons.items() if reason is None}
@@ -308,8 +322,9 @@ def _has_checkpoint(store: StorageBackend, listing: RootContents | StorageError)
     return False
 
 
-def _list_or_error(store: StorageBackend, lists: Lists) -> RootContents | StorageError:
+def _list_or_error(store: StorageBackend, list_store: ListStore) -> RootContents | StorageError:
+    """Return what ``list_store`` returns for the store, or the error that it raises."""
     try:
-        return lists(store)
+        return list_store(store)
     except StorageError as error:
         return error

@@ -2,7 +2,9 @@
 
 A delta is a small file of a rank beside its data file. It holds the differences between the chunks
 of this step and those of an earlier step, its base. A difference leads back as well, so the deltas
-of an abandoned branch lead to the step from which the current one begins.
+of an abandoned branch (steps after the one from which the run went on again) lead to the step from
+which the current branch begins. A *chain* is the deltas of one rank that are applied one after
+another.
 
 Deltas are a shorter way to the bytes of a step, and never the only one: one that is missing,
 damaged or too long means that chunks are read.

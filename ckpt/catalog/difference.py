@@ -1,4 +1,8 @@
-"""Compare the tensors of two checkpoints. Data is read only where checksums cannot decide."""
+"""Compare the tensors of two checkpoints. Data is read only where checksums cannot decide.
+
+A tensor is stored in chunks, and each chunk has a checksum and is a *box*, a rectangular region of
+the tensor. A `Piece` is a run of a tensor's elements, as they are read one after another.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +23,33 @@ class Difference:
     Attributes:
         only_one: The names of tensors that only the first checkpoint has.
         only_two: The names of tensors that only the second checkpoint has.
-        kinds: The tensors of both checkpoints, by name, for each name whose tensors differ in dtype
-            or shape.
-        values: The names of tensors with the same dtype and shape, but different bytes.
+        other_kinds: The tensors of both checkpoints, by name, for each name whose tensors differ in
+            dtype or shape.
+        other_values: The names of tensors with the same dtype and shape, but different bytes.
         equal: The number of tensors that are equal bit for bit.
-        read_names: The number of tensors whose data was read.
+        read_count: The number of tensors whose data was read.
         other_layouts: The names of tensors that were not compared, since their checksums do not
             decide and the caller did not let their data be read.
     """
 
     only_one: list[str] = field(default_factory=list[str])
     only_two: list[str] = field(default_factory=list[str])
-    kinds: dict[str, tuple[Tensor, Tensor]] = field(
+    other_kinds: dict[str, tuple[Tensor, Tensor]] = field(
         default_factory=dict[str, tuple[Tensor, Tensor]]
     )
-    values: list[str] = field(default_factory=list[str])
+    other_values: list[str] = field(default_factory=list[str])
     equal: int = 0
-    read_names: int = 0
+    read_count: int = 0
     other_layouts: list[str] = field(default_factory=list[str])
 
     @property
     def compared_count(self) -> int:
         """Return the number of tensors whose bytes were compared, by checksum or by reading."""
-        return self.equal + len(self.values)
+        return self.equal + len(self.other_values)
 
     @property
     def exists(self) -> bool:
-        return bool(self.only_one or self.only_two or self.kinds or self.values)
+        return bool(self.only_one or self.only_two or self.other_kinds or self.other_values)
 
 
 def compare(
@@ -83,21 +87,21 @@ def _compare_tensor(
     difference: Difference, reader_a: StepReader, reader_b: StepReader, name: str, *, read: bool
 ) -> None:
     """Compare a tensor that both checkpoints have, and add the result to ``difference``."""
-    a, b = reader_a.tensors[name], reader_b.tensors[name]
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        difference.kinds[name] = (a, b)
+    tensor_a, tensor_b = reader_a.tensors[name], reader_b.tensors[name]
+    if (tensor_a.dtype, tensor_a.shape) != (tensor_b.dtype, tensor_b.shape):
+        difference.other_kinds[name] = (tensor_a, tensor_b)
         return
     is_equal = _by_checksums(reader_a, reader_b, name)
     if is_equal is None and not read:
         difference.other_layouts.append(name)
         return
     if is_equal is None:
-        difference.read_names += 1
+        difference.read_count += 1
         is_equal = _by_bytes(reader_a, reader_b, name)
     if is_equal:
         difference.equal += 1
     else:
-        difference.values.append(name)
+        difference.other_values.append(name)
 
 
 def _by_checksums(reader_a: StepReader, reader_b: StepReader, name: str) -> bool | None:
@@ -106,21 +110,21 @@ def _by_checksums(reader_a: StepReader, reader_b: StepReader, name: str) -> bool
     Returns None if checksums cannot decide: the boxes of the chunks differ, and all boxes that both
     checkpoints have are equal.
     """
-    a, b = reader_a.checksums(name), reader_b.checksums(name)
-    if any(b[box] != a[box] for box in a.keys() & b.keys()):
+    checksums_a, checksums_b = reader_a.checksums(name), reader_b.checksums(name)
+    common_boxes = checksums_a.keys() & checksums_b.keys()
+    if any(checksums_b[box] != checksums_a[box] for box in common_boxes):
         return False
-    return True if a.keys() == b.keys() else None
+    return True if checksums_a.keys() == checksums_b.keys() else None
 
 
 def _by_bytes(reader_a: StepReader, reader_b: StepReader, name: str) -> bool:
-    return all(a.data == b.data for a, b in pairs(reader_a, reader_b, name))
+    return all(a.data == b.data for a, b in piece_pairs(reader_a, reader_b, name))
 
 
-def pairs(reader_a: StepReader, reader_b: StepReader, name: str) -> zip[tuple[Piece, Piece]]:
+def piece_pairs(reader_a: StepReader, reader_b: StepReader, name: str) -> zip[tuple[Piece, Piece]]:
     """Yield all pieces of a tensor in order, each as a pair from the two checkpoints."""
-    a, b = reader_a.tensors[name], reader_b.tensors[name]
     return zip(
-        reader_a.stream([a], most_bytes=_PIECE_BYTES),
-        reader_b.stream([b], most_bytes=_PIECE_BYTES),
+        reader_a.stream([reader_a.tensors[name]], most_bytes=_PIECE_BYTES),
+        reader_b.stream([reader_b.tensors[name]], most_bytes=_PIECE_BYTES),
         strict=True,
     )

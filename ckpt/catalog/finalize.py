@@ -1,6 +1,13 @@
 """Finish a commit whose leader died after all ranks had made their parts durable, but before the
 manifest was put.
 
+The leader is rank 0. A *fragment* is the record of what one rank has written, and the manifest is
+merged from all of them. To *fill in* a manifest is to add those contents of the fragments that the
+stored manifest leaves out. Each try of a job at a step is an *attempt*, with a folder of its own.
+A *rollback* is the record that the run goes on from an older step: it begins a *branch*, and the
+later steps are *abandoned*. A *tombstone* is an object that stands in the place of the manifest of
+a removed step. The *bases* of a step are older steps whose files hold a part of its data.
+
 The manifest is the one that the leader would have put, byte for byte: it is the same merge of the
 same fragments, and is put only if there is none. A save is not finished if its leader may still
 decide on it, or has refused it. To refuse a save means to abort it. A store has no record of a
@@ -140,11 +147,11 @@ def finalize(
             f"step {ref.step}: another process took the root over meanwhile: try again"
         )
     with pins_on(backend, manifest.bases):
-        _put(folder, manifest)
+        _commit(folder, manifest)
     return manifest
 
 
-def _put(folder: StepFolder, manifest: Manifest) -> None:
+def _commit(folder: StepFolder, manifest: Manifest) -> None:
     """Put the claim marker, check that all files are there, and put the manifest.
 
     While the claim marker stands, no rank of the job removes a file of the save. The marker is

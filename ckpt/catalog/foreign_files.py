@@ -1,4 +1,8 @@
-"""Looks whether the files of other programs that an adopted step consists of are there."""
+"""Looks whether the files of other programs that an adopted step consists of are there.
+
+An *adopted* step is a checkpoint whose data files are files of another program, outside of its
+folder. Its manifest has the *location* of each, which is a path.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,8 @@ def check_locations(
             if size >= expected_size:
                 continue
             damage = FileDamaged(location, size, expected_size)
-            change = as_foreign_mismatch(damage, location)
+            mismatch = as_foreign_mismatch(damage, location)
         except (ObjectNotFound, LinkRefused) as error:
-            change = as_foreign_mismatch(error, location)
-        text = change.detail if isinstance(change, ForeignFileMismatch) else str(change)
+            mismatch = as_foreign_mismatch(error, location)
+        text = mismatch.detail if isinstance(mismatch, ForeignFileMismatch) else str(mismatch)
         raise ManifestCorrupt(ref.manifest, f"{location!r} {text}")

@@ -1,4 +1,10 @@
-"""Read the fragments of a committed step, and verify them by the checksums in its manifest."""
+"""Read the fragments of a committed step, and verify them by the checksums in its manifest.
+
+A *fragment* is the record of what one rank has written: its data file, with the chunks of the file
+and the boxes of tensors that they hold. A stored manifest has a reference to each fragment, and not
+these parts of it. To *fill in* a fragment is to add them. A manifest may also *carry* the
+fragments, which means that it contains copies of all of them.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +94,7 @@ def check_bytes(data: bytes, *, fragment_ref: FragmentRef, key: str) -> bytes:
     return data
 
 
-def fill(
+def fill_from(
     manifest: Manifest,
     read: Callable[[FragmentRef, File | None], Fragment],
     ranks: Collection[int] | None,
@@ -143,7 +149,7 @@ class Parts:
 
     Attributes:
         manifest: The manifest as it was read, without fragments filled in.
-        ranks: The ranks whose fragments the last call of ``fill`` has filled in.
+        ranks: The ranks whose fragments the last call of ``fill_for`` has filled in.
     """
 
     def __init__(self, manifest: Manifest, read: Read) -> None:
@@ -158,16 +164,16 @@ class Parts:
         """
         return replace(self.manifest, per_rank=_PerRank(self))
 
-    def fill(self, leaves: Sequence[Leaf] | None, *, key: str) -> Manifest:
-        """Return the manifest with the fragments filled in that hold a part of ``leaves`` (None:
-        with all fragments). Other fragments, which an earlier call has filled in, are not in the
-        result.
+    def fill_for(self, leaves: Sequence[Leaf] | None, *, key: str) -> Manifest:
+        """Return the manifest with the fragments filled in that hold a part of ``leaves``, which
+        are tensors with the wanted boxes of each (None: with all fragments). Other fragments, which
+        an earlier call has filled in, are not in the result.
         """
         if leaves is None:
             self.ranks = set(range(self.manifest.world_size))
         else:
             self.ranks = ranks_of(self.manifest, [(leaf.name, leaf.boxes) for leaf in leaves])
-        return fill(self.manifest, self._load, self.ranks, key=key)
+        return fill_from(self.manifest, self._load, self.ranks, key=key)
 
     def of(self, rank: int) -> Fragment:
         """Return the fragment of one rank."""

@@ -1,6 +1,13 @@
 """List the attempts and the committed steps of a store, and read manifests.
 
-A step is committed if and only if its manifest exists.
+A step is committed if and only if its manifest exists. A *tombstone* is an object with the key of
+the manifest that marks a removed step. Several jobs, and several tries of a job, may save the same
+step: each is an *attempt*, with a folder of its own that a `StepRef` names. A *rollback* is the
+record that the run goes on from an older step. It begins a *branch*, and the later steps are
+*abandoned*.
+
+A manifest is stored *packed*: it refers to the fragments of the ranks, the records of what each has
+written. To *fill in* a fragment is to add its contents to the manifest.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
-from ckpt.catalog.fragments import fill, load_fragment
+from ckpt.catalog.fragments import fill_from, load_fragment
 from ckpt.catalog.rollbacks import newest_rollback
 from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, has_tombstone, is_of_manifest
 from ckpt.errors import (
@@ -28,12 +35,12 @@ from ckpt.errors import (
     errors_of,
 )
 from ckpt.errors.base import few
-from ckpt.errors.storage import frameless
+from ckpt.errors.storage import with_short_traceback
 from ckpt.model.keys import (
-    FOLDERS,
     MANIFEST,
     OWNER,
     ROLLBACKS,
+    STEP_PREFIX,
     StepId,
     StepRef,
     is_file_name,
@@ -146,11 +153,12 @@ def committed_among(backend: StorageBackend, refs: Collection[StepRef]) -> set[S
     if _is_listed_at_once(backend, refs):
         limit = len(refs) * _KEYS_PER_REQUEST
         ending = f"/{MANIFEST}"
+        # ``is_of_manifest`` tells by the size whether an object is a manifest or a tombstone.
         keys = ask(
             backend,
             lambda: [
                 info.key
-                for info in islice(backend.list(FOLDERS), limit)
+                for info in islice(backend.list(STEP_PREFIX), limit)
                 if info.key.endswith(ending) and is_of_manifest(info.size)
             ],
         )
@@ -163,7 +171,7 @@ def _is_listed_at_once(backend: StorageBackend, refs: Collection[StepRef]) -> bo
     return len(refs) >= _LISTING_THRESHOLD and not isinstance(backend, HasRoot)
 
 
-def objects_at_once(
+def objects_by_one_listing(
     backend: StorageBackend, refs: Collection[StepRef]
 ) -> dict[StepRef, tuple[ObjectInfo, ...]]:
     """Return for each of ``refs`` that has any the objects that ``own_objects`` would return, by
@@ -173,7 +181,7 @@ def objects_at_once(
     if not _is_listed_at_once(backend, refs):
         return {}
     limit = len(refs) * _KEYS_PER_REQUEST
-    infos = ask(backend, lambda: list(islice(backend.list(FOLDERS), limit + 1)))
+    infos = ask(backend, lambda: list(islice(backend.list(STEP_PREFIX), limit + 1)))
     if len(infos) > limit:
         return {}
     objects_by_ref: dict[StepRef, list[ObjectInfo]] = {}
@@ -204,10 +212,10 @@ class Listing:
         check_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._check_open = check_open
-        # Each store with the steps whose manifests were found intact.
+        # Each store with the steps whose manifests were found intact, which are not read again.
         self._stores = [(store, set[StepRef]()) for store in stores]
 
-    @frameless
+    @with_short_traceback
     def steps(self, rollback: Rollback | None = None) -> list[int]:
         """Return the numbers of the steps of the current branch, ascending.
 
@@ -222,7 +230,7 @@ class Listing:
             refs |= {ref for ref in present if _can_be_read(store, ref, intact)}
         return sorted({ref.step for ref in current_branch(rollback, refs)})
 
-    @frameless
+    @with_short_traceback
     def latest(self, rollback: Rollback | None = None) -> int | None:
         """Return the number of the newest step of the current branch, or None if there is none.
 
@@ -292,7 +300,7 @@ def read_manifest(
         return fragment
 
     with errors_of(backend.url):
-        return fill(manifest, read, None, key=ref.manifest)
+        return fill_from(manifest, read, None, key=ref.manifest)
 
 
 def read_packed(

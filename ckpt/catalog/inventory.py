@@ -1,9 +1,19 @@
 """The inventory of a tier: its steps with their states, sizes and ages.
 
-Only the fields of a manifest that are cheap to decode are decoded, and no data file is read. But
+Only the fields of a manifest that are cheap to decode are decoded (its *outline*), and no data file
+is read. But
 the inventory checks that each file of a manifest exists and is not shorter than the manifest says.
 Otherwise retention could keep a step that has lost files as the newest step, and remove an older
 step that is complete.
+
+Each try of a job at a step is an *attempt*, which a `StepRef` names. A *fragment* is the record of
+what one rank has written, and a manifest may *carry* copies of them. An *increment* is a data file
+without the chunks that the file of an older step, its *base*, has too. The *outer* bases are those
+in other roots, and *heirs* of a step are the steps that refer to its files. *Late* metrics were
+added after the commit. A *pin* keeps a step from being removed, and is *live* until it ends. A
+*rollback* is the record that the run goes on from an older step: the later ones are *abandoned*. A
+removal begins with a *claim marker* in the folder, and may leave a *tombstone* in the place of the
+manifest. A file of another program, which is not in the folder of the step, has a *location*.
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ from ckpt.catalog.index import (
     committed_among,
     is_committed,
     list_root,
-    objects_at_once,
+    objects_by_one_listing,
     own_objects,
     unfinished_of,
 )
@@ -42,7 +52,7 @@ from ckpt.errors import (
     errors_of,
 )
 from ckpt.model.keys import BaseRef, StepRef, fragment_name, is_fragment
-from ckpt.model.manifest import Encoding, Increment, Location, bases_of, own_refs
+from ckpt.model.manifest import Encoding, Increment, Location, bases_of, refs_in_same_root
 from ckpt.model.metrics import metrics_of
 from ckpt.model.record_encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.rollback import Rollback
@@ -94,9 +104,9 @@ class StoredStep:
             manifest is on another node. This is so if nodes have tiers of their own, and this tier
             has the data file and the fragment of some rank, so that the rank has made its part
             durable.
-        is_cut: Whether the folder of an "incomplete" or "damaged" step has the claim marker that
-            the removal of a checkpoint puts first. No process makes such a step a checkpoint again.
-            The value is always False for other states.
+        has_removal_begun: Whether the folder of an "incomplete" or "damaged" step has the claim
+            marker that the removal of a checkpoint puts first. No process makes such a step a
+            checkpoint again. The value is always False for other states.
         pins: The pins on the step that have not ended.
         is_abandoned: Whether a rollback on this tier has abandoned the step.
         follows_rollback: Whether the step was saved after the last rollback on this tier.
@@ -120,7 +130,7 @@ class StoredStep:
     last_change: float | None = None
     unfinished_writes: tuple[UnfinishedWrite, ...] = ()
     is_part: bool = False
-    is_cut: bool = False
+    has_removal_begun: bool = False
     pins: tuple[Pin, ...] = ()
     is_abandoned: bool = False
     follows_rollback: bool = False
@@ -227,7 +237,7 @@ class Inventory:
             refs = self._refs_without_manifest(refs)
         lists_all = not without_manifest and newest is None
         self._listing = (
-            objects_at_once(self._backend, self._refs_to_list(refs)) if lists_all else {}
+            objects_by_one_listing(self._backend, self._refs_to_list(refs)) if lists_all else {}
         )
         with errors_of(self._backend.url):
             steps: list[StoredStep] = []
@@ -304,6 +314,7 @@ class Inventory:
         return [ref for ref in refs if self._lists_again or ref not in self._committed_steps]
 
     def _shown_steps(self, refs: Sequence[StepRef]) -> list[StoredStep]:
+        """Return the attempts ``refs`` for people, without the empty ones. Several threads read."""
         new = [ref for ref in refs if ref not in self._committed_steps]
         read = self._workers.run_all(partial(self._shown_step, ref) for ref in new)
         by_ref = self._committed_steps | {step.ref: step for step in read if not step.is_empty}
@@ -347,7 +358,8 @@ class Inventory:
                     state, reason = "damaged", _reason(error)
         skips_writes = self._for_display and objects
         writes = () if skips_writes else unfinished_of(self._backend, ref)
-        is_cut = any(
+        # The size of the claim marker tells whether it is that of a removal.
+        has_removal_begun = any(
             info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects
         )
         dates = (self._last_change(ref, objects), *(write.modified for write in writes))
@@ -360,9 +372,9 @@ class Inventory:
             unfinished_writes=writes,
             is_part=self._is_partial
             and not has_manifest
-            and not is_cut
+            and not has_removal_begun
             and _has_whole_rank(objects),
-            is_cut=is_cut,
+            has_removal_begun=has_removal_begun,
         )
 
     def _checked_step(
@@ -392,7 +404,7 @@ class Inventory:
                 objects=objects,
                 state="damaged",
                 reason=fault,
-                bases=own_refs(bases),
+                bases=refs_in_same_root(bases),
                 outer_bases=outer_bases,
             )
         step = StoredStep(
@@ -401,12 +413,12 @@ class Inventory:
             state="committed",
             created_at=outline.created_at,
             ranks=outline.world_size,
-            tensors=len(outline.layout_of),
+            tensors=len(outline.layout_of),  # One entry for each tensor
             codecs=tuple(sorted({encoding.codec for encoding in outline.encoded})),
             metadata=outline.metadata.copy(),  # A view would keep the whole manifest in memory
             staged_bytes=sum(file.size for file in files),
             is_adopted=bool(locations),
-            bases=own_refs(bases),
+            bases=refs_in_same_root(bases),
             outer_bases=outer_bases,
         )
         return self._with_late_metrics(step, objects)
@@ -460,8 +472,8 @@ class Inventory:
             }
         sizes = {info.key: info.size for info in objects}
         # A file that is not listed counts as shorter than an empty one.
-        doubtful = [key for key, size in expected_sizes.items() if sizes.get(key, -1) < size]
-        actual_sizes = [(key, self._size_of(key)) for key in doubtful]
+        suspect_keys = [key for key, size in expected_sizes.items() if sizes.get(key, -1) < size]
+        actual_sizes = [(key, self._size_of(key)) for key in suspect_keys]
         return [
             (key.removeprefix(f"{ref.folder}/"), size)
             for key, size in actual_sizes

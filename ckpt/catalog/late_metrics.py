@@ -1,7 +1,8 @@
 """Metrics that are added to a step after its commit: small records beside the manifest.
 
 A manifest never changes, so each addition is an object of its own. Its name is a checksum of its
-content, so ranks that add the same metrics write the same object.
+content, so ranks that add the same metrics write the same object. Each try of a job at a step is an
+*attempt*. It has a folder of its own, which a `StepRef` names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.errors.storage import frameless
+from ckpt.errors.storage import with_short_traceback
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, is_late_metrics
 from ckpt.model.manifest import FORMAT
@@ -117,7 +118,7 @@ def with_late(metadata: msgspec.Raw, new_metrics: Mapping[str, float]) -> msgspe
     return msgspec.Raw(msgspec.json.encode(fields))
 
 
-@frameless
+@with_short_traceback
 def add_metrics(
     backends: Sequence[StorageBackend], step: int, metrics: Mapping[str, float], *, own: str
 ) -> None:
@@ -135,15 +136,15 @@ def add_metrics(
         StorageError: A store has failed. Some stores may have the metrics. A second call writes the
             metrics that are missing.
     """
-    places = [(backend, ref) for backend in backends for ref in _find(backend, step)]
+    places = [(backend, ref) for backend in backends for ref in _attempts_at(backend, step)]
     if not places:
         raise ConfigError(
             f"add_metrics: step {step} is on no durable tier: it was not saved, its save failed, "
             "or it was removed"
         )
-    ref = _choose(places, own)
+    ref = _choose_attempt(places, own)
     holders = [backend for backend, place_ref in places if place_ref == ref]
-    missing = [_missing(backend, ref, metrics) for backend in holders]
+    missing = [_missing_metrics(backend, ref, metrics) for backend in holders]
     for backend, new in zip(holders, missing, strict=True):
         if new:
             put_late(backend, ref, new)
@@ -161,14 +162,14 @@ def metrics_at(backend: StorageBackend, ref: StepRef) -> dict[str, float]:
     return additions | metrics_of(read_packed(backend, ref)[0].metadata)
 
 
-def _find(backend: StorageBackend, step: int) -> list[StepRef]:
+def _attempts_at(backend: StorageBackend, step: int) -> list[StepRef]:
     try:
         return find(backend, step)
     except NoCheckpoint:
         return []
 
 
-def _choose(places: Sequence[tuple[StorageBackend, StepRef]], own: str) -> StepRef:
+def _choose_attempt(places: Sequence[tuple[StorageBackend, StepRef]], own: str) -> StepRef:
     """Return the attempt of ``places`` that gets the metrics: that of the job ``own``, or else the
     one with the youngest manifest.
     """
@@ -178,7 +179,7 @@ def _choose(places: Sequence[tuple[StorageBackend, StepRef]], own: str) -> StepR
     return max((creation_time(backend, ref), ref) for backend, ref in rivals)[1]
 
 
-def _missing(
+def _missing_metrics(
     backend: StorageBackend, ref: StepRef, metrics: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the entries of ``metrics`` whose names the step does not have yet.

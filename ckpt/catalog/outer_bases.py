@@ -1,4 +1,9 @@
-"""Looks whether the steps and files outside of a root are there that its increments refer to."""
+"""Looks whether the steps and files outside of a root are there that its increments refer to.
+
+An *increment* is a data file without the chunks that the file of an older step, its *base*, has
+too. An *outer* base is in another root. If the base is an *adopted* step, its files are files of
+another program, and the increment names them and the places of the chunks (``adoption``).
+"""
 
 from __future__ import annotations
 

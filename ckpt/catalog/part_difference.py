@@ -1,4 +1,8 @@
-"""Sum up the difference of two checkpoints by the parts of the state."""
+"""Sum up the difference of two checkpoints by the parts of the state.
+
+A *part* is all tensors whose names have the same first levels. A `Movement` says how far a tensor
+has moved from one checkpoint to the other, also as a multiple of its norm (``ratio``).
+"""
 
 from __future__ import annotations
 
@@ -56,11 +60,11 @@ def part_differences(
         movements: How far each tensor has moved, by its name. Tensors that were not read are left
             out, and so are those of one element, such as the count of an optimizer's steps.
     """
-    changed_names = set(difference.values)
+    changed_names = set(difference.other_values)
     unlike_names = {
         *difference.only_one,
         *difference.only_two,
-        *difference.kinds,
+        *difference.other_kinds,
         *difference.other_layouts,
     }
     parts: dict[str, list[str]] = {}

@@ -1,7 +1,8 @@
 """Read, put and remove the rollbacks of a tier.
 
-A rollback is a small object below ``rollbacks/``. Its name is its number, and it is put if absent,
-so two rollbacks never have the same number on one tier.
+A *rollback* is the record that a run goes on from an older step, so that the later steps are
+abandoned. It is a small object below ``rollbacks/``. Its name is its number, and it is put if
+absent, so two rollbacks never have the same number on one tier.
 """
 
 from __future__ import annotations

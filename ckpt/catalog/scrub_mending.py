@@ -7,6 +7,10 @@ a finisher keeps the step from being removed.
 If the files must be encoded again (see ``mend_step``), the marker stands all the time, and the old
 manifest is deleted before the new one is put. A process that is killed in between leaves a step
 without a manifest.
+
+A *fragment* is the record of what one rank has written. An *increment* is a data file without the
+chunks that the file of an older step, its *base*, has too. In the list of all stores, the damaged
+one comes first, at position 0.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ def mend_step(
     _check_not_removed(folder)
     damaged_keys = {fault.key for fault in faults}
     origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
-    source = origin.whole(lambda source: origin.fill(source, None))
+    source = origin.try_manifests(lambda source: origin.with_fragments(source, None))
     has_own_manifest = source.position == 0
     has_same_encoding = has_codec(source.manifest, codec) and not source.manifest.increments
     if not has_own_manifest and not (folder.ref.manifest in damaged_keys and has_same_encoding):
@@ -81,6 +85,7 @@ def mend_step(
     if not has_own_manifest:  # Without an intact manifest, ``faults`` has no faults of data files
         data_faults, _ = verify_files(folder, files)
         damaged_keys = {fault.key for fault in data_faults}
+    # ``names_of`` has the keys of the files that a base consists of.
     bases = [file.base for file in files if file.base and names_of(file.base) & damaged_keys]
     # The verification of an older step mends its files. Those in another root are never written.
     are_mended = (not base.root and is_committed(folder.backend, base.ref) for base in bases)

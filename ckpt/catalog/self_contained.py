@@ -4,6 +4,11 @@ A data file of an adopted step is a file of another program. The copy gets a dat
 writes it in its place: the header, and then the bytes of the tensors without gaps. Its chunks are
 those of the tensors in the foreign file, with the same checksums. So each byte is verified as it is
 read, and a second copy has the same records as the first one.
+
+A *fragment* is the record of what one rank has written, and ``locations`` is its field with the
+path of the foreign file. A *staged* offset counts in the file as a save writes it. A tensor
+consists of boxes (rectangular regions), each stored as whole chunks. A *leaf* is a tensor with the
+boxes that a rank has.
 """
 
 from __future__ import annotations
@@ -118,7 +123,7 @@ class SelfContainedStep:
     def _without_location(self, part: Fragment) -> Fragment:
         """Return the fragment for the new data file of a rank."""
         source = self._source_files[part.rank]
-        plan = _plan_of(part)
+        plan = _plan_of(part)  # Its ``items`` are the boxes, in the order of the new file
         staged_offsets = {
             (tensor.name, shard.box): shard.offset
             for tensor in part.tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.catalog.index import list_root, objects_at_once, own_objects, unfinished_of
+from ckpt.catalog.index import list_root, objects_by_one_listing, own_objects, unfinished_of
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend
 
@@ -29,9 +29,11 @@ class TierUsage:
             StorageError: The tier cannot be listed.
         """
         refs = list_root(self._backend).refs
-        listing = objects_at_once(self._backend, [ref for ref in refs if ref not in self._nbytes])
+        listing = objects_by_one_listing(
+            self._backend, [ref for ref in refs if ref not in self._nbytes]
+        )
         sizes: dict[StepRef, int] = {}
-        begun_bytes = 0
+        begun_bytes = 0  # Of the steps without a manifest
         for ref in refs:
             if ref in self._nbytes:
                 sizes[ref] = self._nbytes[ref]

@@ -5,7 +5,15 @@ it is encoded. So a file or a chunk may also come from a store whose manifest is
 The files of such a store are assumed to have the encoding that the manifest of another store
 describes. A store is asked for a chunk only if no nearer store has it intact. Failures are
 remembered: a store that does not answer is not asked again, and a store that lacks a file is not
-asked for this file again.
+asked for this file again. The *reach* of an error is the part of a store that is not read again
+after it: a chunk, a file or the store. A *verdict* is the error that is raised if all stores have
+failed. A file that is missing is *damage* of the checkpoint.
+
+A *fragment* is the record of what one rank has written. A stored, or *packed*, manifest refers to
+the fragments, and to *fill in* a fragment is to add its contents. The *layout* of a store is the
+manifest that describes how the store encodes the files. An *increment* is a data file without the
+chunks that the file of an older step, its *base*, has too. A *run* is one request for neighbouring
+chunks of a file, and its *misses* are the chunks that the store could not provide.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from ckpt.catalog.fragments import Parts, fill, load_fragment
+from ckpt.catalog.fragments import Parts, fill_from, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.errors import (
     ForeignFileMismatch,
@@ -91,8 +99,8 @@ class TieredReader:
 
     Methods name a store by its position in ``sources``.
 
-    Thread safety: only the owner's thread calls ``manifest``, ``whole``, ``fill``, ``read`` and
-    ``without_notes``. Any thread may call the other methods.
+    Thread safety: only the owner's thread calls ``manifest``, ``try_manifests``,
+    ``with_fragments``, ``read`` and ``without_notes``. Any thread may call the other methods.
 
     Args:
         sources: The stores, nearest first.
@@ -101,6 +109,14 @@ class TieredReader:
         on_repair: See `OnRepair`.
         partial: The positions of sources that have only a part of each step, such as a tier that is
             local to a node. A file that is missing there is not damage.
+
+    Attributes:
+        positions_with_manifest: The positions of the sources that count as having a manifest of the
+            step: the manifest was read there, or the method ``manifest`` got another error than
+            ``ObjectNotFound``. If such a source lacks a file and is not in ``partial``, the file
+            was lost. If another source lacks a file, it never had the file.
+        lost_ranks: The ranks whose files ``fetch`` could not read, since no source provided some
+            chunk.
     """
 
     def __init__(
@@ -113,14 +129,8 @@ class TieredReader:
         partial: Collection[int] = (),
     ) -> None:
         self.sources, self.ref, self._partial = sources, ref, partial
-        self.listing: set[int] = set()
-        """The positions of the sources that count as having a manifest of the step: the manifest
-        was read there, or the method ``manifest`` got another error than ``ObjectNotFound``. If
-        such a source lacks a file and is not in ``partial``, the file was lost. If another source
-        lacks a file, it never had the file.
-        """
+        self.positions_with_manifest: set[int] = set()
         self.lost_ranks: set[int] = set()
-        """The ranks whose files ``fetch`` could not read, since no source provided some chunk."""
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
@@ -158,9 +168,9 @@ class TieredReader:
             except ObjectNotFound:
                 raise
             except Exception:
-                self.listing.add(position)
+                self.positions_with_manifest.add(position)
                 raise
-            self.listing.add(position)
+            self.positions_with_manifest.add(position)
             return packed
 
         position, (manifest, data) = self._nearest(self.ref.manifest, read)
@@ -169,7 +179,7 @@ class TieredReader:
         self._parts = Parts(manifest, lambda *args: self._fragment(*args, start=position)[0])
         return SourceManifest(position, self._parts.outline, data)
 
-    def whole(self, work: Callable[[SourceManifest], T]) -> T:
+    def try_manifests(self, work: Callable[[SourceManifest], T]) -> T:
         """Call ``work`` with the manifest of the nearest source, and return its result.
 
         If ``work`` raises ``IntegrityError`` or ``StorageError``, as for a fragment that is intact
@@ -188,11 +198,13 @@ class TieredReader:
                 self._failures[source.position, ""] = error
                 self._manifests, self._stored_files = {}, {}
             try:
-                return self.whole(work)
+                return self.try_manifests(work)
             except (IntegrityError, StorageError):
                 raise error from None
 
-    def fill(self, source: SourceManifest, leaves: Sequence[Leaf] | None) -> SourceManifest:
+    def with_fragments(
+        self, source: SourceManifest, leaves: Sequence[Leaf] | None
+    ) -> SourceManifest:
         """Return ``source`` with the fragments filled in that hold a part of ``leaves`` (None: with
         all fragments).
 
@@ -204,7 +216,7 @@ class TieredReader:
         """
         if self._parts is None or self._manifest.is_filled:
             return source
-        manifest = self._parts.fill(leaves, key=self.ref.manifest)
+        manifest = self._parts.fill_for(leaves, key=self.ref.manifest)
         self._manifests[source.position] = manifest
         self._source = replace(source, manifest=manifest)
         return self._source
@@ -228,7 +240,7 @@ class TieredReader:
             if self.failure_of(position, self.ref.manifest) is None:
                 try:
                     manifest = self._read_layout(position)
-                    self.listing.add(position)
+                    self.positions_with_manifest.add(position)
                 except (IntegrityError, StorageError) as error:
                     if reach_of(error) is Reach.STORE:
                         self.note_failure(position, "", error, 0)
@@ -237,8 +249,8 @@ class TieredReader:
         return manifest
 
     def _read_layout(self, position: int) -> Manifest:
-        """Read the manifest of a source, and fill in the same fragments that ``fill`` has filled
-        in.
+        """Read the manifest of a source, and fill in the same fragments that ``with_fragments`` has
+        filled in.
         """
         manifest, data = read_packed(self.sources[position], self.ref, retry=self._retry)
         assert self._source is not None
@@ -249,7 +261,7 @@ class TieredReader:
             fragment, _ = self._load(position, manifest, fragment_ref, file)
             return fragment
 
-        return fill(
+        return fill_from(
             manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest
         )
 
@@ -295,7 +307,8 @@ class TieredReader:
         )
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
-        """Read all chunks of ``plan``, which was made from the manifest that ``fill`` returned.
+        """Read all chunks of ``plan``, which was made from the manifest that ``with_fragments`` has
+        returned.
 
         Returns:
             For each source, ``plan`` with only the chunks that this source has provided.
@@ -457,7 +470,9 @@ class TieredReader:
         with self._lock:
             if reach is not Reach.CHUNK:
                 self._failures[position, scope_key] = error
-            should_have_all = position in self.listing and position not in self._partial
+            should_have_all = (
+                position in self.positions_with_manifest and position not in self._partial
+            )
             is_absent = isinstance(error, ObjectNotFound | ForeignFileMismatch)
             never_had_it = is_absent and not should_have_all
             if self._notes_repairs and not never_had_it and position + 1 < len(self.sources):

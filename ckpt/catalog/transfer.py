@@ -17,6 +17,11 @@ go to farther tiers through `ckpt.save.tier_writer`.
 Each worker needs memory for one part of a file, and for the chunks at the ends of the part. A store
 whose uploads keep all parts until ``finish``, which the contract of a backend allows, also needs
 memory for the files that are being written.
+
+A *fragment* is the record of what one rank has written. An *increment* is a data file without the
+chunks that the file of an older step, its *base*, has too, and *heirs* of a step are the steps that
+refer to its files in this way. A manifest or fragment is *packed* if it has the form in which it is
+stored. A *tombstone* is an object that stands in the place of the manifest of a removed step.
 """
 
 from __future__ import annotations
@@ -174,7 +179,7 @@ def fetch_nearest(
     tried_manifests: set[bytes] = set()
     for position, source in enumerate(sources):
         if position and (
-            not (packed := _packed_manifest(source, ref)) or packed in tried_manifests
+            not (manifest_data := _manifest_data(source, ref)) or manifest_data in tried_manifests
         ):
             continue
         other_sources = [*sources[:position], *sources[position + 1 :]]
@@ -188,27 +193,27 @@ def fetch_nearest(
             continue
         except IntegrityError as error:
             first_error = first_error or error
-            tried_manifests.add(_packed_manifest(source, ref))
+            tried_manifests.add(_manifest_data(source, ref))
             continue
         if first_error is not None:
             # Earlier tries may have left files that this manifest does not name.
             manifest, _ = read_packed(folder.backend, ref)
-            _remove_unnamed(folder, manifest)
+            _remove_files_without_entry(folder, manifest)
         return report
     assert first_error is not None
     raise first_error
 
 
-def _packed_manifest(source: StorageBackend, ref: StepRef) -> bytes:
+def _manifest_data(source: StorageBackend, ref: StepRef) -> bytes:
     """Return the bytes of the manifest; empty bytes if it is missing or cannot be read."""
     try:
-        _, packed = read_packed(source, ref)
+        _, manifest_data = read_packed(source, ref)
     except (IntegrityError, StorageError):
         return b""
-    return packed
+    return manifest_data
 
 
-def _meter(
+def _copy_meter(
     manifest: Manifest,
     missing: Sequence[StoredFile],
     on_progress: OnProgress | None,
@@ -270,12 +275,12 @@ def fetch_step(
     """
     start = time.perf_counter()
     origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
-    with _source_errors():
-        step_reader, source = _self_contained(origin)
-    manifest, packed = source.manifest, source.data
-    old_manifest = _other_manifest(folder, manifest, packed)
+    with _store_errors_as_damage():
+        step_reader, source = _reader_for_copy(origin)
+    manifest, manifest_data = source.manifest, source.data
+    old_manifest = _other_manifest(folder, manifest, manifest_data)
     # A destination that has this manifest keeps it, so its files are not encoded again.
-    is_listed = old_manifest is None and _make_way_for_manifest(folder, packed)
+    has_same_manifest = old_manifest is None and _make_way_for_manifest(folder, manifest_data)
     if old_manifest is not None:
         old_faults, _ = verify_files(folder, old_manifest.stored_files().values())
         if not old_faults:
@@ -286,14 +291,16 @@ def fetch_step(
         codec = next(iter(manifest.codecs), NO_CODEC)
     if old_manifest is not None:
         require_no_heirs(folder)
-    recoding = None if codec is None or is_listed else _recoding(step_reader, manifest, codec)
+    recoding = (
+        None if codec is None or has_same_manifest else _recoding(step_reader, manifest, codec)
+    )
     intact_files = _intact_files(manifest, folder, recoding)
     missing = [file for rank, file in manifest.stored_files().items() if rank not in intact_files]
     if len(sources) == 1 and step_reader is origin:  # No other source could give the file
         source_folder = dataclasses.replace(folder, backend=sources[0])
         for fault in size_faults(source_folder, missing):
             raise fault.error()
-    meter = _meter(manifest, missing, on_progress, is_recoded=recoding is not None)
+    meter = _copy_meter(manifest, missing, on_progress, is_recoded=recoding is not None)
     copies = copy_files(step_reader.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
     if old_manifest is not None:
         # The old manifest is removed only after all data files were written.
@@ -303,19 +310,19 @@ def fetch_step(
     else:
         files = {copy.stored.rank: copy.stored for copy in copies} | intact_files
         manifest = _put_fragments(folder, recoding, files)
-        packed = pack(manifest)
-    commit_copy(folder, packed, look=partial(check_files, folder, manifest, confirm))
+        manifest_data = pack(manifest)
+    commit_copy(folder, manifest_data, check=partial(check_files, folder, manifest, confirm))
     if old_manifest is not None:
-        _remove_unnamed(folder, manifest)
+        _remove_files_without_entry(folder, manifest)
     copied_bytes = sum(copy.stored.size for copy in copies)
     return FetchReport(folder.ref, manifest.stored_bytes, copied_bytes, time.perf_counter() - start)
 
 
-def _self_contained(
+def _reader_for_copy(
     origin: TieredReader,
 ) -> tuple[TieredReader | SelfContainedStep, SourceManifest]:
     """Return what reads the step of ``origin`` for a copy, and the manifest of the copy."""
-    source = origin.whole(lambda source: origin.fill(source, None))
+    source = origin.try_manifests(lambda source: origin.with_fragments(source, None))
     if not source.manifest.locations:
         return origin, source
     step_reader = SelfContainedStep(origin, source)
@@ -346,7 +353,7 @@ def copy_files(
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
             if failures:
                 raise StorageError(source.file.name, "another file could not be copied")
-            with _source_errors():
+            with _store_errors_as_damage():
                 positions.append(fetch(reads, sink))
 
         image = StoredImage(chunks_of(source, as_stored=recoding is None), read)
@@ -443,17 +450,17 @@ def copy_fragments(
     )
 
 
-def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) -> None:
+def commit_copy(folder: StepFolder, manifest_data: bytes, *, check: Callable[[], None]) -> None:
     """Put the manifest of a step after all of its files were copied.
 
-    If the folder already has this manifest, only ``look`` is called. A damaged manifest is removed
+    If the folder already has this manifest, only ``check`` is called. A damaged manifest is removed
     first. If an error occurs after the claim marker was put, the marker stays.
 
     Args:
         folder: The folder of the step at the destination.
-        packed: The bytes of the manifest.
-        look: Called before the manifest is put, once before and once after the claim marker is put.
-            It raises if the step must not become a checkpoint, for example because a file is
+        manifest_data: The bytes of the manifest.
+        check: Called before the manifest is put, once before and once after the claim marker is
+            put. It raises if the step must not become a checkpoint, for example because a file is
             missing. As long as the step has no manifest, a process that makes room may remove its
             files as the remains of a save.
 
@@ -461,16 +468,16 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
         ObjectExists: As for ``fetch_step``.
         StorageError: The step is being removed at the destination, or was removed.
     """
-    if _make_way_for_manifest(folder, packed):
-        look()
+    if _make_way_for_manifest(folder, manifest_data):
+        check()
         return
     destination, ref = folder.backend, folder.ref
     # The first check avoids a marker in the folder of a step that cannot be finished.
-    look()
+    check()
     folder.retry.call(partial(require_finish, destination, ref))
-    look()
+    check()
     folder.retry.call(partial(delete_tombstone, destination, ref))
-    _put_manifest(folder, packed)
+    _put_manifest(folder, manifest_data)
     release_finish(destination, ref)
 
 
@@ -487,7 +494,7 @@ def check_files(folder: StepFolder, manifest: Manifest, confirm: Callable[[], ob
     confirm()
 
 
-def _make_way_for_manifest(folder: StepFolder, packed: bytes) -> bool:
+def _make_way_for_manifest(folder: StepFolder, manifest_data: bytes) -> bool:
     """Return True if the folder already has this manifest, and False if it has none.
 
     A damaged manifest is removed, since it would keep the intact one from being put.
@@ -497,7 +504,7 @@ def _make_way_for_manifest(folder: StepFolder, packed: bytes) -> bool:
     """
     destination, ref = folder.backend, folder.ref
     try:
-        if folder.read(ref.manifest, partial(_is_same_manifest, packed, key=ref.manifest)):
+        if folder.read(ref.manifest, partial(_is_same_manifest, manifest_data, key=ref.manifest)):
             return True
     except ObjectNotFound:
         return False
@@ -514,7 +521,9 @@ def _make_way_for_manifest(folder: StepFolder, packed: bytes) -> bool:
     )
 
 
-def _other_manifest(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
+def _other_manifest(
+    folder: StepFolder, manifest: Manifest, manifest_data: bytes
+) -> Manifest | None:
     """Return the manifest at the destination if it has the same chunks in other files: encoded in
     another way, or as increments where the source has whole files or the other way round.
 
@@ -524,7 +533,7 @@ def _other_manifest(folder: StepFolder, manifest: Manifest, packed: bytes) -> Ma
     """
     try:
         key = folder.ref.manifest
-        is_same = folder.read(key, partial(_is_same_manifest, packed, key=key))
+        is_same = folder.read(key, partial(_is_same_manifest, manifest_data, key=key))
         if is_same and not manifest.increments:
             return None
         present = read_manifest(folder.backend, folder.ref, retry=folder.retry)
@@ -535,7 +544,7 @@ def _other_manifest(folder: StepFolder, manifest: Manifest, packed: bytes) -> Ma
     return present if not is_alike and same_chunks(present, manifest) else None
 
 
-def _remove_unnamed(folder: StepFolder, manifest: Manifest) -> None:
+def _remove_files_without_entry(folder: StepFolder, manifest: Manifest) -> None:
     """Remove from the folder of a step that was just committed what its manifest does not name.
 
     This is mainly for files in another encoding. The markers and notes of ranks (see
@@ -568,7 +577,7 @@ def _recoding(
         return None
     encoder = encoder_of(codec)
     files = manifest.file_map()
-    with _source_errors():
+    with _store_errors_as_damage():
         parts = {
             fragment_ref.rank: read_fragment(
                 origin.fragment(manifest, fragment_ref, files.get(fragment_ref.rank)),
@@ -612,11 +621,11 @@ def _put_fragments(
     for rank in sorted(recoding.parts):
         file = files.get(rank)
         name = fragment_name(rank)
-        packed = recoding.fragment(rank, file.encoding if file else None)
-        data = pack(packed)
+        packed_fragment = recoding.fragment(rank, file.encoding if file else None)
+        data = pack(packed_fragment)
         put = partial(folder.backend.put, folder.ref.key(name), [data])
         puts.append(partial(folder.retry.call, put))
-        parts.append((packed, FragmentRef(name, rank, len(data), checksum(data))))
+        parts.append((packed_fragment, FragmentRef(name, rank, len(data), checksum(data))))
     folder.workers.run_all(puts)
     return merge(parts)
 
@@ -629,35 +638,35 @@ def _copy_fragment(
     file: File | None,
 ) -> None:
     """Copy a fragment, unless the folder has it intact."""
-    with _source_errors():
+    with _store_errors_as_damage():
         data = origin.fragment(manifest, fragment_ref, file)
     if folder.intact_fragment(fragment_ref) is None:
         key = origin.ref.key(fragment_ref.name)
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
 
-def _put_manifest(folder: StepFolder, packed: bytes) -> None:
+def _put_manifest(folder: StepFolder, manifest_data: bytes) -> None:
     """Put the manifest. Raises ``ObjectExists`` if the folder has another manifest."""
     key = folder.ref.manifest
     try:
-        folder.retry.call(partial(put_manifest, folder.backend, key, packed))
+        folder.retry.call(partial(put_manifest, folder.backend, key, manifest_data))
     except CommitError as error:
         raise ObjectExists(key, str(error)) from error
 
 
-def _is_same_manifest(packed: bytes, data: bytes, *, key: str) -> bool:
-    """Return True if ``data`` is the manifest ``packed``, and False if it is another one.
+def _is_same_manifest(manifest_data: bytes, data: bytes, *, key: str) -> bool:
+    """Return True if ``data`` is the manifest ``manifest_data``, and False if it is another one.
 
     Raises:
         ManifestCorrupt, FormatUnsupported: ``data`` is no manifest that this ckpt can read.
     """
-    if data != packed:
+    if data != manifest_data:
         unpack(data, Manifest, key=key)
-    return data == packed
+    return data == manifest_data
 
 
 @contextmanager
-def _source_errors() -> Generator[None]:
+def _store_errors_as_damage() -> Generator[None]:
     """Turn a ``StorageError`` inside of the block into an ``IntegrityError`` about the source.
 
     An error of a source that tells nothing about the data (see ``fault_of``) stays as it is. Only

@@ -12,7 +12,11 @@ nothing but the destination store, so they coordinate through the folder of the 
 If a node is lost, there are no notes for its ranks, or their files are never copied. A process that
 has copies of these files on another node then copies them. A rank without a note may be alive, so
 the process first puts a marker that keeps the rank from removing its files
-(``ckpt.root.claim_marker``).
+(``ckpt.root.claim_marker``). To *bring* files is to copy them in this way.
+
+A *fragment* is the record of what one rank has written. An *increment* is a data file without the
+chunks that the file of an older step, its *base*, has too. A *packed* manifest is one as it is
+stored.
 
 The notes and these markers stay in the folder of the step, and are removed with the step.
 """
@@ -368,7 +372,7 @@ def copy_part(
         StorageError: A store has failed, or the step is being removed at the destination, or a file
             was removed there.
     """
-    manifest, packed = read_packed(source, folder.ref)
+    manifest, manifest_data = read_packed(source, folder.ref)
     part_manifest = msgspec.structs.replace(
         manifest,
         files=tuple(file for file in manifest.files if file.rank in ranks),
@@ -379,7 +383,7 @@ def copy_part(
     for rank in sorted(ranks):
         confirm()
         copy_rank([source], folder, rank, NO_CODEC, on_bytes)
-    commit_copy(folder, packed, look=partial(check_files, folder, part_manifest, confirm))
+    commit_copy(folder, manifest_data, check=partial(check_files, folder, part_manifest, confirm))
 
 
 def commit_parts(
@@ -409,7 +413,7 @@ def commit_parts(
             "checkpoint that this node has: restore it, or another step"
         )
     with pins_on(folder.backend, manifest.bases):
-        commit_copy(folder, pack(manifest), look=partial(check_files, folder, manifest, confirm))
+        commit_copy(folder, pack(manifest), check=partial(check_files, folder, manifest, confirm))
 
 
 def _without_file_fields(manifest: Manifest) -> Manifest:

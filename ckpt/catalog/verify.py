@@ -8,6 +8,12 @@
 
 Faults are returned and not raised, so that all of them are reported. Each read of a restore or a
 copy also verifies its chunks (see `ckpt.pipeline.chunk_reader`).
+
+A *fragment* is the record of what one rank has written. A stored manifest refers to the fragments,
+or *carries* copies of all of them, and to *fill in* a fragment is to add its contents. An
+*increment* is a data file without the chunks that the file of an older step, its *base*, has too.
+Its ``lead`` is the size of what it holds before its own chunks. A *run* is one request for
+neighbouring chunks, and its *misses* are the chunks that could not be read.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 A watcher has a name. It puts a small object below ``watchers/NAME/`` on the tier for each step that
 it has handled. So a watcher that is started again continues where the last one ended, also on
-another machine. While a step is being handled, a pin keeps it from being removed.
+another machine. While a step is being handled, a pin keeps it from being removed. A rollback, the
+record that the run goes on from an older step, abandons the later steps, which are then on no
+current branch any more.
 """
 
 from __future__ import annotations
@@ -78,11 +80,11 @@ class Watcher:
         self._backend, self._newest = backend, newest
         self._folder = f"{WATCHERS}/{name}/"
         self._reason = f"watch {name}"
-        self._left_refs: set[StepRef] = set()
+        self._skipped_refs: set[StepRef] = set()
 
     def look(self) -> list[CommittedStep]:
         """Return the committed steps that were not handled yet, oldest first. Steps that were
-        passed to ``leave`` are left out.
+        passed to ``skip`` are left out.
 
         The records of handled steps that the tier does not have any more are removed.
         """
@@ -97,9 +99,9 @@ class Watcher:
         new_refs: list[StepRef] = []
         # Newest first. An abandoned step is not the newest.
         for ref in listing.on_branch if self._newest else refs:
-            if self._newest and (new_refs or ref in handled_refs | self._left_refs):
+            if self._newest and (new_refs or ref in handled_refs | self._skipped_refs):
                 break
-            if ref not in handled_refs | self._left_refs and is_committed(self._backend, ref):
+            if ref not in handled_refs | self._skipped_refs and is_committed(self._backend, ref):
                 new_refs.append(ref)
         return [self.committed_step(ref) for ref in reversed(new_refs)]
 
@@ -115,18 +117,18 @@ class Watcher:
         with lease(self._backend, step.ref, self._reason):
             yield
 
-    def leave(self, step: CommittedStep) -> None:
+    def skip(self, step: CommittedStep) -> None:
         """Pass over ``step``. This `Watcher` does not return the step again, but a new `Watcher` of
         the same name does.
         """
-        self._left_refs.add(step.ref)
+        self._skipped_refs.add(step.ref)
 
     def mark_handled(self, step: CommittedStep) -> None:
         """Record that ``step`` was handled, so that no watcher of this name returns it again.
 
-        This has no effect for a step that was passed to ``leave``.
+        This has no effect for a step that was passed to ``skip``.
         """
-        if step.ref not in self._left_refs:
+        if step.ref not in self._skipped_refs:
             ask(self._backend, lambda: self._backend.put(self._key(step.ref), [b"handled\n"]))
 
     def _key(self, ref: StepRef) -> str:

@@ -102,7 +102,7 @@ def diff(
         reader_b = stack.enter_context(_reader(b or a, step_b, timeout))
         with output.progress("comparing", in_bytes=False) as bar:
             difference = compare(reader_a, reader_b, on_name=bar)
-        movements = _movements(reader_a, reader_b, difference.values) if values else {}
+        movements = _movements(reader_a, reader_b, difference.other_values) if values else {}
         names = reader_a.tensors.keys() | reader_b.tensors.keys()
         # The count of an optimizer's steps would move most.
         movements_of_arrays = {
@@ -181,9 +181,9 @@ def _show(
             "another kind",
             f"{_dtype_and_shape(tensor_a)} in A, {_dtype_and_shape(tensor_b)} in B",
         )
-        for name, (tensor_a, tensor_b) in difference.kinds.items()
+        for name, (tensor_a, tensor_b) in difference.other_kinds.items()
     ]
-    for name in difference.values:
+    for name in difference.other_values:
         text = _dtype_and_shape(reader_a.tensors[name])
         rows.append(
             (
@@ -203,14 +203,14 @@ def _show(
     if difference.exists or plain:
         parts.append(f"{output.count(len(rows), 'difference')}")
     output.show_line(", ".join(parts) + ("" if rows else ": the checkpoints are the same"))
-    if difference.compared_count and not difference.read_names:
+    if difference.compared_count and not difference.read_count:
         output.show_line(
             "compared by checksum alone: no data was read"
             + (" but for --values" if movements else "")
         )
-    elif difference.read_names:
+    elif difference.read_count:
         output.show_line(
-            f"{output.count(difference.read_names, 'tensor')} saved in another layout: read, the "
+            f"{output.count(difference.read_count, 'tensor')} saved in another layout: read, the "
             "others compared by checksum"
         )
 
@@ -293,12 +293,12 @@ def _as_json(
         "b": _place(reader_b),
         "same": not (difference.exists or plain),
         "equal": difference.equal,
-        "read": difference.read_names,
+        "read": difference.read_count,
         "only_a": difference.only_one,
         "only_b": difference.only_two,
         "kinds": {
             name: {"a": _dtype_and_shape(tensor_a), "b": _dtype_and_shape(tensor_b)}
-            for name, (tensor_a, tensor_b) in difference.kinds.items()
+            for name, (tensor_a, tensor_b) in difference.other_kinds.items()
         },
         "values": [
             {
@@ -306,7 +306,7 @@ def _as_json(
                 "max_difference": _json_number(entry.largest if entry else None),
                 "moved": _json_number(entry.ratio if entry else None),
             }
-            for name in difference.values
+            for name in difference.other_values
             for entry in [movements.get(name)]
         ],
         "plain": {name: {"a": text_a, "b": text_b} for name, (text_a, text_b) in plain.items()},

@@ -473,7 +473,7 @@ def _cell(tier: _Tier, row: _Row) -> str:
         return _size(step) + marks
     if step.state != "incomplete":
         return f"damaged: {step.reason}"
-    if step.is_cut:
+    if step.has_removal_begun:
         return f"{_REMOVAL_TEXT}, {output.size(step.nbytes)}"
     total = f" of {row.committed_step.ranks}" if row.committed_step else ""
     ranks = f"rank{'' if step.finished_ranks == 1 and not total else 's'}"
@@ -540,7 +540,7 @@ def _state_and_detail(step: StoredStep) -> tuple[str, str]:
     """
     if step.state == "committed":
         return step.state, ""
-    if step.state == "incomplete" and step.is_cut:
+    if step.state == "incomplete" and step.has_removal_begun:
         return step.state, _REMOVAL_TEXT
     if step.state == "incomplete":
         return step.state, f"{output.count(step.finished_ranks, 'rank')} finished, no manifest"

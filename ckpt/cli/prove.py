@@ -88,7 +88,12 @@ class Contrast:
         names = [f"metric {metric.name} of step {metric.step}" for metric in self.metrics]
         names += self.plain
         if (tensors := self.tensors) is not None:
-            names += [*tensors.only_one, *tensors.only_two, *tensors.kinds, *tensors.values]
+            names += [
+                *tensors.only_one,
+                *tensors.only_two,
+                *tensors.other_kinds,
+                *tensors.other_values,
+            ]
         return names
 
 

@@ -251,7 +251,7 @@ def _first_intact(
     list_workers = Workers(
         "list", len(sources)
     )  # Not closed: a thread may still wait for its store
-    candidate_steps = candidates(sources, step, workers=list_workers, lists=_root_contents)
+    candidate_steps = candidates(sources, step, workers=list_workers, list_store=_root_contents)
     candidate = next(candidate_steps, None)
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
         while candidate is not None:

@@ -89,7 +89,7 @@ def watch(
             _show(step, code, json=json)
             if code:
                 failures += 1
-                watcher.leave(step)
+                watcher.skip(step)
     if failures:
         output.warn(f"the command failed for {output.count(failures, 'step')}")
         raise typer.Exit(1)

@@ -236,7 +236,7 @@ def without_frames(error: CkptError) -> CkptError:
     return error.with_traceback(None) if isinstance(error, StorageError) else error
 
 
-def frameless(function: Callable[P, T]) -> Callable[P, T]:
+def with_short_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """Let ``function`` raise errors of stores without the frames below it: dozens of frames of
     clients and threads say nothing of the store, and hide the message.
     """

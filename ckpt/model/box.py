@@ -283,12 +283,14 @@ class BoxIndex:
         ends = starts + np.array([boxes[i].shape for i in nonempty], dtype=np.int64).reshape(
             -1, dims
         )
-        self._dim = max(range(dims), key=lambda dim: len(np.unique(starts[:, dim])))
-        order = np.argsort(starts[:, self._dim], kind="stable")
-        self._numbers, self._starts, self._ends = nonempty[order], starts[order], ends[order]
-        self._dim_starts: list[int] = self._starts[:, self._dim].tolist()
-        # In the dimension ``_dim``, the largest end of each box and all boxes before it
-        self._reach: list[int] = np.maximum.accumulate(self._ends[:, self._dim]).tolist()
+        self._sort_dim = max(range(dims), key=lambda dim: len(np.unique(starts[:, dim])))
+        order = np.argsort(starts[:, self._sort_dim], kind="stable")
+        self._box_indices, self._starts, self._ends = nonempty[order], starts[order], ends[order]
+        self._sorted_starts: list[int] = self._starts[:, self._sort_dim].tolist()
+        # In the dimension ``_sort_dim``, the largest end of each box and all boxes before it
+        self._largest_ends: list[int] = np.maximum.accumulate(
+            self._ends[:, self._sort_dim]
+        ).tolist()
 
     def search(self, box: Box) -> list[int]:
         """Return the indices of the boxes that have an element in common with ``box``, in
@@ -301,8 +303,10 @@ class BoxIndex:
         start, end = np.array(box.offsets), np.array(box.offsets) + np.array(box.shape)
         # The boxes that begin before ``box`` ends, without the first ones, which all end before it.
         candidates = slice(
-            bisect_right(self._reach, int(start[self._dim])),
-            bisect_left(self._dim_starts, int(end[self._dim])),
+            bisect_right(self._largest_ends, int(start[self._sort_dim])),
+            bisect_left(self._sorted_starts, int(end[self._sort_dim])),
         )
-        is_met = ((self._starts[candidates] < end) & (self._ends[candidates] > start)).all(axis=1)
-        return sorted(self._numbers[candidates][is_met].tolist())
+        overlaps_box = ((self._starts[candidates] < end) & (self._ends[candidates] > start)).all(
+            axis=1
+        )
+        return sorted(self._box_indices[candidates][overlaps_box].tolist())

@@ -3,8 +3,9 @@
 A writer chooses the length of the first chunk of each box. ``split_rows`` with that many elements
 then gives all chunks, so a reader needs only the length of the first chunk. A reader always reads
 whole chunks, so small chunks help if it needs only a part of a box. Large chunks need less space in
-the fragments and fewer calls. A box therefore has about ``PARTS`` chunks, within bounds on their
-size.
+the fragments (the records of what each rank has written) and fewer calls. A box therefore
+has about ``PARTS`` chunks, within bounds on their size. A *row* of a dimension is the elements that
+one index of it spans.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def chunk_lengths(shape: tuple[int, ...], first_length: int, *, at_most: int) ->
     dim = next(dim for dim, row in enumerate(row_lengths) if row <= first_length)
     rows_per_chunk, remainder = divmod(first_length, row_lengths[dim])
     whole_count, rest = divmod(shape[dim], rows_per_chunk)
-    outer = math.prod(shape[:dim])
-    if remainder or not whole_count or outer * (whole_count + bool(rest)) > at_most:
+    outer_count = math.prod(shape[:dim])  # Of the indices of the dimensions before ``dim``
+    if remainder or not whole_count or outer_count * (whole_count + bool(rest)) > at_most:
         return None
     last_length = [rest * row_lengths[dim]] if rest else []
-    return ([first_length] * whole_count + last_length) * outer
+    return ([first_length] * whole_count + last_length) * outer_count
 
 
 def _whole_rows(shape: tuple[int, ...], target: int, limit: int) -> int:

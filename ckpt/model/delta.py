@@ -1,7 +1,8 @@
 """The delta file of a rank: the differences between its chunks and those of an earlier step.
 
 The file is the length of a record (8 bytes, little-endian), the record, and the differences of the
-chunks, back to back (see ``codec.word_difference``).
+chunks, back to back (see ``codec.word_difference``). The difference of a chunk is also called its
+*code*.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ def check_part(part: str, names: Iterable[str]) -> None:
     """Raise ``ConfigError`` if no tensor of a state is in ``part``. ``names`` are those of all
     tensors of the state.
     """
-    tops: set[str] = set()
+    outermost_names: set[str] = set()
     for name in names:
         if is_in_part(part, name):
             return
-        tops.add(name.partition("/")[0])
-    present = f"it has {few(sorted(tops))}" if tops else "it has no tensor"
+        outermost_names.add(name.partition("/")[0])
+    present = f"it has {few(sorted(outermost_names))}" if outermost_names else "it has no tensor"
     raise ConfigError(f"deltas={part!r} fits no tensor of the state: {present}")
 
 

@@ -2,8 +2,9 @@
 them.
 
 Safetensors has no complex128, no complex32, and none of torch's ``float4_e2m1fn_x2`` and ``bits``
-types. A file stores the first two as floats with one more dimension, and the others as unsigned
-integers of the same size.
+types. A file stores the first two as floats with one more dimension, whose length is the *lanes* of
+the type, and the others as unsigned integers of the same size. The *storage* of a type is the name
+that it has in the file.
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ A stored manifest lacks the chunks, the shards and the ``PerRank`` values, which
 fragments of the ranks. A rank that restores its own part needs its own fragment only. A rank that
 reshards needs the fragments of all ranks whose boxes overlap its own boxes. A reader of the whole
 checkpoint needs all fragments. The catalog (``ckpt.catalog``) reads fragments from the store.
+
+A *fragment* is the record of what one rank has written. A *shard* is a box, which is a rectangular
+region of a tensor, in the file of a rank. A *layout* says which rank has which box, as a few *runs*
+that each describe many boxes. Tensors that are cut alike share a layout. A manifest *carries*
+fragments if it contains copies of them. An *increment* is a data file without the chunks that the
+file of an older step has too, and a *location* is the path of a data file of another program.
 """
 
 from __future__ import annotations

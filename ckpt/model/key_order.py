@@ -3,7 +3,8 @@
 Nearly all parameters of an optimizer have the same keys, so one list has the order of most of them.
 The node of an optimizer has this list as ``keys``. Only the parameters whose keys have another
 order have lists of their own, in ``keys_of``. Nearly always, the state has the parameters in the
-order of the groups. If it does not, the node has their order as ``order``.
+order of the groups. If it does not, the node has their order as ``order``. The *node* of an
+optimizer is its JSON in the tree of the state. The *path* of a parameter is its name in the state.
 """
 
 from __future__ import annotations

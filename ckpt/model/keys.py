@@ -1,20 +1,22 @@
 """Build and parse the keys of all objects below the root of a tier.
 
-No other module builds or parses keys. docs/format.md describes the objects.
+No other module builds or parses keys. docs/format.md describes the objects. An *attempt* is one
+incarnation of a job. It may try a step several times, and each further *try* has a number, the
+*trial*. A *fragment* is the record of what one rank has written.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from operator import index
 from typing import Final, SupportsIndex, cast
 
 from ckpt.errors import ConfigError, ManifestCorrupt
 
-FOLDERS: Final = "step-"
+STEP_PREFIX: Final = "step-"
 """What the names of the folders of all steps begin with."""
 MANIFEST: Final = "manifest.json"
 CLAIM_MARKER: Final = "claim"
@@ -260,7 +262,7 @@ def step_of(state: object, step: object, *, last: int | None) -> int:
         is_integer = isinstance(state_step, int | Integral) and not isinstance(state_step, bool)
         step = state_step if is_integer else 0 if last is None else last + 1
     try:
-        number = -1 if isinstance(step, bool) else index(cast(SupportsIndex, step))
+        number = -1 if isinstance(step, bool) else operator.index(cast(SupportsIndex, step))
     except TypeError:
         number = -1  # Is refused below
     if not 0 <= number < 10**18:

@@ -2,8 +2,16 @@
 
 `ckpt.model.values` makes a call for each container. For a state with hundreds of thousands of small
 containers, such as a history of tuples, the functions here take all values of one depth together.
-They run at the speed of C. An encoding makes no new object for a list or a dict that is its own
-node.
+They run at the speed of C.
+
+A *node* is the JSON of a value. None, bool, str, finite floats and 64-bit ints are their own nodes,
+and so are lists, and dicts whose keys are names, if the values inside of them are. An encoding
+makes no new object for them. Any other value has a node with a *tag*, ``{"$": tag, "v": content}``.
+The content of a mapping whose keys are not names is a list of *pairs* of a key and a value. A
+*container* is a list, tuple or mapping, and a *leaf* is any other value. The items of a walk are
+grouped by type, so each function takes the *members* of one type. The *name* of a value is its path
+in the state. The *form* of a node is the type of the value that it stands for. ``encode_leaf`` is a
+function that returns the node of a leaf.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ Leaf = Callable[[Any, int], Any]
 around it. It raises ``UnsupportedValue`` if the value is not plain.
 """
 
-Tagged = Callable[[Any], Any]
+DecodeTagged = Callable[[Any], Any]
 """Returns the value of a node with a tag that this module does not have."""
 
 MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -77,12 +85,13 @@ class TupleNode(msgspec.Struct, tag_field="$", tag="tuple", gc=False):
     v: Any
 
 
-class Growth:
-    """Finds containers that occur twice, on the few levels of a walk where it matters. A list that
-    holds another one twice, and so on, has twice as many values on each level.
+class WalkSize:
+    """Counts the values of a walk over nested containers, and finds containers that occur twice, on
+    the few levels where it matters. A list that holds another one twice, and so on, has twice as
+    many values on each level.
 
     Attributes:
-        number: The number of values in the nodes of the levels, or more.
+        value_count: The number of values in the nodes of the levels, or more.
         name_chars: The most characters that the names of the containers around these values have
             together; infinite if this is not known.
         is_compact: Whether the node of a tuple is a `TupleNode`.
@@ -92,7 +101,7 @@ class Growth:
         self.is_compact = is_compact
         self._limit = _LARGE
         self._total = 0  # The values inside of all distinct containers, or more
-        self.number = 0
+        self.value_count = 0
         self.name_chars = 0.0
         self._prefix_chars = 0  # The most characters of a name on the present level
 
@@ -124,7 +133,7 @@ class Growth:
         """Count the values of one level, with the keys of its dicts. The node of a tuple takes two
         levels.
         """
-        self.number += number
+        self.value_count += number
         self.name_chars += (self._prefix_chars + 2) * number
         self._prefix_chars += 2 + max(INDEX_CHARS, 1 + max(map(len, keys), default=0))
 
@@ -147,7 +156,7 @@ def contents(containers: Mapping[type, Sequence[Any]]) -> list[Any]:
     return values
 
 
-def collide(items: Collection[Any]) -> bool:
+def has_hash_collisions(items: Collection[Any]) -> bool:
     """Return True if too many of the members of a set, or of the keys of a dict, have the same
     hash.
     """
@@ -188,7 +197,7 @@ def is_plain(value: Any, leaves: AbstractSet[type], deepest: int) -> bool:
     if type(value) not in CONTAINERS:
         return type(value) in leaves
     level: Sequence[Any] = (value,)
-    plain, growth = CONTAINERS | leaves, Growth()
+    plain, walk_size = CONTAINERS | leaves, WalkSize()
     for _ in range(deepest):
         types = set(map(type, level))
         if not types <= plain:
@@ -196,7 +205,7 @@ def is_plain(value: Any, leaves: AbstractSet[type], deepest: int) -> bool:
         containers = _group_by_type(level, types, CONTAINERS)
         if not containers:
             return True
-        level = contents(growth.distinct(containers))
+        level = contents(walk_size.distinct(containers))
     return False
 
 
@@ -207,12 +216,12 @@ def is_bounded(value: Any, deepest: int) -> bool:
     if type(value) not in CONTAINERS:
         return True
     level: Sequence[Any] = (value,)
-    growth = Growth()
+    walk_size = WalkSize()
     for _ in range(deepest):
         containers = by_type(level, CONTAINERS)
         if not containers:
             return True
-        if not growth.is_bounded(containers):
+        if not walk_size.is_bounded(containers):
             return False
         level = contents(containers)
     return True
@@ -234,7 +243,7 @@ def without_collector() -> Generator[None]:
 
 
 def node_of(
-    value: Any, depth: int, deepest: int, encode_leaf: Leaf, growth: Growth | None = None
+    value: Any, depth: int, deepest: int, encode_leaf: Leaf, walk_size: WalkSize | None = None
 ) -> Any:
     """Return the node of ``value``. It is ``value`` itself if this is its own node.
 
@@ -243,7 +252,7 @@ def node_of(
         depth: The number of these containers.
         deepest: The largest such number that a container may have.
         encode_leaf: See ``Leaf``.
-        growth: Counts the values inside.
+        walk_size: Counts the values inside.
 
     Raises:
         UnsupportedValue: A value inside is not plain, too many keys of a dict have the same hash,
@@ -251,11 +260,11 @@ def node_of(
             name.
     """
     with without_collector():
-        return _nodes([value], depth, deepest, encode_leaf, growth or Growth())[0]
+        return _nodes([value], depth, deepest, encode_leaf, walk_size or WalkSize())[0]
 
 
 def _nodes(
-    values: Sequence[Any], depth: int, deepest: int, encode_leaf: Leaf, growth: Growth
+    values: Sequence[Any], depth: int, deepest: int, encode_leaf: Leaf, walk_size: WalkSize
 ) -> Sequence[Any]:
     """Return the node of each value. The result is ``values`` itself if all are their own nodes."""
     types = set(map(type, values))
@@ -269,12 +278,12 @@ def _nodes(
         if kind not in containers
     }
     if any(nodes[kind] is not groups[kind] for kind in nodes):
-        growth.name_chars = math.inf  # Some nodes are dicts with a tag
+        walk_size.name_chars = math.inf  # Some nodes are dicts with a tag
     if containers:
         # torch gives an ``OrderedDict`` an attribute, which takes a tag of its own.
         if depth > deepest or any(map(vars, containers.get(OrderedDict, ()))):
             raise _NOT_PLAIN
-        nodes |= _container_nodes(containers, depth, deepest, encode_leaf, growth)
+        nodes |= _container_nodes(containers, depth, deepest, encode_leaf, walk_size)
     if all(nodes[kind] is group for kind, group in groups.items()):
         return values
     if len(groups) == 1:
@@ -289,7 +298,7 @@ def _container_nodes(
     depth: int,
     deepest: int,
     encode_leaf: Leaf,
-    growth: Growth,
+    walk_size: WalkSize,
 ) -> dict[type, Sequence[Any]]:
     """Return the nodes of containers, by their types. A dict with keys other than plain text is
     stored as a list of pairs.
@@ -299,11 +308,11 @@ def _container_nodes(
         depth: The number of containers around them.
         deepest: The largest such number that a container may have.
         encode_leaf: See ``Leaf``.
-        growth: Counts the values inside, and finds containers that hold others again and again. If
-            some mapping is stored as pairs, the length of its names is not known any more.
+        walk_size: Counts the values inside, and finds containers that hold others again and again.
+            If some mapping is stored as pairs, the length of its names is not known any more.
     """
     nonempty = {kind: list(filter(None, members)) for kind, members in containers.items()}
-    if not growth.is_bounded(nonempty):
+    if not walk_size.is_bounded(nonempty):
         raise _NOT_PLAIN
     items = contents(nonempty)
     # A dict of thousands of tensors is no plain value, whatever its keys are.
@@ -319,17 +328,23 @@ def _container_nodes(
     paired_mappings = [list(compress(containers[kind], pair_flags[kind])) for kind in pair_flags]
     item_count = len(items)
     if any(paired_mappings):
-        growth.name_chars = math.inf
+        walk_size.name_chars = math.inf
         items += chain.from_iterable(chain.from_iterable(paired_mappings))  # Their keys
     else:
-        growth.count(item_count + 2 * len(containers.get(tuple, ())), names)
-    nodes = _nodes(items, depth + 1, deepest, encode_leaf, growth)
+        walk_size.count(item_count + 2 * len(containers.get(tuple, ())), names)
+    nodes = _nodes(items, depth + 1, deepest, encode_leaf, walk_size)
     item_nodes, key_nodes = iter(nodes), islice(nodes, item_count, None)
-    is_own = nodes is items and not any(paired_mappings)
+    items_are_nodes = nodes is items and not any(paired_mappings)
     return {
         kind: _mapping_nodes(_TAG_BY_TYPE[kind], members, pair_flags[kind], item_nodes, key_nodes)
         if any(pair_flags.get(kind, ()))
-        else _sized_nodes(kind, members, item_nodes, is_own=is_own, is_compact=growth.is_compact)
+        else _plain_container_nodes(
+            kind,
+            members,
+            item_nodes,
+            items_are_nodes=items_are_nodes,
+            is_compact=walk_size.is_compact,
+        )
         for kind, members in containers.items()
     }
 
@@ -352,7 +367,7 @@ def _pair_flags(kind: type, members: Sequence[Any], keys: AbstractSet[Any]) -> S
         if not keys_in_pairs:
             return ()
         flags = list(map(not_, map(keys_in_pairs.isdisjoint, members)))
-    if any(collide(member) for member in compress(members, flags) if len(member) > 1):
+    if any(has_hash_collisions(member) for member in compress(members, flags) if len(member) > 1):
         raise _NOT_PLAIN
     return flags
 
@@ -376,17 +391,22 @@ def _mapping_nodes(
     ]
 
 
-def _sized_nodes(
-    kind: type, members: Sequence[Any], items: Iterator[Any], *, is_own: bool, is_compact: bool
+def _plain_container_nodes(
+    kind: type,
+    members: Sequence[Any],
+    items: Iterator[Any],
+    *,
+    items_are_nodes: bool,
+    is_compact: bool,
 ) -> Sequence[Any]:
     """Return the nodes of lists, tuples or dicts without pairs. ``items`` has the nodes of all
-    values inside of them, and takes no step if these are their own nodes.
+    values inside of them. It takes no step if ``items_are_nodes``: these are their own nodes.
     """
-    if kind is tuple and is_own:
+    if kind is tuple and items_are_nodes:
         if is_compact:
             return list(map(TupleNode, members))
         return [{"$": "tuple", "v": list(member)} for member in members]
-    if is_own:
+    if items_are_nodes:
         return members
     if kind is dict:
         # ``zip`` asks the keys first, so that it takes no item more than the dict has.
@@ -408,20 +428,24 @@ def _leaf_nodes(kind: type, values: Sequence[Any], depth: int, encode_leaf: Leaf
             return values
         return [value if math.isfinite(value) else encode_leaf(value, depth) for value in values]
     if kind is int:
-        is_own = min(values) >= -(2**63) and max(values) < 2**63
+        are_own_nodes = min(values) >= -(2**63) and max(values) < 2**63
     else:
-        is_own = kind is str and (all(map(str.isascii, values)) or is_text("".join(values)))
-    return values if is_own else [encode_leaf(value, depth) for value in values]
+        are_own_nodes = kind is str and (all(map(str.isascii, values)) or is_text("".join(values)))
+    return values if are_own_nodes else [encode_leaf(value, depth) for value in values]
 
 
-def value_of(node: Any, tagged: Tagged) -> Any:
-    """Return the value of ``node``, with new lists and dicts."""
+def value_of(node: Any, decode_tagged: DecodeTagged) -> Any:
+    """Return the value of ``node``, with new lists and dicts. ``decode_tagged`` returns the value
+    of a node with a tag that this module does not have.
+    """
     with without_collector():
-        return _values([node], tagged)[0]
+        return _values([node], decode_tagged)[0]
 
 
-def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
-    """Return the value of each node. The result is ``nodes`` itself if there is no container."""
+def _values(nodes: Sequence[Any], decode_tagged: DecodeTagged) -> Sequence[Any]:
+    """Return the value of each node. The result is ``nodes`` itself if there is no container.
+    ``decode_tagged`` returns the value of a node with a tag that this module does not have.
+    """
     groups = by_type(nodes, _NODE_TYPES)
     if not groups:
         return nodes
@@ -437,14 +461,14 @@ def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     item_count = len(items)
     items += [item for _, item in pairs]
     items += [key for key, _ in pairs]
-    values = _values(items, tagged)
-    is_flat = values is items
+    values = _values(items, decode_tagged)
+    items_are_values = values is items
     # If all items are their own values, ``_containers`` copies the members and takes no item.
-    item_values = islice(values, item_count if is_flat else 0, None)
+    item_values = islice(values, item_count if items_are_values else 0, None)
     results: dict[type, Sequence[Any]] = {
-        list: _containers(list, lists, item_values, is_flat=is_flat),
-        tuple: _containers(tuple, tuples, item_values, is_flat=is_flat),
-        dict: _containers(dict, dicts, item_values, is_flat=is_flat),
+        list: _containers(list, lists, item_values, items_are_values=items_are_values),
+        tuple: _containers(tuple, tuples, item_values, items_are_values=items_are_values),
+        dict: _containers(dict, dicts, item_values, items_are_values=items_are_values),
         Mapping: _mappings(mappings, item_values, islice(values, item_count + len(pairs), None)),
     }
     for members in results.values():
@@ -454,7 +478,7 @@ def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
     value_iterators: dict[type, Iterator[Any]] = {
         form: iter(group) for form, group in results.items()
     }
-    value_iterators[object] = map(tagged, leaf_nodes)
+    value_iterators[object] = map(decode_tagged, leaf_nodes)
     form_iterator = iter(forms) if forms else repeat(dict)
     return [
         next(value_iterators[next(form_iterator) if kind is dict else list])
@@ -465,12 +489,13 @@ def _values(nodes: Sequence[Any], tagged: Tagged) -> Sequence[Any]:
 
 
 def _containers(
-    kind: type, members: Sequence[Any], items: Iterator[Any], *, is_flat: bool
+    kind: type, members: Sequence[Any], items: Iterator[Any], *, items_are_values: bool
 ) -> Sequence[Any]:
     """Return containers of this kind with the lengths, or keys, of ``members``. ``items`` has the
-    values inside of all of them. It takes no step if these are the items of ``members``.
+    values inside of all of them. It takes no step if these are the items of ``members``
+    (``items_are_values``).
     """
-    if is_flat:
+    if items_are_values:
         return list(map(kind, members))
     if kind is dict:
         # ``zip`` asks the keys first, so that it takes no item more than the dict has.
@@ -490,7 +515,7 @@ def _mappings(
     for node in nodes:
         number = len(node["v"])
         parts = list(islice(keys, number))
-        if number > 1 and collide(parts):
+        if number > 1 and has_hash_collisions(parts):
             raise ValueError("too many members of one hash")
         mapping = dict(zip(parts, islice(items, number), strict=True))
         results.append(mapping if node["$"] == "dict" else MAPPINGS[node["$"]](mapping))

@@ -15,6 +15,10 @@ manifest.
 The small structs are JSON arrays in field order (``array_like``), because a record may hold a
 million of them. They contain no reference cycles, so the garbage collector skips them
 (``gc=False``).
+
+The *image* of a rank is the content of its file before any encoding. An *increment* is a data file
+without the first chunks of its image, which the file of an older step, its *base*, has too. An
+*adopted* step consists of files of another program. A *tied* name is one more name of a tensor.
 """
 
 from __future__ import annotations
@@ -172,7 +176,7 @@ def bases_of(increments: Iterable[Increment]) -> frozenset[BaseRef]:
     return frozenset(base for base in bases if base is not None)
 
 
-def own_refs(bases: Iterable[BaseRef]) -> frozenset[StepRef]:
+def refs_in_same_root(bases: Iterable[BaseRef]) -> frozenset[StepRef]:
     """Return those of ``bases`` that are steps of the same root as the increments."""
     return frozenset(base.ref for base in bases if not base.root)
 
@@ -381,7 +385,7 @@ class Manifest(
     @property
     def bases(self) -> frozenset[StepRef]:
         """Return the older steps of the same root whose files hold a part of the images."""
-        return own_refs(bases_of(self.increments))
+        return refs_in_same_root(bases_of(self.increments))
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -489,13 +493,15 @@ class StoredFile:
         offsets = list(accumulate(self.lengths, initial=0))
         if (increment := self.increment) is None:
             return offsets
-        count = increment.count
+        count = increment.count  # Of the chunks in the other file
+        # ``lead`` is the size of what the file holds before its own chunks.
         shift = increment.lead - offsets[count]
         own_offsets = [offset + shift for offset in offsets[count:]]
         if not increment.has_image_header:
             return offsets[:count] + own_offsets
         if increment.adoption is not None:
             return [increment.lead - self.lengths[0], *increment.adoption.positions, *own_offsets]
+        # ``base_lead`` is the size of the first chunk of the other file.
         shift = increment.base_lead - self.lengths[0]
         base_offsets = [offset + shift for offset in offsets[1:count]]
         return [increment.lead - self.lengths[0], *base_offsets, *own_offsets]

@@ -43,7 +43,7 @@ def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
     for cut in cuts:
         spans_by_dim[cut.dim] = _apply_cut(spans_by_dim[cut.dim], cut)
     boxes = [
-        Box(tuple(start for start, _ in spans), tuple(n for _, n in spans))
+        Box(tuple(start for start, _ in spans), tuple(length for _, length in spans))
         for spans in itertools.product(*spans_by_dim)
     ]
     return [box for box in boxes if box.numel or not all(shape)]
@@ -76,31 +76,35 @@ def _apply_cut(spans: Sequence[Span], cut: Cut) -> list[Span]:
     """
     selection: list[Span] = []
     for piece in range(cut.pieces):
-        piece_start, count = _part_of_span((0, sum(n for _, n in spans)), cut.pieces, piece)
-        for start, n in _select(spans, _part_of_span((piece_start, count), cut.parts, cut.index)):
+        piece_start, count = _part_of_span(
+            (0, sum(length for _, length in spans)), cut.pieces, piece
+        )
+        for start, length in _select(
+            spans, _part_of_span((piece_start, count), cut.parts, cut.index)
+        ):
             # If the last span ends where this one begins, the two become one.
             if selection and sum(selection[-1]) == start:
-                last_start, last_n = selection[-1]
-                selection[-1] = (last_start, last_n + n)
+                last_start, last_length = selection[-1]
+                selection[-1] = (last_start, last_length + length)
             else:
-                selection.append((start, n))
+                selection.append((start, length))
     return selection or [(sum(spans[-1]), 0)]
 
 
 def _part_of_span(span: Span, count: int, index: int) -> Span:
     """Return the part number ``index`` of ``count`` parts of a span, as `Cut` describes them."""
-    start, n = span
-    size = -(-n // count)
-    offset = min(n, size * index)
-    return start + offset, min(size, n - offset)
+    start, length = span
+    size = -(-length // count)
+    offset = min(length, size * index)
+    return start + offset, min(size, length - offset)
 
 
 def _select(spans: Iterable[Span], positions: Span) -> Iterable[Span]:
     """Yield spans of the indices at ``positions`` in the list of all indices of ``spans``."""
     begin, count = positions
     position = 0  # That of the first index of the next span
-    for start, n in spans:
-        low, high = max(begin, position), min(begin + count, position + n)
+    for start, length in spans:
+        low, high = max(begin, position), min(begin + count, position + length)
         if low < high:
             yield start + low - position, high - low
-        position += n
+        position += length

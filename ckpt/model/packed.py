@@ -7,6 +7,14 @@ Therefore a reader unpacks each different form once, even if thousands of ranks 
 
 The committer checks and merges columns (``check_packed``, ``plan.merge_layouts``). All other code
 unpacks the few fragments that it needs to objects (``fragment_of``).
+
+A *fragment* is the record of what one rank has written, and a *shard* is a box (a rectangular
+region of a tensor) in its file. A *column* is an array of 64-bit integers, and a *frame* is zstd
+data. The *heading* of a tensor is its name, dtype, shape and *order*, which is that of its
+dimensions in memory. A *tied* name is one more name of a tensor, and *views* are tensors that share
+memory with others. An *increment* is a data file without the first chunks, which the file of an
+older step, its *base*, has too. Its ``lead`` is the size of what it holds before its own chunks. An
+*adopted* base consists of files of another program, and the *positions* say where its chunks are.
 """
 
 from __future__ import annotations
@@ -39,7 +47,7 @@ from ckpt.model.runs import Ints
 from ckpt.model.validate import (
     MAX_CHUNK_BYTES,
     MAX_DIMENSIONS,
-    check_heading,
+    check_fragment_fields,
     check_tensor,
     check_tied,
     require,
@@ -97,8 +105,8 @@ class Columns:
     Attributes:
         headings: The name, the dtype, the global shape and the order of each tensor.
         dims: The largest number of dimensions of a tensor.
-        tensor: The index of the tensor of each shard.
-        place: The offset of each shard in the file in bytes.
+        tensor_index: The index of the tensor of each shard.
+        file_offset: The offset of each shard in the file in bytes.
         shape: The shape of each shard, padded with ones.
         max_offsets: The largest offsets that each shard may have in its tensor.
         chunks: The length of each chunk of the file in bytes.
@@ -109,8 +117,8 @@ class Columns:
 
     headings: tuple[Heading, ...]
     dims: int
-    tensor: Ints
-    place: Ints
+    tensor_index: Ints
+    file_offset: Ints
     shape: Ints
     max_offsets: Ints
     chunks: Ints
@@ -214,16 +222,16 @@ def fragment_of(record: Packed, *, key: str) -> Fragment:
     check_packed(record, columns, key=key)
     shards: list[list[Shard]] = [[] for _ in columns.headings]
     dims = [len(shape) for _, _, shape, _ in columns.headings]
-    for index, place, start, shape in zip(
-        columns.tensor.tolist(),
-        columns.place.tolist(),
+    for index, file_offset, start, shape in zip(
+        columns.tensor_index.tolist(),
+        columns.file_offset.tolist(),
         offsets.tolist(),
         columns.shape.tolist(),
         strict=True,
     ):
         own_dims = dims[index]
         shards[index].append(
-            Shard(record.rank, place, tuple(start[:own_dims]), tuple(shape[:own_dims]))
+            Shard(record.rank, file_offset, tuple(start[:own_dims]), tuple(shape[:own_dims]))
         )
     digests = record.checksums.hex()
     width = 2 * CHECKSUM_BYTES
@@ -292,22 +300,26 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, tables: Tables | None
     table_key = bytes(content.tensors), dims
     if table_key not in tables:
         tables[table_key] = _make_table(content.tensors, dims, key)
+    # With an entry for each tensor. ``least_shape`` is the least shape that a shard of it may have.
     headings, itemsize, global_shape, least_shape = tables[table_key]
     rows, chunks = _column(content.shards, key), _column(content.chunks, key)
     require(len(rows) % (2 + dims) == 0, key, "a row of its shards is cut")
     table = rows.reshape(-1, 2 + dims)
-    tensor, place, shape = table[:, 0], table[:, 1], table[:, 2:]
-    require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
+    tensor_index, file_offset, shape = table[:, 0], table[:, 1], table[:, 2:]
+    is_known = (tensor_index >= 0) & (tensor_index < len(headings))
+    require(bool(is_known.all()), key, "a shard of no tensor")
     require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
-    require(bool((shape >= least_shape[tensor]).all()), key, "a shard of less than nothing")
-    max_offsets = global_shape[tensor] - shape
+    require(bool((shape >= least_shape[tensor_index]).all()), key, "a shard of less than nothing")
+    max_offsets = global_shape[tensor_index] - shape
     require(bool((max_offsets >= 0).all()), key, "a box is not inside the shape of its tensor")
-    starts, counts = _chunks_of(itemsize[tensor], place, shape, chunks, chunk_bytes, key)
+    starts, counts = _chunks_of(
+        itemsize[tensor_index], file_offset, shape, chunks, chunk_bytes, key
+    )
     return Columns(
         headings=headings,
         dims=dims,
-        tensor=tensor,
-        place=place,
+        tensor_index=tensor_index,
+        file_offset=file_offset,
         shape=shape,
         max_offsets=max_offsets,
         chunks=chunks,
@@ -324,13 +336,13 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
     Raises:
         ManifestCorrupt: The number of offsets is wrong, or a box is not inside its tensor.
     """
-    count = len(columns.tensor) * columns.dims
+    count = len(columns.tensor_index) * columns.dims
     numbers = _column(_unpack(frame, key, at_least=8 * count), key)
     require(len(numbers) == count, key, "its offsets are not those of its form")
     offsets = (
         numbers.reshape(-1, columns.dims)
         if columns.dims
-        else np.zeros((len(columns.tensor), 0), np.int64)
+        else np.zeros((len(columns.tensor_index), 0), np.int64)
     )
     is_inside = (offsets >= 0) & (offsets <= columns.max_offsets)
     require(bool(is_inside.all()), key, "a box is not inside the shape of its tensor")
@@ -349,10 +361,10 @@ def check_packed(record: Packed, columns: Columns, *, key: str) -> Packed:
         ManifestCorrupt: The fragment is invalid. The error names the first fault.
         CodecMissing: The codec of the data file is not installed here.
     """
-    check_heading(record, key)
+    check_fragment_fields(record, key)
     size = record.file.size if record.file else 0
     require(columns.size == size, key, "the chunks of its file do not add up to its size")
-    require(record.file is not None or not len(columns.tensor), key, "shards, but no file")
+    require(record.file is not None or not len(columns.tensor_index), key, "shards, but no file")
     count = len(columns.chunks)
     require(len(record.checksums) == CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
     if record.tied:
@@ -414,9 +426,10 @@ def _check_positions(record: Packed, adoption: AdoptedBase, lengths: Ints, key: 
 
 
 def _chunks_of(
-    itemsize: Ints, place: Ints, shape: Ints, chunks: Ints, chunk_bytes: int, key: str
+    itemsize: Ints, file_offset: Ints, shape: Ints, chunks: Ints, chunk_bytes: int, key: str
 ) -> tuple[Ints, Ints]:
-    """Return the index of the first chunk and the number of chunks of each shard.
+    """Return the index of the first chunk and the number of chunks of each shard. ``itemsize``,
+    ``file_offset`` and ``shape`` have an entry for each shard, and ``chunks`` has all lengths.
 
     Raises:
         ManifestCorrupt: The chunks of a shard are not cut as ``split_rows`` cuts its box, or two
@@ -427,8 +440,10 @@ def _chunks_of(
     # checked.
     nbytes = np.prod(shape, axis=1, dtype=np.int64) * itemsize
     has_bytes = nbytes > 0
-    starts = np.searchsorted(edges, place)  # The first chunk of each shard, if it begins a chunk
-    is_on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == place)
+    starts = np.searchsorted(
+        edges, file_offset
+    )  # The first chunk of each shard, if it begins a chunk
+    is_on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == file_offset)
     require(
         bool((is_on_edge | ~has_bytes).all()),
         key,
@@ -465,7 +480,10 @@ def _chunks_of(
 
 
 def _make_table(raw: msgspec.Raw, dims: int, key: str) -> Table:
-    """Return the table for the tensors ``raw`` of a form, after a check of the tensors."""
+    """Return the table for the tensors ``raw`` of a form, after a check of the tensors: their
+    headings, and for each the bytes of an element, the padded shape, and the least shape that a
+    shard may have.
+    """
     try:
         headings = _headings.decode(raw)
     except msgspec.MsgspecError as error:

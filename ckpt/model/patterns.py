@@ -59,9 +59,10 @@ class Patterns:
         """Return True if ``only`` may match a name below ``name``."""
         if self.only is None:
             return True
-        heads = [_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self.only]
+        literal_prefixes = [_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self.only]
         return any(
-            f"{head}/".startswith(f"{name}/") or f"{name}/".startswith(head) for head in heads
+            f"{prefix}/".startswith(f"{name}/") or f"{name}/".startswith(prefix)
+            for prefix in literal_prefixes
         )
 
 
@@ -102,9 +103,9 @@ def no_match_error(patterns: Iterable[str], names: Iterable[str] = ()) -> Config
     outermost names of the state, if they are known here.
     """
     entries = few(list(names))
-    has = f"; it has {entries}" if entries else ""
+    present = f"; it has {entries}" if entries else ""
     return ConfigError(
-        f"no name of the state fits {', '.join(map(repr, patterns))}{has}: names are as `ckpt "
+        f"no name of the state fits {', '.join(map(repr, patterns))}{present}: names are as `ckpt "
         "show` prints them, in a model parted by dots (model/encoder.*); an optimizer's state is "
         "taken for a parameter as a whole (optimizer/model/weight), and its settings together (a "
         "restore takes them as optimizer/param_groups, a save with any of the state); a list or "

@@ -4,6 +4,12 @@ The steps of a run form a tree. A rollback to a step begins a new branch there, 
 are abandoned. Jobs cannot know from names and numbers alone which steps are abandoned, so each
 rollback says for each attempt which of its steps are on the branch. The last rollback of a run
 counts. The earlier ones describe the branches that existed before it.
+
+An *attempt* is one try of a job at a step. A *trial* is the number of a try, which grows over the
+life of a job. What a rollback keeps of a job are *segments*, pairs (trial, last step): the tries
+from this trial on, up to that of the next pair, are on the branch up to the last step, or all of
+them if it is None. The *heads* of a run are the newest steps of all attempts. The *rivals* of a
+step are other committed attempts at it.
 """
 
 from __future__ import annotations
@@ -75,8 +81,10 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
 
         None means that all of its steps are, and -1 that none is.
         """
-        lasts = [last for trial, last in self.jobs.get(ref.job, _NO_LIMIT) if trial <= ref.trial]
-        return lasts[-1] if lasts else _NO_STEP
+        last_steps = [
+            last for trial, last in self.jobs.get(ref.job, _NO_LIMIT) if trial <= ref.trial
+        ]
+        return last_steps[-1] if last_steps else _NO_STEP
 
 
 def on_branch(rollback: Rollback | None, refs: Iterable[StepRef]) -> list[StepRef]:
@@ -188,14 +196,16 @@ def roll_back(
             f"no rollback can follow rollback {last.number}, which has the highest number: no run "
             f"goes back so often, so delete {rollback_key(last.number)} on each tier that has it"
         )
-    base, end = _branch_of(history, ref)
+    branch_start, branch_end = _branch_of(history, ref)
     jobs: dict[str, Segments] = {}
     for job in sorted({head.job for head in heads} | (last.jobs.keys() if last else set())):
-        segments = base.jobs.get(job, _NO_LIMIT) if base is not None else _NO_LIMIT
-        job_segments = _clip(segments, ref.step - 1)  # Without other attempts at the step
+        segments = branch_start.jobs.get(job, _NO_LIMIT) if branch_start is not None else _NO_LIMIT
+        job_segments = _without_later_steps(
+            segments, ref.step - 1
+        )  # Without other attempts at the step
         if job == ref.job:
             job_segments = _with_step(job_segments, ref)
-        jobs[job] = (*job_segments, *_later_tries(job, end))
+        jobs[job] = (*job_segments, *_later_tries(job, branch_end))
     for job, trial in (trials or {}).items():
         jobs[job] = (*jobs.get(job, ()), (trial, None))
     return Rollback(
@@ -240,7 +250,7 @@ def _later_tries(job: str, end: Rollback | None) -> Segments:
     return tuple((trial, _NO_STEP) for trial, last in end.jobs.get(job, _NO_LIMIT) if last is None)
 
 
-def _clip(segments: Segments, step: int) -> Segments:
+def _without_later_steps(segments: Segments, step: int) -> Segments:
     """Return ``segments`` without the steps after ``step``."""
     return tuple((trial, step if last is None else min(last, step)) for trial, last in segments)
 
@@ -249,10 +259,10 @@ def _with_step(segments: Segments, ref: StepRef) -> Segments:
     """Return ``segments``, which end before the step of ``ref``, with ``ref`` itself."""
     # The tries after that of ``ref`` keep the last step that ``segments`` give them, if any.
     next_trial = ref.trial + 1
-    next_lasts = [last for trial, last in segments if trial <= next_trial]
+    next_last_steps = [last for trial, last in segments if trial <= next_trial]
     return (
         *((trial, last) for trial, last in segments if trial < ref.trial),
         (ref.trial, ref.step),
-        *((next_trial, last) for last in next_lasts[-1:]),
+        *((next_trial, last) for last in next_last_steps[-1:]),
         *((trial, last) for trial, last in segments if trial > next_trial),
     )

@@ -6,6 +6,9 @@ level repeats all boxes of the levels before it ``count`` times. With each repet
 by a fixed number, and the offsets grow by a fixed number of elements. A mesh gives one level for
 each of its dimensions. An irregular layout gives more runs, and a random layout gives one run for
 each box. The description is exact, and there are never more runs than boxes.
+
+A *layout* is the runs of one tensor. A *step* is what one repetition of a level adds to the rank or
+to an offset.
 """
 
 from __future__ import annotations
@@ -75,6 +78,8 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
         return ()
     keys: list[Any] = [tuple(row) for row in np.unique(shapes, axis=0).tolist()]
     key_index = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
+    # The rank and the offsets of each box. ``_join_rows`` joins repetitions of a box to one row,
+    # whose key is then no shape, but ``(key, count, distance)``.
     places = np.concatenate([ranks[:, None], offsets], axis=1)
     for _ in range(MAX_LEVELS):
         size = len(places)
@@ -159,6 +164,7 @@ def _boxes_at(
             yield Box(offsets, shape)
         return
     level, rest = levels[0], levels[1:]
+    # The other levels add ``low`` to ``high`` to the rank.
     low, high = _reach([(inner.count, inner.rank_step) for inner in rest])
     for index in _repetitions(level.count, level.rank_step, rank_offset - high, rank_offset - low):
         next_offsets = tuple(
@@ -258,7 +264,7 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
 
     The boxes are not expanded, so this does not detect that boxes overlap.
     """
-    numel = boxes = 0
+    numel = box_count = 0
     for run in runs:
         dims = (
             len(run.offsets),
@@ -271,7 +277,8 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
             return "a run that counts backwards"
         if any(level.count > 1 and not any(level.offset_steps) for level in run.levels):
             return "a box that is there more than once"
-        boxes += run.count
+        box_count += run.count
+        # The levels add ``low`` to ``high`` to a rank, and below to an offset.
         low, high = _reach([(level.count, level.rank_step) for level in run.levels])
         if run.rank + low < 0 or run.rank + high >= world_size:
             return "a run beyond the ranks of the world"
@@ -280,7 +287,7 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
             if run.offsets[dim] + low < 0 or run.offsets[dim] + high + run.shape[dim] > size:
                 return "a run that is not inside the shape"
         numel += run.count * math.prod(run.shape)
-    if boxes > world_size * BOXES_PER_RANK:
-        return f"runs of {boxes} boxes"
+    if box_count > world_size * BOXES_PER_RANK:
+        return f"runs of {box_count} boxes"
     total = math.prod(shape)
     return None if numel == total else f"runs hold {numel} of {total} elements"

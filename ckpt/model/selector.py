@@ -105,18 +105,19 @@ def parse_selector(text: str) -> Selector:
     Raises:
         ConfigError: It describes none.
     """
-    older, metric = text.removeprefix(_OLDER), text.removeprefix(_BEST)
+    age_text, metric_text = text.removeprefix(_OLDER), text.removeprefix(_BEST)
     if text == LATEST:
         return LatestStep()
     if _is_number(text):
         return int(text)
-    if older != text and _is_number(older):
-        return LatestStep(int(older))
+    if age_text != text and _is_number(age_text):
+        return LatestStep(int(age_text))
     if text.startswith(_BRANCH):
         return BranchStep(text.removeprefix(_BRANCH))
-    if metric not in (text, ""):
-        name, _, mode = metric.rpartition(":")
-        return BestStep(name, cast("Mode", mode)) if name and mode in _MODES else BestStep(metric)
+    if metric_text not in (text, ""):
+        name, _, mode = metric_text.rpartition(":")
+        has_mode = name and mode in _MODES
+        return BestStep(name, cast("Mode", mode)) if has_mode else BestStep(metric_text)
     raise ConfigError(
         f"step={text!r}: a step is a number of at most {_MOST_DIGITS} digits, {LATEST}, "
         f"{_OLDER}1, {_BEST}METRIC or {_BRANCH}NAME"
@@ -176,9 +177,13 @@ def resolve(
 def why_none(selector: LatestStep | BestStep, steps: Mapping[int, Mapping[str, float]]) -> str:
     """Return why ``resolve`` finds no step among ``steps``, which is not empty."""
     if isinstance(selector, LatestStep):
-        has = "there is 1 checkpoint" if len(steps) == 1 else f"there are {len(steps)} checkpoints"
+        count_text = (
+            "there is 1 checkpoint" if len(steps) == 1 else f"there are {len(steps)} checkpoints"
+        )
         oldest = LatestStep(len(steps) - 1)
-        return f"{selector} is not there: {has}, and the oldest is {oldest}, step {min(steps)}"
+        return (
+            f"{selector} is not there: {count_text}, and the oldest is {oldest}, step {min(steps)}"
+        )
     if any(selector.metric in metrics for metrics in steps.values()):
         return f"{selector} is not there: no value of the metric is finite"
     return (

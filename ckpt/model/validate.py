@@ -5,6 +5,14 @@ out of their folder, that sizes are possible, and that layouts have as many elem
 tensors. Other modules make the remaining checks. ``model.record_encoding`` checks the size and the
 JSON, ``model.values`` the nesting of trees, and ``model.packed`` the columns of a fragment.
 ``model.fill_manifest`` and ``plan.restore`` check that boxes do not overlap.
+
+A *fragment* is the record of what one rank has written. A manifest refers to all of them, and may
+*carry* copies. A *layout* says which rank has which box of a tensor. A *tied* name is one more name
+of a tensor, and *views* are tensors that share memory with others. An *increment* is a data file
+without the first chunks (``count`` of them), which the file of an older step, its *base*, has too.
+Its ``lead`` is the size of what it holds before its own chunks, and ``base_lead`` that of the first
+chunk of a base in another root. An *adopted* base consists of files of another program, and
+``adoption`` says where they are. A *location* is the path of such a file.
 """
 
 from __future__ import annotations
@@ -122,7 +130,7 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
         require(not (fault := views_fault(manifest.views, kinds)), key, fault)
 
 
-def check_heading(record: Packed, key: str) -> None:
+def check_fragment_fields(record: Packed, key: str) -> None:
     """Check the step, the rank, the world size, the chunk size, the file and the codec that a
     fragment states.
 

@@ -7,6 +7,9 @@ module has the tags tuple, set, frozenset, bytes, bytearray, complex, float (nan
 dict (other keys), OrderedDict, Counter and numpy (scalars). ``ckpt.state`` handles the tags tensor,
 module, optimizer, object, dtype, device, Size and per_rank in the hooks that it passes to
 ``encode`` and ``decode``.
+
+The *path* of a value in the state is its *name*, and a *part* is what a container adds to it for
+one item. The node of a mapping whose keys are no names is a list of *pairs* of a key and a value.
 """
 
 from __future__ import annotations
@@ -33,10 +36,10 @@ from ckpt.model.levels import (
     MAPPINGS,
     MODULE_VERSIONS,
     MOST_COLLISIONS,
-    Growth,
+    WalkSize,
     by_type,
-    collide,
     contents,
+    has_hash_collisions,
     is_bounded,
     is_text,
     node_of,
@@ -212,7 +215,7 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
     # collector.
     nodes = [tree] if type(tree) in _NODE_TYPES else []
     prefix_chars = [0] * len(nodes)  # The number of characters in the name of each container
-    roles = [_PLAIN] * len(nodes)
+    roles = [_PLAIN] * len(nodes)  # Whether each is any container, a list of pairs or a pair
     for _ in range(_MAX_JSON_DEPTH):
         if not nodes:
             return ""
@@ -336,10 +339,10 @@ def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> N
         return {"$": kind.__name__, "v": _encode_items(items, path, hook, depth)}
     if kind in _MAPPING_TAGS:
 
-        def inner(item: object, part: object) -> Node:
+        def encode_item(item: object, part: object) -> Node:
             return encode(item, join(path, part), hook, depth=depth + 1)
 
-        return _encode_mapping(value, kind, path, inner)  # type: ignore[arg-type]
+        return _encode_mapping(value, kind, path, encode_item)  # type: ignore[arg-type]
     if kind in _BYTES_TAGS:
         return {"$": _BYTES_TAGS[kind], "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
     if kind is complex:
@@ -375,18 +378,18 @@ def plain_node(value: object, key: str) -> PlainNode | None:
     """
     if type(value) not in CONTAINERS:
         return None
-    growth = Growth(is_compact=True)
+    walk_size = WalkSize(is_compact=True)
     try:
         with without_collector():
-            node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, growth)
+            node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, walk_size)
             data = msgspec.json.encode(node)
             node = msgspec.Raw(data)  # The nodes go while the collector is paused
         if len(data) < _LARGE_JSON:
-            growth = Growth()
-            node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, growth)
+            walk_size = WalkSize()
+            node = node_of(value, 0, _MAX_DEPTH, _encode_leaf, walk_size)
     except (UnsupportedValue, UnicodeError, TypeError, RecursionError):
         return None  # ``encode`` names what it is
-    return PlainNode(value, node, growth.name_chars + (len(key) + 1) * growth.number)
+    return PlainNode(value, node, walk_size.name_chars + (len(key) + 1) * walk_size.value_count)
 
 
 def check_bounded(value: object, path: str) -> None:
@@ -443,23 +446,24 @@ def _sort_key(item: object) -> str:
 
 
 def _encode_mapping(
-    value: Mapping[Any, Any], kind: type, path: str, inner: Callable[[object, object], Node]
+    value: Mapping[Any, Any], kind: type, path: str, encode_item: Callable[[object, object], Node]
 ) -> Node:
-    """Return the node of a mapping. ``inner(item, part)`` returns the node of an item of it, and
-    ``part`` is the last part of the path of the item.
+    """Return the node of a mapping. ``encode_item(item, part)`` returns the node of an item of it,
+    and ``part`` is the last part of the path of the item.
     """
     if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
         for key in value:
             if not key.isascii():
                 check_name(key, join(path, key))
         return {
-            key: item if _is_own_node(item) else inner(item, key) for key, item in value.items()
+            key: item if _is_own_node(item) else encode_item(item, key)
+            for key, item in value.items()
         }
     _check_hashes(value, path)
-    pairs = [[inner(key, "key"), inner(item, key)] for key, item in value.items()]
+    pairs = [[encode_item(key, "key"), encode_item(item, key)] for key, item in value.items()]
     node = {"$": _MAPPING_TAGS[kind], "v": pairs}
     if kind is OrderedDict and (versions := vars(value).get(VERSIONS)) is not None:
-        node[MODULE_VERSIONS] = inner(versions, VERSIONS)
+        node[MODULE_VERSIONS] = encode_item(versions, VERSIONS)
     return node
 
 
@@ -542,7 +546,7 @@ def _without_collisions(items: list[Any]) -> list[Any]:
     A forged tree could contain large ints that all have the same hash. Building a set of these ints
     would take quadratic time.
     """
-    if collide(items):
+    if has_hash_collisions(items):
         raise ValueError("too many members of one hash")
     return items
 
@@ -551,7 +555,7 @@ def _check_hashes(value: Collection[object], path: str) -> None:
     """Raise ``UnsupportedValue`` if too many members of a set, or keys of a dict, have the same
     hash, since ``decode`` would refuse the value.
     """
-    if collide(value):
+    if has_hash_collisions(value):
         raise UnsupportedValue(
             path,
             f"{type(value).__name__} with more than {MOST_COLLISIONS} members of one hash",

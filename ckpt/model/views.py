@@ -1,7 +1,8 @@
 """The views of buffers: tensors of a state that shared memory with other tensors when it was saved.
 
 The bytes of each tensor are stored by themselves. A restore that makes such tensors puts the views
-of one buffer into one piece of memory, so that they share it as before.
+of one buffer into one piece of memory, so that they share it as before. A *buffer* is this memory.
+In the functions here, ``kinds`` has the dtype and the shape of tensors, by name.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.offset + (last + 1) * DTYPES[dtype].itemsize
 
 
-def sizes(views: Mapping[str, View], kinds: Kinds) -> dict[str, int]:
+def buffer_sizes(views: Mapping[str, View], kinds: Kinds) -> dict[str, int]:
     """Return the bytes of each buffer."""
     ends: dict[str, int] = defaultdict(int)
     for name, view in views.items():
@@ -61,7 +62,7 @@ def without_sparse(views: Mapping[str, View], kinds: Kinds) -> dict[str, View]:
         for buffer, nbytes in _view_bytes(views, kinds).items()
     }
     sparse_buffers = {
-        buffer for buffer, size in sizes(views, kinds).items() if size > limits[buffer]
+        buffer for buffer, size in buffer_sizes(views, kinds).items() if size > limits[buffer]
     }
     return {name: view for name, view in views.items() if view.buffer not in sparse_buffers}
 
@@ -92,8 +93,8 @@ def _view_bytes(views: Mapping[str, View], kinds: Kinds) -> Mapping[str, int]:
     for name, view in views.items():
         dtype, shape = kinds[name]
         count = 1
-        for n in shape:
-            count *= n
+        for length in shape:
+            count *= length
         nbytes_of[view.buffer] += count * DTYPES[dtype].itemsize
     return nbytes_of
 

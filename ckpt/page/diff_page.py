@@ -71,13 +71,13 @@ def diff_page(
     difference = compare(reader_a, reader_b, read=False)
     read_bytes = 2 * sum(
         math.prod(reader_a.tensors[name].shape) * DTYPES[reader_a.tensors[name].dtype].itemsize
-        for name in difference.values
+        for name in difference.other_values
     )
     is_read = measure is not None and read_bytes <= MOST_READ_BYTES
     movements: dict[str, Movement] = {}
     if measure is not None and is_read:
         # The count of an optimizer's steps would move most.
-        for name in difference.values:
+        for name in difference.other_values:
             if not reader_a.tensors[name].shape:
                 continue
             if (movement := measure(reader_a, reader_b, name)) is not None:

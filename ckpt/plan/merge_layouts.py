@@ -233,7 +233,7 @@ class _Rows:
     @classmethod
     def of(cls, form: Columns, number: Mapping[str, int], dims: int) -> _Rows:
         numbers = np.array([number[name] for name, *_ in form.headings], dtype=np.int64)
-        tensor = numbers[form.tensor]
+        tensor = numbers[form.tensor_index]
         order = np.argsort(tensor, kind="stable")
         tensors, starts, counts = np.unique(tensor[order], return_index=True, return_counts=True)
         nth = np.empty_like(tensor)

@@ -342,7 +342,7 @@ class ReadThrough:
             is_removed = False
             with suppress(StorageError):
                 # If the step is committed there, the cache had the fragment, and lacked only data.
-                if position in self.origin.listing:
+                if position in self.origin.positions_with_manifest:
                     delete_files(backend, [file.key])
                     is_removed = True
                 else:
@@ -479,7 +479,7 @@ class ReadThrough:
             if not reasons:
                 cached_parts = [part for part in parts if self.origin.fault(position, part) is None]
                 check = partial(self._check_parts, position, cached_parts)
-                commit_copy(self._folder(position), self._stored_step.data, look=check)
+                commit_copy(self._folder(position), self._stored_step.data, check=check)
         except CkptError as error:
             reasons = [str(error)]
         for reason in reasons:

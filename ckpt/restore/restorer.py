@@ -497,7 +497,7 @@ class Restorer:
                 "give the same value on all ranks"
             )
         with without_collector():
-            stored_step, state_match, plan = origin.whole(
+            stored_step, state_match, plan = origin.try_manifests(
                 partial(self._match, state, sources, origin)
             )
         context = CacheContext(
@@ -537,14 +537,14 @@ class Restorer:
             state, stored_step.manifest, rank=rank, world_size=world_size,
             selection=self._selection, last_walk=self._last_walk,
         )  # fmt: skip
-        stored_step = origin.fill(stored_step, state_match.leaves)
+        stored_step = origin.with_fragments(stored_step, state_match.leaves)
         plan = plan_restore(stored_step.manifest, state_match.leaves)
         # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
         distances = dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
         if distances and any(distances.get(read.rank) != 0 for read in plan.reads):
             # A copy of the data on a nearer node may be in the file of any rank. Only the fragments
             # name such copies.
-            stored_step = origin.fill(stored_step, None)
+            stored_step = origin.with_fragments(stored_step, None)
             plan = plan_restore(stored_step.manifest, state_match.leaves)
             plan = nearest_copies(plan, stored_step.manifest, distances)
         return stored_step, state_match, plan

@@ -4,6 +4,14 @@ Remains of failed saves are removed first, then steps that the retention policy 
 the oldest of the kept steps. Then come steps of earlier jobs that a farther tier lacks, since the
 running job could not save otherwise. The newest step is removed only if another durable tier has it
 too.
+
+Each try of a job at a step is an *attempt*, which a `StepRef` names. The *claim* of a job decides
+which steps of a root it may remove. A step is *awaited* if a farther tier still reads it from this
+one, and *owed* if it is of an earlier job and a farther tier may lack it. Its *heirs* are the steps
+that refer to its files. On a tier that is local to a node, a step may be a *part*: only the files
+of some ranks. ``own`` is the attempt of the running job, and the *restored* step is the one that
+the job continues from. A *verdict* of the retention policy is the reasons to keep a step. An
+``OpenTier`` has the settings of a tier as ``tier.tier``.
 """
 
 from __future__ import annotations
@@ -118,7 +126,7 @@ class Evictor:
         ):
             raise OutOfSpace(ref.folder, self._refusal(steps, demand, capacity))
 
-    def settle(self, ref: StepRef, *, restored_ref: StepRef | None) -> None:
+    def fit_to_capacity(self, ref: StepRef, *, restored_ref: StepRef | None) -> None:
         """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its
         encoded size is known. A `CkptError` is logged and not raised.
         """

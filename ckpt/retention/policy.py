@@ -1,8 +1,16 @@
 """Decide which steps of a tier are kept and why, and in which order steps are removed.
 
 ``reasons`` applies a retention policy to checkpoints. ``judge`` also considers steps that are not
-complete, the jobs that may still finish them, pins, and farther tiers that still read a step. This
-module removes nothing.
+complete, the jobs that may still finish them, pins, and farther tiers that still read a step. Its
+*verdict* on a step is the reasons to keep it. This module removes nothing.
+
+Each try of a job at a step is an *attempt*, which a `StepRef` names, and a checkpoint is a
+*committed* one. A *rollback* is the record that the run goes on from an older step, which begins a
+*branch*: the later steps are *abandoned*. The *heirs* of a step are the steps that refer to its
+files. An *outer* base is a step in another root that a step here refers to. On a tier that is local
+to a node, a step may be a *part*: only the files of some ranks. A pin whose end is ``BASE_END`` is
+that of another run, whose increments refer to the step. The *claim* of a job decides which steps of
+a root it may remove.
 """
 
 from __future__ import annotations
@@ -352,8 +360,8 @@ def judge(
         if step.state == "damaged" and step.outer_bases:
             return (ABSENT_BASE,)
         is_dead = claim is not None and claim.is_dead(step.ref) and not step.is_part
-        # ``is_cut``: a removal of the step was interrupted, or is under way.
-        if step.state == "incomplete" and (step.is_cut or is_dead):
+        # ``has_removal_begun``: a removal of the step was interrupted, or is under way.
+        if step.state == "incomplete" and (step.has_removal_begun or is_dead):
             return ()
         is_past_grace = is_old(step, context.grace_seconds)
         if context.alive and own and step.ref.job == own and not is_past_grace:

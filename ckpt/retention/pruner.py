@@ -2,6 +2,12 @@
 saves.
 
 The leader prunes after each commit, on a thread of its own. ``ckpt prune`` and the agent prune too.
+
+Each try of a job at a step is an *attempt*, which a `StepRef` names. A *verdict* on a step is the
+reasons to keep it. The *heirs* of a step are the steps that refer to its files. The *claim* of a
+job decides which steps of a root it may remove: its ``listing`` has the attempts that were there
+when the job took the root. On a tier that is local to a node, a step may be a *part*: only the
+files of some ranks. *Orphans* are unfinished writes of jobs that have ended.
 """
 
 from __future__ import annotations
@@ -208,7 +214,9 @@ def remove_earlier_steps(
         kept_refs = {restored_ref, max(committed_refs, default=None), max(part_refs, default=None)}
     for step in steps:
         if step.state == "incomplete":
-            is_removable = step.is_cut or claim.is_dead(step.ref) or is_old(step, GRACE_SECONDS)
+            is_removable = (
+                step.has_removal_begun or claim.is_dead(step.ref) or is_old(step, GRACE_SECONDS)
+            )
         else:
             is_removable = step.state != "unsupported" and claim.may_remove(step)
         if (
@@ -234,7 +242,7 @@ class Pruner:
         leads: Whether this rank prunes for all ranks that share the store. Other ranks only make
             room in a full store, and remove only steps that are certainly not in use.
 
-    Thread safety: ``ask``, ``remove_remains`` and ``evict`` may be called from any thread;
+    Thread safety: ``request_run``, ``remove_remains`` and ``evict`` may be called from any thread;
     ``close`` by the owner, once. ``_lock`` guards ``_is_queued``. Only the pruning thread changes
     ``_has_pruned``, ``_is_finished`` and ``_has_warned``.
     """
@@ -261,7 +269,7 @@ class Pruner:
         self._lock = threading.Lock()
         self._is_queued = self._has_pruned = self._is_finished = self._has_warned = False
 
-    def ask(self) -> None:
+    def request_run(self) -> None:
         """Queue a run of the pruning thread, and return at once.
 
         This has no effect on a rank that does not lead, while a run is queued already, or after a
@@ -315,7 +323,7 @@ class Pruner:
         """Apply the policy once. Errors are logged, since the next save leads to another run."""
         with self._lock:
             self._is_queued = False
-        if self._is_finished:  # ``ask`` was called during the first run
+        if self._is_finished:  # ``request_run`` was called during the first run
             return
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
@@ -337,9 +345,11 @@ class Pruner:
         try:
             attempts = sorted(self._claim.listing, reverse=True)
             if self._claim.has_heritage:  # Otherwise no earlier job is known to have ended
-                is_long = self._rule.keeps_all or len(attempts) > _MOST_EXAMINED
+                examines_newest_only = self._rule.keeps_all or len(attempts) > _MOST_EXAMINED
                 steps = (
-                    self._inventory.newest_begun(attempts) if is_long else self._inventory.look()
+                    self._inventory.newest_begun(attempts)
+                    if examines_newest_only
+                    else self._inventory.look()
                 )
                 discard_orphans(self._tier.backend, self._claim, [step.ref for step in steps])
                 needed_refs = {*self._guard.protected_refs(), restored_ref}
@@ -394,5 +404,7 @@ class Pruner:
         Only the leader knows which steps of an earlier job a farther tier still lacks. So other
         ranks remove only steps of this job, and saves that no process can finish.
         """
-        is_remains = step.state == "incomplete" and (step.is_cut or self._claim.is_dead(step.ref))
+        is_remains = step.state == "incomplete" and (
+            step.has_removal_begun or self._claim.is_dead(step.ref)
+        )
         return is_remains or step.ref.job == self._claim.own

@@ -5,6 +5,11 @@ rank posts the size of its image, and the leader makes room for the sum. With a 
 scales the sum by the ratio of encoded to raw bytes of the newest encoded step on the tier. If this
 estimate was too small, the leader removes steps after the commit. If the disk is full before the
 capacity is reached, the rank whose write fails makes room.
+
+The *image* of a rank is its part of the step, before any codec. Ranks exchange messages about a
+*subject*, which here names the step and the tier. The *verdict* on a subject is the value that the
+leader sets once and all ranks get. The *claim* of a job decides which steps of a root it may
+remove.
 """
 
 from __future__ import annotations
@@ -106,13 +111,14 @@ class Quota:
                 self._coordinator.set_once(subject, answer)
                 self._coordinator.forget(subject)
             return answer == _OK_WITH_AMPLE_ROOM
-        wait = self._timeout + _GRACE_SECONDS
-        verdict = self._coordinator.verdict(subject, timeout=wait)
+        wait_seconds = self._timeout + _GRACE_SECONDS
+        verdict = self._coordinator.verdict(subject, timeout=wait_seconds)
         self._coordinator.forget(subject)
         if verdict is None:
-            raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
+            raise CommitTimeout(ref.step, [LEADER], wait_seconds, "room on the tier")
         if verdict not in (_OK, _OK_WITH_AMPLE_ROOM):
             reason = msgspec.json.decode(verdict, type=Abort)
+            # The error of the leader
             raise rebuild(reason, ref.step, message_name=_MESSAGE_NAME)
         return verdict == _OK_WITH_AMPLE_ROOM
 
@@ -133,14 +139,14 @@ class Quota:
         """
         return self._evictor.evict(ref, nbytes, restored_ref=restored_ref)
 
-    def settle(self, ref: StepRef, *, restored_ref: StepRef | None) -> None:
+    def fit_to_capacity(self, ref: StepRef, *, restored_ref: StepRef | None) -> None:
         """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its
         encoded size is known.
 
         This has an effect only on the leader, and only if the tier has a codec.
         """
         if self._coordinator.rank == LEADER and self._tier.tier.codec != NO_CODEC:
-            self._evictor.settle(ref, restored_ref=restored_ref)
+            self._evictor.fit_to_capacity(ref, restored_ref=restored_ref)
 
     def _subject(self, ref: StepRef, trial: int) -> str:
         return f"room/{self._tier.index}/{trial}/{ref.folder}"

@@ -10,6 +10,12 @@ step that lacks files is never listed as a checkpoint.
 * ``nodes.replica_copy`` deletes copies of the files of other nodes.
 * ``restore.read_through`` deletes files that a restore has just put into a cache that is full.
 * ``catalog.transfer`` deletes damaged manifests, and files in an encoding that was replaced.
+
+A *claim marker* is an object in the folder of a step that lets either a remover or a finisher, a
+process that commits the step, go on. A *tombstone* is an object that takes the place of the
+manifest. The *claim* of a job decides which steps of a root it may remove. A *fragment* is the
+record of what one rank has written, and *remains* are what is left of a save that was not
+committed. *Orphans* are unfinished writes of jobs that have ended.
 """
 
 from __future__ import annotations
@@ -113,7 +119,7 @@ def _remove_manifest(
 
     If a full store has no room for the tombstone, the manifest is deleted.
     """
-    is_remains = step.state == "incomplete" and not step.is_cut
+    is_remains = step.state == "incomplete" and not step.has_removal_begun
     if claim is not None and claim.may_come(step.ref) and not is_remains:
         with suppress(OutOfSpace):
             bury(backend, step.ref)
@@ -164,7 +170,7 @@ def _put_marker(backend: StorageBackend, step: StoredStep) -> bool:
     """
     put_marker = (
         claim_for_removal
-        if step.state == "incomplete" and not step.is_cut
+        if step.state == "incomplete" and not step.has_removal_begun
         else claim_committed_for_removal
     )
     # A finisher may have seen its old marker just now. So replace the marker, and leave the removal

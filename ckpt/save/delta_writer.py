@@ -223,7 +223,7 @@ class DeltaWriter:
             parts = Parts(
                 manifest, lambda *arguments: load_fragment(self._backend, ref, *arguments)[0]
             )
-            manifest = parts.fill(leaves, key=ref.manifest)
+            manifest = parts.fill_for(leaves, key=ref.manifest)
             with Workers("delta", _READERS) as workers:
                 StepReader(self._backend, ref, manifest, workers).read(requests)
         except CkptError as error:

@@ -252,7 +252,7 @@ class TierWriter:
         if self.in_memory:
             self._slots.set_committed(job.ref)
         if self._quota is not None:
-            self._quota.settle(job.ref, restored_ref=self._steps.restored)
+            self._quota.fit_to_capacity(job.ref, restored_ref=self._steps.restored)
         return file.chunks
 
     def _request(self, work: Callable[[], T], /) -> T:
@@ -362,7 +362,7 @@ class TierWriter:
         root.
         """
         if self._pruner is not None and self.root.is_claimed:
-            self._pruner.ask()
+            self._pruner.request_run()
 
     def newest_committed(self) -> int:
         """Return the number of the newest committed step of the branch, of any job; -1 if there is

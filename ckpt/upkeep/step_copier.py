@@ -148,7 +148,7 @@ class StepCopier:
             sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm
         )
         if has_capacity and not is_exact:
-            evictor.settle(step.ref, restored_ref=None)
+            evictor.fit_to_capacity(step.ref, restored_ref=None)
         return report
 
     def _sources_of(self, ref: StepRef) -> list[StorageBackend]:

@@ -39,5 +39,5 @@ def test_every_common_name_counts_as_done_also_if_it_has_another_shape(
         )
         found = compare(one, two, on_name=lambda *each: done.append(each), read=read)
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert (found.values, sorted(found.kinds)) == (["b"] if read else [], ["c", "d"])
+    assert (found.other_values, sorted(found.other_kinds)) == (["b"] if read else [], ["c", "d"])
     assert found.other_layouts == ([] if read else ["a", "b"])

@@ -66,7 +66,7 @@ def read(
 ) -> tuple[np.ndarray, TieredReader, list[RestorePlan], list[Repair]]:
     reported: list[Repair] = []
     origin = TieredReader(stores, done.ref, retry=IMPATIENT, on_repair=reported.append)
-    manifest = origin.fill(origin.manifest(), None).manifest
+    manifest = origin.with_fragments(origin.manifest(), None).manifest
     sink = ArraySink(WANTED, direct=direct)
     given_by = origin.read(plan_restore(manifest, WANTED), sink, workers=workers)
     return sink.arrays[0], origin, given_by, reported
@@ -211,7 +211,7 @@ def test_a_mistake_of_ours_is_no_damage(workers: Workers) -> None:
             raise ZeroDivisionError
 
     origin = TieredReader(stores, done.ref, retry=IMPATIENT)
-    manifest = origin.fill(origin.manifest(), None).manifest
+    manifest = origin.with_fragments(origin.manifest(), None).manifest
     with pytest.raises(ZeroDivisionError):
         origin.read(plan_restore(manifest, WANTED), Broken(WANTED, direct=False), workers=workers)
     assert origin.repairs == ()

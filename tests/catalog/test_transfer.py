@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.index import is_committed, read_manifest
-from ckpt.catalog.transfer import _remove_unnamed, fetch_step
+from ckpt.catalog.transfer import _remove_files_without_entry, fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import (
     AccessDenied,
@@ -300,7 +300,7 @@ def test_the_marker_of_a_removal_stays_when_old_files_are_cleared(
     extra = written.ref.key(data_name(0, is_encoded=True))
     source.put(extra, [b"in another encoding"])
     assert claim_committed_for_removal(source, written.ref)
-    _remove_unnamed(StepFolder(source, written.ref, workers), written.manifest)
+    _remove_files_without_entry(StepFolder(source, written.ref, workers), written.manifest)
     keys = {info.key for info in source.list("")}
     assert written.ref.claim_marker in keys
     assert extra not in keys

@@ -120,7 +120,7 @@ def test_a_step_that_is_left_comes_with_the_next_watcher_only(tmp_path: Path) ->
     watcher = Watcher(open_backend(str(tmp_path)), "eval")
     for step in each_step(watcher, None):
         if step.step == 1:
-            watcher.leave(step)
+            watcher.skip(step)
     assert watcher.look() == []
     assert seen(tmp_path, name="eval") == [1]
 

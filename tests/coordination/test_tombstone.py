@@ -128,7 +128,7 @@ def test_a_removal_that_was_cut_off_leaves_the_tombstone_too(taken, far) -> None
     with pytest.raises(AccessDenied):
         remove(cut, Inventory(backend).look()[-1], claim)
     held = Inventory(backend).look()[-1]
-    assert held.is_cut
+    assert held.has_removal_begun
     prune(backend, Retention(keep_last=1), context)
     [folder] = far.glob("step-000000001.*")
     assert [path.name for path in folder.iterdir()] == ["manifest.json"]

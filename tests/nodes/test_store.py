@@ -104,7 +104,7 @@ class Buddies:
         origin = TieredReader(
             stores, self.done.ref, retry=IMPATIENT, partial=set(range(len(stores)))
         )
-        manifest = origin.fill(origin.manifest(), None).manifest
+        manifest = origin.with_fragments(origin.manifest(), None).manifest
         sink = ArraySink(WANTED, direct=True)
         with Workers("test", 2) as workers:
             origin.read(plan_restore(manifest, WANTED), sink, workers=workers)

@@ -63,7 +63,7 @@ class Node:
         """
         wanted = [Leaf("x", "float64", ARRAY.shape, (box,))]
         origin = TieredReader([tier.backend for tier in self.tiers], ref, retry=IMPATIENT)
-        found = origin.fill(origin.manifest(), wanted)
+        found = origin.with_fragments(origin.manifest(), wanted)
         plan = plan_restore(found.manifest, wanted)
         sink = ArraySink(wanted, direct=True)
         with Workers("test", 2) as workers:

@@ -354,7 +354,7 @@ def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.remove_remains(None) if what == "clear" else pruner.ask()
+    pruner.remove_remains(None) if what == "clear" else pruner.request_run()
     pruner.close()
     assert (part.exists(), cut.exists()) == (True, False)
 
@@ -380,7 +380,7 @@ def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_p
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.remove_remains(None) if what == "clear" else pruner.ask()
+    pruner.remove_remains(None) if what == "clear" else pruner.request_run()
     pruner.close()
     assert {"rank-00000.json", "rank-00000.safetensors"} <= {path.name for path in part.iterdir()}
 

@@ -58,7 +58,7 @@ def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
 
     monkeypatch.setitem(registry.BUILT_IN, "other", registry.BUILT_IN["zstd"])  # type: ignore[arg-type]
     monkeypatch.setattr(Evictor, "evict_to_capacity", evict_to_capacity)
-    monkeypatch.setattr(Evictor, "settle", lambda _, ref, **__: settled.append(ref.step))
+    monkeypatch.setattr(Evictor, "fit_to_capacity", lambda _, ref, **__: settled.append(ref.step))
     with CheckpointManager(Tier(str(near), codec=source)) as manager:
         manager.save(STATE, 7)
     tiers = open_tiers([Tier(str(near)), Tier(str(far), codec=codec, capacity="1GB")])

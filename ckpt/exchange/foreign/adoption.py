@@ -410,7 +410,7 @@ class _Adoption:
         fill_manifest(manifest, parts, key=self._ref.manifest)  # What a reader would refuse, raises
         data = pack(manifest)
         check = partial(check_files, folder, manifest, lambda: None)
-        commit_copy(folder, data, look=check)
+        commit_copy(folder, data, check=check)
         self._report.written_bytes += len(data)
 
 

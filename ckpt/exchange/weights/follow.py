@@ -29,7 +29,7 @@ from ckpt.errors import (
     ObjectNotFound,
     StorageError,
 )
-from ckpt.errors.storage import frameless
+from ckpt.errors.storage import with_short_traceback
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.exchange.weights.version_memory import VersionMemory, layout_of
 from ckpt.model.keys import StepId, StepRef
@@ -305,7 +305,7 @@ class Follower(Iterator[Version]):
         reader = TieredReader(stores, ref, retry=RetryPolicy(), on_repair=partial(_warn, ref))
         try:
             with self._leases(stores, ref):
-                version = reader.whole(partial(self._assemble, reader, ref))
+                version = reader.try_manifests(partial(self._assemble, reader, ref))
         except FormatUnsupported:
             raise
         except (IntegrityError, ObjectNotFound, LinkRefused) as error:
@@ -336,7 +336,7 @@ class Follower(Iterator[Version]):
             _log.info("ckpt: step %d has another layout: it is read as a whole", ref.step)
         spare = self._spare if self._spare and self._spare.layout == layout else None
         memory = spare or VersionMemory(tensors)
-        manifest = reader.fill(source, memory.leaves).manifest
+        manifest = reader.with_fragments(source, memory.leaves).manifest
         plan = plan_restore(manifest, memory.leaves)
         memory.begin(plan.reads)
         self._deltas.read_bytes = 0
@@ -419,7 +419,7 @@ def _warn(ref: StepRef, repair: Repair) -> None:
     )
 
 
-@frameless
+@with_short_traceback
 def follow(
     root: Root | Sequence[Root],
     name: str | None = "model",

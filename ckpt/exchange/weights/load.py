@@ -13,7 +13,7 @@ from ckpt.catalog.tensor_reader import BATCH_BYTES, ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
 from ckpt.errors.base import few
-from ckpt.errors.storage import frameless
+from ckpt.errors.storage import with_short_traceback
 from ckpt.exchange.weights.opened import OpenCheckpoint
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.model.box import Box
@@ -28,7 +28,7 @@ _COMPARED_ELEMENTS: Final = 1 << 22
 _log = logging.getLogger("ckpt")
 
 
-@frameless
+@with_short_traceback
 def load(
     root: str | os.PathLike[str] | Tier,
     name: str | None = None,

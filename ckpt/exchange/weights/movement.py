@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from ckpt.catalog.difference import pairs
+from ckpt.catalog.difference import piece_pairs
 from ckpt.catalog.tensor_movement import Movement
 from ckpt.catalog.tensor_reader import Piece, StepReader
 
@@ -27,7 +27,7 @@ def movement(reader_a: StepReader, reader_b: StepReader, name: str) -> Movement 
     if dtype.startswith(_NOT_NUMBERS):
         return None
     compute = _integer_movement if dtype.startswith(_INTEGERS) else _float_movement
-    return sum((compute(a, b, dtype) for a, b in pairs(reader_a, reader_b, name)), Movement())
+    return sum((compute(a, b, dtype) for a, b in piece_pairs(reader_a, reader_b, name)), Movement())
 
 
 def _integer_movement(piece_a: Piece, piece_b: Piece, dtype: str) -> Movement:

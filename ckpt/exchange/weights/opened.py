@@ -17,7 +17,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
-from ckpt.errors.storage import frameless
+from ckpt.errors.storage import with_short_traceback
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
@@ -185,7 +185,7 @@ class TensorView:
         return memory.view(self.dtype).view(box.shape)
 
 
-@frameless
+@with_short_traceback
 def open_checkpoint(
     root: str | os.PathLike[str] | Tier, step: int | str | None = None
 ) -> OpenCheckpoint:

@@ -488,7 +488,7 @@ class CkptReader(_TierStorage, StorageReader):
 
     def _metadata(self) -> Metadata:
         with opened_step(self._tiers, self._requested_step, finishes=True) as reader:
-            self._entries = reader.whole(lambda outline: Entries(outline.manifest))
+            self._entries = reader.try_manifests(lambda outline: Entries(outline.manifest))
         self._ref = reader.ref
         metadata = self._entries.metadata()
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -543,7 +543,7 @@ class CkptReader(_TierStorage, StorageReader):
                 raise ShapeMismatch(leaf.name, leaf.boxes[0].shape, tensor.shape)
         targets = [tensor for _, tensor in pairs]
         with opened_step(self._tiers, self._ref.step, self._ref) as reader:
-            reader.whole(lambda outline: fill_targets(reader, outline, boxes, targets))
+            reader.try_manifests(lambda outline: fill_targets(reader, outline, boxes, targets))
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:

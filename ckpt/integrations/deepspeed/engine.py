@@ -546,7 +546,7 @@ def _read_part(step: _Step, part: str, device: torch.device) -> Any:
 
         return build_and_fill(step.reader, outline, contents, device)
 
-    return step.reader.whole(build)
+    return step.reader.try_manifests(build)
 
 
 def _file_count(engine: Any) -> int:

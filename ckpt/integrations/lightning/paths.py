@@ -122,7 +122,7 @@ def _read_step(root: str, step: int | None) -> dict[str, Any]:
 
             return build_and_fill(reader, outline, tree)
 
-        return reader.whole(build)
+        return reader.try_manifests(build)
 
 
 fsspec.register_implementation(SCHEME, _CkptFileSystem, clobber=True)

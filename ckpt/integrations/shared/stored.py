@@ -137,13 +137,13 @@ def fill_targets(
 ) -> None:
     """Read the boxes of ``leaves`` into ``targets``. Each leaf has one target.
 
-    Call this only in the function that ``TieredReader.whole`` calls with ``outline``.
+    Call this only in the function that ``TieredReader.try_manifests`` calls with ``outline``.
 
     Raises:
         RestoreError: Targets share memory, and their saved values cannot all be in this memory.
         IntegrityError, StorageError: Some bytes are intact on no tier.
     """
-    manifest = reader.fill(outline, leaves).manifest
+    manifest = reader.with_fragments(outline, leaves).manifest
     memory = list(targets)
     copy_back = read_apart([leaf.name for leaf in leaves], memory)
     with Workers("read", _THREADS) as workers:
@@ -160,7 +160,7 @@ def build_and_fill(
 ) -> T:
     """Call ``build``, read the tensors that it has asked for, and return its result.
 
-    Call this only in the function that ``TieredReader.whole`` calls with ``outline``.
+    Call this only in the function that ``TieredReader.try_manifests`` calls with ``outline``.
 
     Args:
         reader: The reader of the step.

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.model.manifest import Tensor
-from ckpt.model.views import View, sizes
+from ckpt.model.views import View, buffer_sizes
 from ckpt.state.match.targets import memory_of
 from ckpt.state.tensors.layout import is_expanded, is_plain, local, view_in
 from ckpt.state.tensors.local_shards import Source
@@ -228,7 +228,7 @@ def _fill_views(group: Sequence[Slot], holder: Slot | None, raw: torch.Tensor | 
                 tensors.setdefault(slot.record.name, slot.present)
     if len(tensors) < len(views):
         if raw is None:
-            (size,) = sizes(views, kinds).values()
+            (size,) = buffer_sizes(views, kinds).values()
             raw = torch.empty(size, dtype=torch.uint8, device=group[0].device)
         tensors = {name: view_in(raw, view, *kinds[name]) for name, view in views.items()}
     for slot in group:

@@ -11,7 +11,7 @@ import torch
 from ckpt.errors import FormatUnsupported, KindMismatch, ManifestCorrupt
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, decode
-from ckpt.model.views import View, sizes
+from ckpt.model.views import View, buffer_sizes
 from ckpt.state.tensors.layout import empty_in_order, view_in
 
 
@@ -91,7 +91,7 @@ class Remaker:
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
         tensors = {name: self._tensors[name] for name in self._views}
-        return sizes(self._views, {name: (t.dtype, t.shape) for name, t in tensors.items()})
+        return buffer_sizes(self._views, {name: (t.dtype, t.shape) for name, t in tensors.items()})
 
     def make(self, tag: str, node: Mapping[str, Node]) -> object:
         """Return the value of a node with a tag, with the tensors that were read."""
