@@ -174,9 +174,9 @@ def _is_listed_at_once(backend: StorageBackend, refs: Collection[StepRef]) -> bo
 def objects_by_one_listing(
     backend: StorageBackend, refs: Collection[StepRef]
 ) -> dict[StepRef, tuple[ObjectInfo, ...]]:
-    """Return for each of ``refs`` that has any the objects that ``own_objects`` would return, by
-    one listing of all keys. Return nothing if a listing for each of ``refs`` may take fewer
-    requests.
+    """Return for each of ``refs`` that has any the objects in its folder that have names of
+    checkpoint files, by one listing of all keys. Return nothing if a listing for each of ``refs``
+    may take fewer requests.
     """
     if not _is_listed_at_once(backend, refs):
         return {}

@@ -13,7 +13,8 @@ in other roots, and *heirs* of a step are the steps that refer to its files. *La
 added after the commit. A *pin* keeps a step from being removed, and is *live* until it ends. A
 *rollback* is the record that the run goes on from an older step: the later ones are *abandoned*. A
 removal begins with a *claim marker* in the folder, and may leave a *tombstone* in the place of the
-manifest. A file of another program, which is not in the folder of the step, has a *location*.
+manifest. The *staged* size of a step is that of its data files before any codec. A file of another
+program, which is not in the folder of the step, has a *location*.
 """
 
 from __future__ import annotations

@@ -217,6 +217,7 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     # Each box has a column. The last column is for the whole tensor.
     products = np.ones((len(_PRIMES), len(boxes) + 1), dtype=np.int64)
     for dim, size in enumerate(shape):
+        # The lower and the upper edge of each box
         low, high = np.append(starts[:, dim], 0), np.append(ends[:, dim], size)
         if not low.any() and (high == size).all():
             continue  # Every box extends over the whole dimension

@@ -398,7 +398,7 @@ def _check_increment(record: Packed, columns: Columns, key: str) -> None:
     own_size = increment.lead + _total(lengths[increment.count :])
     require(own_size == increment.size, key, "its increment has another size")
     base_size = _total(lengths[: increment.count])
-    if increment.has_image_header:
+    if increment.has_image_header:  # The first chunk is in this file, since the base is elsewhere
         header_bytes = _total(lengths[:1])
         fits = increment.lead == header_bytes if record.encoded else increment.lead > header_bytes
         require(fits, key, "its increment has another header")

@@ -165,7 +165,7 @@ def _boxes_at(
         return
     level, rest = levels[0], levels[1:]
     # The other levels add ``low`` to ``high`` to the rank.
-    low, high = _reach([(inner.count, inner.rank_step) for inner in rest])
+    low, high = _added_range([(inner.count, inner.rank_step) for inner in rest])
     for index in _repetitions(level.count, level.rank_step, rank_offset - high, rank_offset - low):
         next_offsets = tuple(
             start + index * step for start, step in zip(offsets, level.offset_steps, strict=True)
@@ -176,7 +176,7 @@ def _boxes_at(
 def extent(run: Run) -> Box:
     """Return the smallest box that contains all boxes of ``run``."""
     reach = [
-        _reach([(level.count, level.offset_steps[dim]) for level in run.levels])
+        _added_range([(level.count, level.offset_steps[dim]) for level in run.levels])
         for dim in range(len(run.shape))
     ]
     return Box(
@@ -225,7 +225,7 @@ def _add_ranks(
     level, rest = levels[0], levels[1:]
     begin, last = 0, level.count - 1
     for dim, step in enumerate(level.offset_steps):
-        low, high = _reach([(inner.count, inner.offset_steps[dim]) for inner in rest])
+        low, high = _added_range([(inner.count, inner.offset_steps[dim]) for inner in rest])
         # The other levels move a box by ``low`` to ``high``. Keep the repetitions of this level
         # for which such a box can overlap ``box`` in this dimension.
         least = box.offsets[dim] - run.shape[dim] + 1 - high - offsets[dim]
@@ -239,7 +239,7 @@ def _add_ranks(
         _add_ranks(rest, run, rank + index * level.rank_step, next_offsets, box, ranks)
 
 
-def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _added_range(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return the smallest and the largest number that levels can add to a rank or an offset. A
     level is given as ``(count, step)``, and adds ``step`` from 0 to ``count - 1`` times.
     """
@@ -279,11 +279,13 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
             return "a box that is there more than once"
         box_count += run.count
         # The levels add ``low`` to ``high`` to a rank, and below to an offset.
-        low, high = _reach([(level.count, level.rank_step) for level in run.levels])
+        low, high = _added_range([(level.count, level.rank_step) for level in run.levels])
         if run.rank + low < 0 or run.rank + high >= world_size:
             return "a run beyond the ranks of the world"
         for dim, size in enumerate(shape):
-            low, high = _reach([(level.count, level.offset_steps[dim]) for level in run.levels])
+            low, high = _added_range(
+                [(level.count, level.offset_steps[dim]) for level in run.levels]
+            )
             if run.offsets[dim] + low < 0 or run.offsets[dim] + high + run.shape[dim] > size:
                 return "a run that is not inside the shape"
         numel += run.count * math.prod(run.shape)

@@ -518,6 +518,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], hook: OtherDecoder) -> An
                 key: decode(item, hook) for key, (_, item) in zip(keys, node["v"], strict=True)
             }
             mapping = MAPPINGS[tag](pairs)
+            # torch keeps the versions of modules in an attribute of the state of a module.
             if tag == "OrderedDict" and MODULE_VERSIONS in node:
                 vars(mapping)[VERSIONS] = decode(node[MODULE_VERSIONS], hook)
             return mapping

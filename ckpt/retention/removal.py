@@ -13,9 +13,10 @@ step that lacks files is never listed as a checkpoint.
 
 A *claim marker* is an object in the folder of a step that lets either a remover or a finisher, a
 process that commits the step, go on. A *tombstone* is an object that takes the place of the
-manifest. The *claim* of a job decides which steps of a root it may remove. A *fragment* is the
-record of what one rank has written, and *remains* are what is left of a save that was not
-committed. *Orphans* are unfinished writes of jobs that have ended.
+manifest. The *claim* of a job (``listing``: the attempts that were there when it took the root)
+decides which steps of a root it may remove. A *fragment* is the record of what one rank has
+written, and *remains* are what is left of a save that was not committed. *Orphans* are unfinished
+writes of jobs that have ended.
 """
 
 from __future__ import annotations
