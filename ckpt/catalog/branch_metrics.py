@@ -157,7 +157,8 @@ def chosen_step(
 
     Args:
         selector: The selector.
-        roots: The stores of the run, nearest first.
+        roots: The stores of the run, nearest first. ``absence`` is what a store has instead of
+            checkpoints.
         modes: Which values of a metric are the best, by its name, as ``keep_best`` says.
 
     Raises:
