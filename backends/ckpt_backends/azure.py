@@ -161,6 +161,8 @@ class AzureBackend(StorageBackendOnFsspec):
         return _BlockUpload(self, key, size, part_bytes)
 
     def _receive(self, key: str, offset: int, out: memoryview) -> int:
+        """Fill ``out`` from the byte ``offset`` of an object on, and return the number of bytes."""
+
         async def receive(blob: Any) -> bytes:
             stream = await blob.download_blob(offset=offset, length=out.nbytes, **_REQUEST_OPTIONS)
             return bytes(await stream.readall())
@@ -266,7 +268,7 @@ class AzureBackend(StorageBackendOnFsspec):
         from fsspec.asyn import sync
 
         try:
-            with self.errors(key):
+            with self.translate_errors(key):
                 return cast(T, sync(self._fs.loop, request))
         except ObjectNotFound as error:
             if "ContainerNotFound" in error.detail:

@@ -96,8 +96,8 @@ def parse_bucket_url(
     bucket = split.netloc.rpartition("@")[2]
     if not bucket:
         raise ConfigError(f"{clean_url!r} names no bucket: write {scheme}://bucket/prefix")
-    place = BucketPrefix(bucket, split.path.strip("/"), clean_url.rstrip("/"))
-    return place, {**dict(parse_qsl(split.query)), **options}
+    bucket_prefix = BucketPrefix(bucket, split.path.strip("/"), clean_url.rstrip("/"))
+    return bucket_prefix, {**dict(parse_qsl(split.query)), **options}
 
 
 def missing_extra(url: str, error: ImportError) -> ConfigError:

@@ -175,7 +175,7 @@ def clean(text: str, secrets: Sequence[str] = ()) -> str:
 
 
 @contextmanager
-def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Generator[None]:
+def translate_errors(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Generator[None]:
     """Return a context manager that turns exceptions of client libraries into storage errors.
 
     Errors of ckpt, and exceptions that mean a bug, such as ``TypeError``, pass unchanged.
@@ -200,7 +200,7 @@ def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Gener
 def storage_error(
     key: str, error: BaseException, *, secrets: Sequence[str] = (), bucket: str = ""
 ) -> StorageError:
-    """Return the storage error about ``key`` that ``error`` means. See ``foreign`` for the
+    """Return the storage error about ``key`` that ``error`` means. See ``translate_errors`` for the
     arguments.
     """
     for link in _chain(error):

@@ -41,8 +41,8 @@ from ckpt.storage.registry import scheme_of
 from ckpt_backends.client_options import missing_extra, secrets_of
 from ckpt_backends.file_server.backend import FILE_SERVERS, open_file_server
 from ckpt_backends.folder.posix import open_posix
-from ckpt_backends.foreign_errors import clean, foreign
-from ckpt_backends.store_table import TRANSPARENT, check_tested
+from ckpt_backends.foreign_errors import clean, translate_errors
+from ckpt_backends.store_table import DIR_SCHEME, check_tested
 from ckpt_backends.temporary import is_hidden, temporary_beside
 
 PART_BYTES: Final = 8 << 20
@@ -80,8 +80,8 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
     target = url.removeprefix("dir::")
     if (scheme := scheme_of(target)) in FILE_SERVERS:
         settings = {name: value for name, value in options.items() if name not in ("dir", scheme)}
-        inner = cast(Mapping[str, object], options.get(scheme, {}))
-        return open_file_server(target, {**settings, **inner})
+        scheme_options = cast(Mapping[str, object], options.get(scheme, {}))
+        return open_file_server(target, {**settings, **scheme_options})
     secrets = secrets_of(options)
     try:
         fs, root = url_to_fs(url, skip_instance_cache=True, **options)
@@ -146,8 +146,9 @@ class StorageBackendOnFsspec:
         is_local = bool(protocols & _LOCAL_PROTOCOLS)
         self._turn = threading.RLock() if not (is_local or _is_async(target)) else None
         self._is_object_store = bool(protocols & OBJECT_STORES)
+        # Only a file system that adds a folder to each path is known to pass the mode on.
         # A cache may drop the mode of a put (``findings/simplecache-create.sh``).
-        passes_mode = all(TRANSPARENT in _protocols(layer) for layer in wrappers)
+        passes_mode = all(DIR_SCHEME in _protocols(layer) for layer in wrappers)
         self._has_conditional_put = passes_mode and bool(protocols & _CONDITIONAL_PROTOCOLS)
         self._puts_by_rename = bool(protocols & _RENAME_PROTOCOLS)
         self.capabilities = capabilities or Capabilities(
@@ -162,7 +163,7 @@ class StorageBackendOnFsspec:
         if if_absent and not self._has_conditional_put and is_there(self, key):
             raise ObjectExists(key)
         mode = {"mode": "create"} if if_absent and self._has_conditional_put else {}
-        with self.errors(key):
+        with self.translate_errors(key):
             self._make_folder(path)
             if self._puts_by_rename:
                 self._replace(path, value)
@@ -181,7 +182,7 @@ class StorageBackendOnFsspec:
         if not out.nbytes:
             self.head(key)
             return
-        with self.errors(key):
+        with self.translate_errors(key):
             count = self._receive(key, offset, out.cast("B"))
         check_read(key, offset, count, out.nbytes)
 
@@ -197,7 +198,7 @@ class StorageBackendOnFsspec:
 
     def head(self, key: str) -> ObjectInfo:
         path = self.path_of(key)
-        with self.errors(key):
+        with self.translate_errors(key):
             self._fs.invalidate_cache()
             info = self._fs.info(path)
         if info["type"] != "file":
@@ -207,7 +208,7 @@ class StorageBackendOnFsspec:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = posixpath.dirname(check_prefix(prefix))
         infos: Mapping[str, Any] = {}
-        with suppress(ObjectNotFound), self.errors(prefix):
+        with suppress(ObjectNotFound), self.translate_errors(prefix):
             self._fs.invalidate_cache()
             infos = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
         for path, info in infos.items():
@@ -223,7 +224,7 @@ class StorageBackendOnFsspec:
     def folders(self, prefix: str) -> Iterator[str]:
         folder = check_prefix(prefix).removesuffix("/")
         infos: Sequence[Mapping[str, Any]] = ()
-        with suppress(ObjectNotFound), self.errors(prefix):
+        with suppress(ObjectNotFound), self.translate_errors(prefix):
             self._fs.invalidate_cache()
             infos = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True)
         for info in infos:
@@ -233,7 +234,7 @@ class StorageBackendOnFsspec:
 
     def delete(self, key: str) -> None:
         path = self.path_of(key)
-        with suppress(ObjectNotFound), self.errors(key):
+        with suppress(ObjectNotFound), self.translate_errors(key):
             self._fs.rm_file(path)
 
     def close(self) -> None:
@@ -275,7 +276,7 @@ class StorageBackendOnFsspec:
             raise
 
     @contextmanager
-    def errors(self, key: str) -> Generator[None]:
+    def translate_errors(self, key: str) -> Generator[None]:
         """Return a context manager that turns the errors of client libraries into storage errors
         about ``key``. If the file system serves one request at a time, it waits for the turn.
 
@@ -286,7 +287,7 @@ class StorageBackendOnFsspec:
             raise TransientStorageError(key, f"the client was busy for {_TURN_SECONDS:.0f} seconds")
         try:
             bucket = self._root.partition("/")[0]
-            with foreign(key, secrets=self._secrets, bucket=bucket):
+            with translate_errors(key, secrets=self._secrets, bucket=bucket):
                 yield
         finally:
             if self._turn is not None:
@@ -337,7 +338,7 @@ class _StreamUpload:
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         try:
-            with self._backend.errors(self._key):
+            with self._backend.translate_errors(self._key):
                 self._send()
                 self._size = check_written(self._key, self._offset, self._size, size)
                 file, self._file = self._file, None
@@ -359,7 +360,7 @@ class _StreamUpload:
 
     def _send(self) -> None:
         """Send all parts that follow the bytes sent so far. Open the file first if none is open."""
-        with self._backend.errors(self._key):
+        with self._backend.translate_errors(self._key):
             try:
                 if self._file is None:
                     self._offset = 0

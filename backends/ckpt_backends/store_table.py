@@ -132,7 +132,7 @@ STORES: Final = (
 )
 """The rows of the table."""
 
-TRANSPARENT: Final = "dir"
+DIR_SCHEME: Final = "dir"
 """The scheme that only adds a folder to each path, so that the store behind it decides."""
 
 
@@ -158,7 +158,7 @@ def check_tested(clean_url: str, options: Mapping[str, object]) -> dict[str, obj
     if not isinstance(allows_untested, bool):
         raise ConfigError(f"{clean_url!r}: the option {UNTESTED_OPTION} takes true or false")
     for scheme in schemes_of(clean_url):
-        if not allows_untested and (scheme != TRANSPARENT and (reason := _refusal(scheme))):
+        if not allows_untested and (scheme != DIR_SCHEME and (reason := _refusal(scheme))):
             raise ConfigError(
                 f"{clean_url!r}: {reason}. Use a store of docs/stores.md, or give the tier the "
                 f"option {UNTESTED_OPTION}=true to try this one, as in "

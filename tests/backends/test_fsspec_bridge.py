@@ -188,7 +188,7 @@ def examples_of_file_servers():
 
 def test_a_foreign_error_becomes_ours():
     for error, name in examples():
-        with pytest.raises(StorageError) as caught, foreign_errors.foreign("the/key"):
+        with pytest.raises(StorageError) as caught, foreign_errors.translate_errors("the/key"):
             raise error
         assert (type(caught.value).__name__, repr(error)) == (name, repr(error))
         assert caught.value.key == "the/key"
@@ -197,7 +197,7 @@ def test_a_foreign_error_becomes_ours():
 
 def test_the_errors_of_file_servers_and_azure_become_ours():
     for error, name in examples_of_file_servers():
-        with pytest.raises(StorageError) as caught, foreign_errors.foreign("the/key"):
+        with pytest.raises(StorageError) as caught, foreign_errors.translate_errors("the/key"):
             raise error
         assert (type(caught.value).__name__, repr(error)) == (name, repr(error))
 
@@ -224,7 +224,7 @@ def test_a_synchronous_file_system_serves_one_request_at_a_time(monkeypatch):
     assert Busy.most == 1
     # A request that does not get its turn is told in time.
     monkeypatch.setattr(fsspec_bridge, "_TURN_SECONDS", 0.1)
-    with backend.errors("key"), ThreadPoolExecutor(1) as other:
+    with backend.translate_errors("key"), ThreadPoolExecutor(1) as other:
         waiting = other.submit(backend.head, "key")
         with pytest.raises(errors.TransientStorageError, match="busy"):
             waiting.result()
@@ -250,14 +250,14 @@ def test_only_a_chain_that_passes_the_mode_of_a_put_on_has_a_put_if_absent(chain
 
 def test_our_own_errors_and_bugs_pass():
     for error in (ConfigError("x"), TypeError("x"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), foreign_errors.foreign("key"):
+        with pytest.raises(type(error)), foreign_errors.translate_errors("key"):
             raise error
 
 
 def test_a_missing_bucket_is_named():
     with (
         pytest.raises(StorageError, match="no bucket 'gone'"),
-        foreign_errors.foreign("key", bucket="gone"),
+        foreign_errors.translate_errors("key", bucket="gone"),
     ):
         raise caused(FileNotFoundError("x"), boto_error("NoSuchBucket", 404))
 
@@ -266,7 +266,7 @@ def test_no_credential_gets_into_a_message():
     reported = "http://user:hunter2@host/b?X-Amz-Signature=abcdef&x=1 and s3cr3t-token"
     with (
         pytest.raises(StorageError) as caught,
-        foreign_errors.foreign("key", secrets=["s3cr3t-token"]),
+        foreign_errors.translate_errors("key", secrets=["s3cr3t-token"]),
     ):
         raise OSError(errno.EIO, reported)
     for secret in ("hunter2", "abcdef", "s3cr3t-token"):

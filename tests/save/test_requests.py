@@ -17,7 +17,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.model.keys import StepRef
 from ckpt.page.store_requests import Requests, requests_of_removal, requests_of_save
 from ckpt_backends.folder.posix import PosixBackend
-from ckpt_backends.s3.bulk_client import S3Bulk
+from ckpt_backends.s3.bulk_client import S3BulkClient
 from tests.servers import KEY, SECRET, Server
 
 Calls = list[tuple[str, str]]
@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", call)
     folder_verbs = ("put", "head", "list", "folders", "read_into", "delete")
     bulk_verbs = ("fetch", "receive", "send_part")
-    for cls, verbs in ((PosixBackend, folder_verbs), (S3Bulk, bulk_verbs)):
+    for cls, verbs in ((PosixBackend, folder_verbs), (S3BulkClient, bulk_verbs)):
         for verb in verbs:
             method = getattr(cls, verb)
 

@@ -5,9 +5,9 @@ time. The backend opens a few connections, and a request waits for a free one. E
 some time with ``TransientStorageError``.
 
 An object is written under a temporary name in its folder and then renamed, so no reader sees a part
-of it, and a crash leaves only the temporary file. The protocols have no rename that only one of two
-clients can win, so ``capabilities.put_if_absent`` is False. This is enough if only one process
-writes the key.
+of it, and a crash leaves only the temporary file, which is *abandoned* then. The protocols have no
+rename that only one of two clients can win, so ``capabilities.put_if_absent`` is False. This is
+enough if only one process writes the key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ckpt.storage.api import (
     is_there,
 )
 from ckpt_backends.client_options import missing_extra, secrets_of
-from ckpt_backends.foreign_errors import clean, foreign
+from ckpt_backends.foreign_errors import clean, translate_errors
 from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporary_beside
 
 WAIT_SECONDS: Final = 60
@@ -380,10 +380,10 @@ class FileServerBackend:
         folder = posixpath.dirname(path)
         with self._connection(key) as connection:
             try:
-                with foreign(path):
+                with translate_errors(path):
                     connection.remove(path)
             except ObjectNotFound:
-                with suppress(StorageError), foreign(folder):
+                with suppress(StorageError), translate_errors(folder):
                     _remove_abandoned(connection, folder)
             self._remove_empty(connection, folder)
 
@@ -404,7 +404,11 @@ class FileServerBackend:
     def _remove_empty(self, connection: Connection, folder: str) -> None:
         """Remove ``folder`` and its parents inside of the root, up to the first one in use."""
         while folder.startswith(f"{self._root}/") and folder != "/":
-            with suppress(StorageError), foreign(folder), self._folders.removal(folder) as is_alone:
+            with (
+                suppress(StorageError),
+                translate_errors(folder),
+                self._folders.removal(folder) as is_alone,
+            ):
                 if is_alone:
                     connection.remove_folder(folder)
                     folder = posixpath.dirname(folder)
@@ -417,7 +421,7 @@ class FileServerBackend:
     @contextmanager
     def _connection(self, key: str) -> Generator[Connection]:
         """Yield a connection. Errors are raised as storage errors about ``key``."""
-        translate = partial(foreign, key, secrets=self._secrets)
+        translate = partial(translate_errors, key, secrets=self._secrets)
         try:
             # The inner translation tells the connections what happened, and the outer one is for
             # the attempt to connect.
@@ -439,7 +443,7 @@ def _write_and_rename(connection: Connection, path: str, parts: Sequence[memoryv
     try:
         for _ in range(_TRIES):
             try:
-                with foreign(path):
+                with translate_errors(path):
                     connection.write(temporary, parts)
                     connection.replace(temporary, path)
                 return
@@ -476,14 +480,14 @@ def _is_full(connection: Connection, temporary: str) -> bool:
     """
     probe = temporary_beside(temporary)
     try:
-        with suppress(ObjectNotFound), foreign(temporary):
+        with suppress(ObjectNotFound), translate_errors(temporary):
             connection.stat(temporary)  # Fails if the server does not answer
-        with foreign(probe):
+        with translate_errors(probe):
             connection.write(probe, [])  # Fails too if the disk fails for another reason
     except StorageError:
         return False
     try:
-        with foreign(probe):
+        with translate_errors(probe):
             connection.write(probe, [memoryview(bytes(_PROBE_BYTES))])
     except StorageError:
         return True
@@ -497,7 +501,7 @@ def _make_folders(connection: Connection, folder: str) -> None:
     """Create ``folder``, and before it its parents if the server says that they are missing."""
     for _ in range(_TRIES):
         try:
-            with foreign(folder):
+            with translate_errors(folder):
                 connection.make_folder(folder)
             return
         except ObjectNotFound:

@@ -16,7 +16,7 @@ from ckpt_backends.file_server.backend import WAIT_SECONDS, Entry
 _REQUEST_BYTES: Final = 32 << 10  # The most bytes of one write that every server takes
 _WINDOW: Final = 64  # How many writes are sent before the answers are read
 _FLUSH: Final = "fsync@openssh.com"
-_UNABLE: Final = (SFTP_OP_UNSUPPORTED, SFTP_PERMISSION_DENIED)
+_UNSUPPORTED: Final = (SFTP_OP_UNSUPPORTED, SFTP_PERMISSION_DENIED)
 """The answers of servers that lack an extension, or do not permit it."""
 
 # A thread of the client logs each connection that fails, with its frames, as an error. Without a
@@ -64,7 +64,7 @@ class SftpConnection:
         while answer.message is None:
             self._sftp._read_response()
         status = answer.message.get_int()
-        if status != SFTP_OK and status not in _UNABLE:
+        if status != SFTP_OK and status not in _UNSUPPORTED:
             raise OSError(f"the server cannot flush the file: {answer.message.get_text()}")
 
     def replace(self, source: str, target: str) -> None:

@@ -25,7 +25,7 @@ class WebdavConnection:
 
     def __init__(self, fs: Any) -> None:
         self._client = fs.client
-        self._swept: set[str] = set()  # Folders that ``_remove_abandoned`` has searched
+        self._searched_parents: set[str] = set()  # Folders that ``_remove_abandoned`` has searched
 
     def write(self, path: str, parts: Sequence[memoryview]) -> None:
         length = str(sum(part.nbytes for part in parts))
@@ -88,9 +88,9 @@ class WebdavConnection:
 
     def _remove_abandoned(self, parent: str) -> None:
         """Remove from ``parent`` the renamed folders that killed processes have left."""
-        if parent in self._swept:
+        if parent in self._searched_parents:
             return
-        self._swept.add(parent)
+        self._searched_parents.add(parent)
         for entry in self.entries(parent):
             match = TEMPORARY.fullmatch(entry.name)
             if match and entry.size is None and entry.modified and is_abandoned(entry.modified):

@@ -358,14 +358,18 @@ def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     the file system has refused to read the next bytes directly. The caller then reads these bytes
     through the page cache.
     """
-    memory_block, block = blocks_of(fd)
+    # What addresses in memory, and offsets in the file, must be multiples of
+    address_block_bytes, block_bytes = blocks_of(fd)
 
     def is_straight(part: tuple[memoryview, int]) -> bool:
         """Return True if bytes can be read straight into a target: it is large, and the memory for
         its first whole block of the file is aligned.
         """
         out, start = part
-        return out.nbytes >= STRAIGHT_BYTES and not (address(out) + -start % block) % memory_block
+        return (
+            out.nbytes >= STRAIGHT_BYTES
+            and not (address(out) + -start % block_bytes) % address_block_bytes
+        )
 
     starts = accumulate((out.nbytes for out in outs), initial=offset)
     end = offset
@@ -374,14 +378,14 @@ def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
         parts = [out for out, _ in group]
         read = _read_straight if straight else _read_by_buffer
         for targets in [[part] for part in parts] if straight else [parts]:
-            count = read(fd, end, targets, block)
+            count = read(fd, end, targets, block_bytes)
             end += count
             if count < sum(out.nbytes for out in targets):
                 return end - offset
     return end - offset
 
 
-def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
+def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block_bytes: int) -> int:
     """Fill the one target in ``outs`` with one request that reads whole blocks straight into it.
 
     Return the number of bytes of the target that were filled.
@@ -389,13 +393,13 @@ def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int)
     [out] = outs
     # ``lead`` bytes of the first block come before ``out``. ``head`` bytes of this block are part
     # of ``out``.
-    lead, head = offset % block, -offset % block
-    body = (out.nbytes - head) // block * block
+    lead, head = offset % block_bytes, -offset % block_bytes
+    body = (out.nbytes - head) // block_bytes * block_bytes
     tail = out.nbytes - head - body
-    ends = memoryview(mmap.mmap(-1, 2 * block, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    ends = memoryview(mmap.mmap(-1, 2 * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     head_block, tail_block = (
-        ends[: block if head else 0],
-        ends[block : 2 * block if tail else block],
+        ends[: block_bytes if head else 0],
+        ends[block_bytes : 2 * block_bytes if tail else block_bytes],
     )
     count = _pread_direct(fd, [head_block, out[head:][:body], tail_block], offset - lead)
     out[:head] = head_block[lead:]
@@ -403,14 +407,14 @@ def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int)
     return min(max(count - lead, 0), out.nbytes)
 
 
-def _read_by_buffer(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
+def _read_by_buffer(fd: int, offset: int, outs: Sequence[memoryview], block_bytes: int) -> int:
     """Fill ``outs`` through the buffer of the thread. Return the number of bytes filled."""
     buffer = _buffer.get()
     rest, total, nbytes = list(outs), 0, sum(out.nbytes for out in outs)
     while total < nbytes:
-        lead = (offset + total) % block
+        lead = (offset + total) % block_bytes
         # The rest, rounded up to whole blocks, as far as the buffer holds it
-        request_bytes = min(buffer.nbytes, -(-(lead + nbytes - total) // block) * block)
+        request_bytes = min(buffer.nbytes, -(-(lead + nbytes - total) // block_bytes) * block_bytes)
         count = _pread_direct(fd, [buffer[:request_bytes]], offset + total - lead)
         target_bytes = min(max(count - lead, 0), nbytes - total)
         rest = _pour(buffer[lead : lead + target_bytes], rest)

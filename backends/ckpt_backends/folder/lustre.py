@@ -40,7 +40,7 @@ class Striping:
         self._root, self._count = root, count
         self._lock = threading.Lock()  # Guards the two fields below
         self._lfs: str | None = None
-        self._has_looked = False
+        self._has_searched = False
 
     def apply(self, folder: str) -> None:
         """Set the layout of ``folder``, which is new and empty. Do nothing if the program ``lfs``
@@ -50,9 +50,9 @@ class Striping:
         are valid, too.
         """
         with self._lock:  # Other threads wait here until it is known whether to set layouts
-            if not self._has_looked:
+            if not self._has_searched:
                 self._lfs = self._find_lfs()
-                self._has_looked = True
+                self._has_searched = True
             lfs = self._lfs
         if lfs is None:
             return

@@ -51,10 +51,10 @@ def keeps_inode_numbers(path: str) -> bool:
     An overlay whose layers are on different file systems gives a folder another number after the
     kernel has evicted it from its cache. So do most file systems of FUSE.
     """
-    return keeps_numbers(kind_of(path))
+    return kind_keeps_inode_numbers(kind_of(path))
 
 
-def keeps_numbers(kind: str) -> bool:
+def kind_keeps_inode_numbers(kind: str) -> bool:
     """Return True for the type of a file system with lasting numbers. See
     ``keeps_inode_numbers``.
     """

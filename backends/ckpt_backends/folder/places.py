@@ -1,4 +1,8 @@
-"""The place and the mark of a folder, which tell it from its copies and from what replaces it."""
+"""The place and the mark of a folder, which tell it from its copies and from what replaces it.
+
+A *place* has the form ``DEVICE:INODE:MOUNT_DEVICE:PATH_HASH``. A *kind* is the type of a file
+system. Where inode numbers do not last, a place has the hash of the path instead.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Final
 
-from ckpt_backends.folder.mounts import is_network, keeps_numbers, kind_of, path_in_mount
+from ckpt_backends.folder.mounts import is_network, kind_keeps_inode_numbers, kind_of, path_in_mount
 
-_OWN_NUMBERS: Final = frozenset({"cifs", "smb3"})
+_OWN_INODE_NUMBERS: Final = frozenset({"cifs", "smb3"})
 """Network file systems whose clients may number the folders by themselves, each mount anew."""
 _MOST_REMEMBERED: Final = 16
 
@@ -18,11 +22,11 @@ _MOST_REMEMBERED: Final = 16
 def place_of(path: str) -> str:
     """Return a text that describes where the existing folder ``path`` is (see `are_apart`).
 
-    The text is ``DEVICE:NUMBER:MOUNT:PATH``. ``NUMBER`` is the inode number. ``MOUNT`` is the
-    device, and ``PATH`` the hash of the path inside of the file system, which stays the same for
-    all mounts of it. Parts that do not identify the folder are empty: the device on a network file
-    system, which may be mounted twice, the inode number where it does not last, and the path where
-    the number lasts, since the folder may be renamed.
+    The text is ``DEVICE:INODE:MOUNT_DEVICE:PATH_HASH``. ``INODE`` is the inode number.
+    ``MOUNT_DEVICE`` is the device, and ``PATH_HASH`` the hash of the path inside of the file
+    system, which stays the same for all mounts of it. Parts that do not identify the folder are
+    empty: the device on a network file system, which may be mounted twice, the inode number where
+    it does not last, and the path where the number lasts, since the folder may be renamed.
     """
     path = os.path.realpath(path)
     status = os.stat(path)
@@ -36,7 +40,7 @@ def _place_of(path: str, device_number: int, inode: int) -> str:
     """
     kind = kind_of(path)
     device = "" if is_network(kind) else str(device_number)
-    if keeps_numbers(kind) and kind not in _OWN_NUMBERS:
+    if kind_keeps_inode_numbers(kind) and kind not in _OWN_INODE_NUMBERS:
         return f"{device}:{inode}::"
     inner = path_in_mount(path)
     digest = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
@@ -55,7 +59,7 @@ def mark_of(path: str) -> str | None:
         status, kind = os.stat(path), kind_of(path)
         if is_network(kind):
             return kind
-        return f"{status.st_dev}:{status.st_ino if keeps_numbers(kind) else ''}"
+        return f"{status.st_dev}:{status.st_ino if kind_keeps_inode_numbers(kind) else ''}"
     return None
 
 
@@ -67,11 +71,14 @@ def are_apart(place: str, other_place: str) -> bool:
     # ``other_place`` may be the URL of a store, or a text of another release.
     if len(parts) != len(other_parts) or "/" in other_place:
         return False
-    (device, number, mount, path), (device_2, number_2, mount_2, path_2) = parts, other_parts
+    (
+        (device, inode, mount_device, path_hash),
+        (other_device, other_inode, other_mount_device, other_path_hash),
+    ) = parts, other_parts
     return (
-        _differ(device, device_2)
-        or _differ(number, number_2)
-        or ("" != mount == mount_2 and _differ(path, path_2))
+        _differ(device, other_device)
+        or _differ(inode, other_inode)
+        or ("" != mount_device == other_mount_device and _differ(path_hash, other_path_hash))
     )
 
 

@@ -103,9 +103,9 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
 class PosixBackend:
     """A folder as a store.
 
-    The backend remembers the identity of the folder, to notice when its path names another folder
-    later (see ``is_replaced``). Only unfinished uploads keep descriptors open between calls. A
-    thread that reads may keep a buffer of 2 MiB until the thread ends.
+    The backend remembers a text that identifies the folder, its *mark*, to notice when its path
+    names another folder later (see ``is_replaced``). Only unfinished uploads keep descriptors open
+    between calls. A thread that reads may keep a buffer of 2 MiB until the thread ends.
 
     Thread safety: several threads may call all methods at the same time.
     """
@@ -144,9 +144,8 @@ class PosixBackend:
         with storage_errors("", missing=StorageError):
             self._make_folders(self._root)
             status = os.stat(self._root)
-        return (
-            f"{status.st_dev}:{status.st_ino if keeps_inode_numbers(self._root) else self._top()}"
-        )
+        keeps_inode = keeps_inode_numbers(self._root)
+        return f"{status.st_dev}:{status.st_ino if keeps_inode else self._resolved_root()}"
 
     def place(self) -> str:
         with storage_errors("", missing=StorageError):
@@ -181,11 +180,11 @@ class PosixBackend:
 
         If the root does not exist yet, the nearest existing folder above it is examined.
         """
-        place = self._top()
-        while not os.path.isdir(place) and place != "/":
-            place = os.path.dirname(place)
+        folder = self._resolved_root()
+        while not os.path.isdir(folder) and folder != "/":
+            folder = os.path.dirname(folder)
         with storage_errors("", missing=StorageError):
-            status = os.statvfs(place)
+            status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
 
     @contextmanager
@@ -339,13 +338,13 @@ class PosixBackend:
         folder, name = os.path.split(os.path.join(self._root, key))
         return os.path.join(self._check_inside(key, os.path.realpath(folder)), name)
 
-    def _top(self) -> str:
+    def _resolved_root(self) -> str:
         """Return the resolved path of the root, with which all resolved paths of objects begin."""
         return os.path.realpath(self._root)
 
     def _check_inside(self, key: str, path: str) -> str:
         """Return ``path`` if it is in the root. Otherwise raise ``AccessDenied`` about ``key``."""
-        root = self._top()
+        root = self._resolved_root()
         if path != root and not path.startswith(root.rstrip("/") + "/"):
             raise AccessDenied(key, "a symbolic link leads out of the root")
         return path
@@ -394,12 +393,15 @@ class PosixBackend:
             missing.append(folder)
             folder = os.path.dirname(folder)
         # Paths of objects are resolved (``_path_to_write``), and the root itself may be a link.
-        if missing and mark is not None and {self._root, self._top()} & {*missing}:
+        if missing and mark is not None and {self._root, self._resolved_root()} & {*missing}:
             raise RootLost("")  # Do not create the root again on the disk below its mount point
         for path in reversed(missing):
             with suppress(FileExistsError):
                 os.mkdir(path, FOLDER_MODE)
-                if path.startswith(self._top().rstrip("/") + "/") and self._is_group_shared:
+                if (
+                    path.startswith(self._resolved_root().rstrip("/") + "/")
+                    and self._is_group_shared
+                ):
                     share_folder(path)
                 # The caller writes files to the first folder.
                 if path == missing[0] and self._striping is not None:
@@ -407,7 +409,7 @@ class PosixBackend:
             # If another thread has removed the folder, FileNotFoundError makes ``_create`` repeat.
             if not stat.S_ISDIR(os.stat(path).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder")
-        prefix = self._top().rstrip("/") + "/"
+        prefix = self._resolved_root().rstrip("/") + "/"
         parents = [os.path.dirname(path) for path in missing if not path.startswith(prefix)]
         if not self._root_synced or parents:
             self._sync_root(parents)
@@ -419,7 +421,7 @@ class PosixBackend:
         The entry of the root is forced also if another process has created the root, since that
         process may not have forced it yet.
         """
-        for folder in {os.path.dirname(self._top()), *parents}:
+        for folder in {os.path.dirname(self._resolved_root()), *parents}:
             # This process has made no entry in a folder that it may not open.
             with suppress(PermissionError):
                 _sync_folder(folder)
@@ -433,7 +435,7 @@ class PosixBackend:
             FileExistsError: ``if_absent`` is True and ``target`` exists.
         """
         (rename_if_absent if if_absent else os.rename)(temporary, target)
-        root = self._top().rstrip("/") + "/"
+        root = self._resolved_root().rstrip("/") + "/"
         folder = os.path.dirname(target)
         _sync_folder(folder)
         # Another writer may have created these folders without having forced them yet.
@@ -455,7 +457,7 @@ class PosixBackend:
         """
         # A folder is not empty, or is already gone, or the store is closed.
         with suppress(OSError, StorageError):
-            root = self._top().rstrip("/") + "/"
+            root = self._resolved_root().rstrip("/") + "/"
             while folder.startswith(root):
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)

@@ -1,7 +1,8 @@
 """The backend for stores in the memory of this machine.
 
-Such a store is a folder in ``/dev/shm``, which outlives the process. A slot is already a file in
-``/dev/shm``. To store its image, the backend gives the file a second name. Nothing is copied. The
+Such a store is a folder in ``/dev/shm``, which outlives the process. A *slot* is a reusable buffer
+for an *image*, which is a rank's part of the state. It is already a file in ``/dev/shm``. To store
+its image, the backend gives the file a second name. Nothing is copied. The
 next image in the slot overwrites these bytes, so the slot pool removes the step from the store
 before it lets a save use the slot again.
 
@@ -126,7 +127,7 @@ class ShmBackend(PosixBackend):
         )
         self._has_warned = False
         with suppress(StorageError):  # If the folder cannot be used, later calls report it
-            self._top()
+            self._resolved_root()
 
     def identity(self) -> str:
         """Return the device of the file system and the name of the folder.
@@ -136,7 +137,7 @@ class ShmBackend(PosixBackend):
         folder, which has another inode number.
         """
         with storage_errors("", missing=StorageError):
-            status = os.stat(self._top())
+            status = os.stat(self._resolved_root())
         return f"{status.st_dev}:{_folder_name(self._name)}"
 
     def place(self) -> str:
@@ -144,7 +145,7 @@ class ShmBackend(PosixBackend):
         ``identity`` does.
         """
         with storage_errors("", missing=StorageError):
-            device = os.stat(self._top()).st_dev
+            device = os.stat(self._resolved_root()).st_dev
         return f"{device}::{device}:{_folder_name(self._name)}"
 
     def free_bytes(self) -> int:
@@ -172,7 +173,7 @@ class ShmBackend(PosixBackend):
         with storage_errors(key):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
 
-    def _top(self) -> str:
+    def _resolved_root(self) -> str:
         """Return the path of the folder through its descriptor. The path names the same folder even
         if another folder gets its name in ``/dev/shm`` later.
 
@@ -212,7 +213,7 @@ class ShmBackend(PosixBackend):
 
     def _path_to_read(self, key: str) -> str:
         try:
-            self._top()
+            self._resolved_root()
         except AccessDenied as error:
             # A folder that is not this user's own holds no object of this user.
             raise ObjectNotFound(key, error.detail) from None
@@ -233,7 +234,7 @@ class ShmBackend(PosixBackend):
             LinkRefused: One of them is a symbolic link.
             AccessDenied: One of them belongs to another user.
         """
-        path = self._top()
+        path = self._resolved_root()
         for part in filter(None, key.split("/")):
             path = f"{path}/{part}"
             with storage_errors(key), suppress(FileNotFoundError, NotADirectoryError):

@@ -67,7 +67,7 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
         ConfigError: The URL names no bucket, there are no credentials, or gcsfs refuses the
             options.
     """
-    place, settings = parse_bucket_url(url, options, scheme="gs")
+    bucket_prefix, settings = parse_bucket_url(url, options, scheme="gs")
     clean_url, secrets = clean(url.partition("?")[0]), secrets_of(settings)
     try:
         fs = _file_system(settings)
@@ -80,7 +80,7 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
         raise ConfigError(
             f"{clean_url!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
         ) from None
-    return GCSBackend(fs, place, secrets=secrets)
+    return GCSBackend(fs, bucket_prefix, secrets=secrets)
 
 
 def _file_system(settings: dict[str, Any]) -> Any:
@@ -162,7 +162,7 @@ class GCSBackend(StorageBackendOnFsspec):
     one ``write`` at a time.
     """
 
-    def __init__(self, fs: Any, place: BucketPrefix, *, secrets: Sequence[str]) -> None:
+    def __init__(self, fs: Any, bucket_prefix: BucketPrefix, *, secrets: Sequence[str]) -> None:
         capabilities = Capabilities(
             put_if_absent=True,
             shared=True,
@@ -171,8 +171,13 @@ class GCSBackend(StorageBackendOnFsspec):
             parallel_parts=False,
             takes_parts=True,
         )
-        super().__init__(fs, place.root, place.url, secrets=secrets, capabilities=capabilities)
-        self._bucket, self._prefix = place.bucket, f"{place.prefix}/" if place.prefix else ""
+        super().__init__(
+            fs, bucket_prefix.root, bucket_prefix.url, secrets=secrets, capabilities=capabilities
+        )
+        self._bucket, self._prefix = (
+            bucket_prefix.bucket,
+            f"{bucket_prefix.prefix}/" if bucket_prefix.prefix else "",
+        )
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         """Put an object of any size with a single request.
@@ -183,7 +188,7 @@ class GCSBackend(StorageBackendOnFsspec):
         path, put_id = self.path_of(key), entropy.token_hex(16)
         mode = "create" if if_absent else "overwrite"
         try:
-            with self.errors(key):
+            with self.translate_errors(key):
                 self._fs.pipe_file(
                     path, value, metadata={_PUT_ID: put_id}, mode=mode, chunksize=_ONE_CHUNK_BYTES
                 )
@@ -202,7 +207,7 @@ class GCSBackend(StorageBackendOnFsspec):
             return PutUpload(self, key, size)
         self._check_bucket(key)
         name, put_id = self.path_of(key).removeprefix(f"{self._bucket}/"), entropy.token_hex(16)
-        with self.errors(key):
+        with self.translate_errors(key):
             from fsspec.asyn import sync
             from gcsfs.core import initiate_upload
 
@@ -236,7 +241,7 @@ class GCSBackend(StorageBackendOnFsspec):
         from fsspec.asyn import sync
 
         send = type(self._fs)._request.__wrapped__
-        with self.errors(key):
+        with self.translate_errors(key):
             response: Any = sync(
                 self._fs.loop, send, self._fs, method, url, headers=headers, data=data
             )
@@ -283,7 +288,7 @@ class GCSBackend(StorageBackendOnFsspec):
     def _page(self, key: str, /, **arguments: object) -> Mapping[str, Any]:
         """Return one page of a listing. Errors are raised as storage errors about ``key``."""
         try:
-            with self.errors(key):
+            with self.translate_errors(key):
                 page: Mapping[str, Any] = self._fs.call(
                     "GET", "b/{}/o", self._bucket, json_out=True, **arguments
                 )
@@ -297,7 +302,7 @@ class GCSBackend(StorageBackendOnFsspec):
         """Return the id that a put or an upload stored in the metadata of the object, or '' if
         it cannot be read.
         """
-        with suppress(StorageError), self.errors(key):
+        with suppress(StorageError), self.translate_errors(key):
             self._fs.invalidate_cache()
             return str(self._fs.info(self.path_of(key)).get("metadata", {}).get(_PUT_ID, ""))
         return ""

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from ckpt.errors import ObjectNotFound, StorageError, TransientStorageError
 from ckpt.storage.api import Capabilities, ObjectInfo, check_written
 
-STEP_BYTES: Final = 256 << 10
+PART_UNIT_BYTES: Final = 256 << 10
 """The lengths of all parts of an upload but the last must be multiples of this number of bytes."""
 _GONE_STATUS: Final = 410  # The status for an upload that the server has forgotten
 
@@ -76,7 +76,7 @@ class ResumableUpload:
 
     def write(self, offset: int, data: memoryview) -> None:
         data = data.cast("B")
-        if offset % STEP_BYTES or offset + data.nbytes > self._size:
+        if offset % PART_UNIT_BYTES or offset + data.nbytes > self._size:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
@@ -84,11 +84,11 @@ class ResumableUpload:
         if offset + data.nbytes > self._offset:  # Otherwise the server already has this part
             # Keep a part that is early, and a part of odd length. The latter is the last one, and
             # must be sent with the size of the whole object, which only ``finish`` knows.
-            if offset > self._offset or data.nbytes % STEP_BYTES:
+            if offset > self._offset or data.nbytes % PART_UNIT_BYTES:
                 self._early_parts[offset] = memoryview(bytes(data))
             else:
                 self._send(offset, data)
-        while (part := self._next_bytes()).nbytes and not part.nbytes % STEP_BYTES:
+        while (part := self._next_bytes()).nbytes and not part.nbytes % PART_UNIT_BYTES:
             self._send(self._offset, part)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
@@ -99,9 +99,11 @@ class ResumableUpload:
             for offset, part in self._early_parts.items()
         )
         size = check_written(self._key, self._offset + unsent_bytes, self._size, size)
-        span = f"bytes {self._offset}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
+        content_range = (
+            f"bytes {self._offset}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
+        )
         try:
-            self._send_range(span, rest)
+            self._send_range(content_range, rest)
         except TransientStorageError:
             # If only the reply was lost, the server has ended the session, and the object has the
             # id of this upload. Otherwise the caller may call ``finish`` again.
@@ -147,15 +149,15 @@ class ResumableUpload:
                 self._key, "the server has forgotten this upload: it must be sent again"
             )
 
-    def _send_range(self, span: str, data: memoryview) -> None:
-        """Send one request with ``span`` as its Content-Range. If the upload is not complete after
-        it, store in ``_offset`` the number of bytes that the server reports to have.
+    def _send_range(self, content_range: str, data: memoryview) -> None:
+        """Send one request with ``content_range`` as its Content-Range. If the upload is not
+        complete after it, store in ``_offset`` the number of bytes that the server reports to have.
 
         Raises:
             TransientStorageError: The server no longer knows the upload.
             StorageError: The request failed for another reason.
         """
-        headers = {"Content-Range": span, "Content-Length": str(data.nbytes)}
+        headers = {"Content-Range": content_range, "Content-Length": str(data.nbytes)}
         try:
             status, answer = self._backend.request(
                 self._key,

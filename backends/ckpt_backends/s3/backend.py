@@ -4,7 +4,10 @@ A large object is written with a multipart upload. Each thread of the pipeline s
 time straight from the caller's memory (see ``s3.bulk_client``). ``pipe_file`` and ``open`` of s3fs
 are not used for large objects, since they hold hundreds of MiB and send parts in batches. s3fs
 makes the small requests, on the one thread of fsspec's event loop. If the reply of a request that
-creates an object is lost, the backend asks the store whether the object exists.
+creates an object is lost, the backend asks the store whether the object exists. For this, each
+object gets the random id of its put or upload as metadata.
+
+The class ``UnfinishedUploads`` lists and aborts the uploads that killed jobs have left.
 """
 
 from __future__ import annotations
@@ -48,15 +51,20 @@ from ckpt_backends.client_options import (
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.jitter import separate_jitter_of_botocore
-from ckpt_backends.s3.bulk_client import S3Bulk, bulk_of, remove_expect_header, session_of
+from ckpt_backends.s3.bulk_client import (
+    S3BulkClient,
+    bulk_client_of,
+    remove_expect_header,
+    session_of,
+)
 from ckpt_backends.s3.obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3.options import PUT_ID, check_options
-from ckpt_backends.s3.unfinished_uploads import Orphans
+from ckpt_backends.s3.unfinished_uploads import UnfinishedUploads
 
 _MIB: Final = 1 << 20
 _MOST_PARTS: Final = 10_000
 _CONCURRENCY: Final = 16
-_ORPHAN_HOURS: Final = 24.0
+_ABANDONED_AFTER_HOURS: Final = 24.0
 _ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _CLIENT_CONFIG: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
@@ -100,26 +108,32 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
         MissingExtra: s3fs is not installed, or obstore if ``client`` names it.
         ConfigError: The URL names no bucket, or an option is unknown or has a wrong value.
     """
-    place, settings = parse_bucket_url(url, options, scheme="s3")
+    bucket_prefix, settings = parse_bucket_url(url, options, scheme="s3")
     clean_url, secrets = clean(url.partition("?")[0]), secrets_of(settings)
     put_if_absent = _is_true(settings.pop("put_if_absent", True))
     client = str(settings.pop("client", "botocore"))
     if client not in ("botocore", "obstore"):
         raise ConfigError(f"{clean_url!r}: the option client takes 'botocore' or 'obstore'")
-    orphan_hours = _hours(settings.pop("abort_uploads_after_hours", _ORPHAN_HOURS), clean_url)
+    abandoned_after_hours = _hours(
+        settings.pop("abort_uploads_after_hours", _ABANDONED_AFTER_HOURS), clean_url
+    )
     try:
-        fs, bulk = _clients(settings)
-        writer = ObstoreWriter(place.bucket, bulk.settings) if client == "obstore" else None
+        fs, bulk_client = _clients(settings)
+        writer = (
+            ObstoreWriter(bucket_prefix.bucket, bulk_client.settings)
+            if client == "obstore"
+            else None
+        )
     except ImportError as error:
         raise missing_extra(clean_url, error) from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{clean_url!r} cannot be opened: {clean(str(error), secrets)}") from None
     return S3Backend(
-        S3Clients(fs, bulk, writer),
-        place,
+        S3Clients(fs, bulk_client, writer),
+        bucket_prefix,
         secrets=secrets,
         put_if_absent=put_if_absent,
-        orphan_hours=orphan_hours,
+        abandoned_after_hours=abandoned_after_hours,
     )
 
 
@@ -141,7 +155,7 @@ def _hours(value: object, clean_url: str) -> float:
     return hours
 
 
-def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
+def _clients(settings: dict[str, Any]) -> tuple[Any, S3BulkClient]:
     """Return the file system of s3fs for small requests, and the client for the bytes of large
     objects. Both have the same settings.
     """
@@ -158,16 +172,16 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
         # the body does.
         config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
     checksums = _is_true(settings.pop("checksums", _is_amazon(endpoint)))
-    client: dict[str, Any] = dict(settings.pop("client_kwargs", {}))
+    client_arguments: dict[str, Any] = dict(settings.pop("client_kwargs", {}))
     if region := settings.pop("region", None):
-        client["region_name"] = region
-    settings["client_kwargs"] = client
+        client_arguments["region_name"] = region
+    settings["client_kwargs"] = client_arguments
     fs = s3fs.S3FileSystem(
         **settings, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
     )
     fs.session = session_of(fs.kwargs)
     fs.retries = 1  # botocore and the pipeline already retry requests
-    return fs, bulk_of(settings, config, checksums=checksums)
+    return fs, bulk_client_of(settings, config, checksums=checksums)
 
 
 def _endpoint(settings: Mapping[str, Any]) -> str:
@@ -198,13 +212,13 @@ class S3Clients:
 
     Attributes:
         fs: The file system of s3fs, for small requests.
-        bulk: Sends and receives the bytes of large objects.
-        writer: Uploads large objects instead of ``bulk`` if the option ``client`` is "obstore";
-            else None.
+        bulk_client: Sends and receives the bytes of large objects.
+        writer: Uploads large objects instead of ``bulk_client`` if the option ``client`` is
+            "obstore"; else None.
     """
 
     fs: Any
-    bulk: S3Bulk
+    bulk_client: S3BulkClient
     writer: ObstoreWriter | None
 
 
@@ -235,11 +249,11 @@ class S3Backend(StorageBackendOnFsspec):
     def __init__(
         self,
         clients: S3Clients,
-        place: BucketPrefix,
+        bucket_prefix: BucketPrefix,
         *,
         secrets: Sequence[str],
         put_if_absent: bool,
-        orphan_hours: float = _ORPHAN_HOURS,
+        abandoned_after_hours: float = _ABANDONED_AFTER_HOURS,
     ) -> None:
         capabilities = Capabilities(
             put_if_absent=put_if_absent,
@@ -250,13 +264,20 @@ class S3Backend(StorageBackendOnFsspec):
             takes_parts=True,
         )
         super().__init__(
-            clients.fs, place.root, place.url, secrets=secrets, capabilities=capabilities
+            clients.fs,
+            bucket_prefix.root,
+            bucket_prefix.url,
+            secrets=secrets,
+            capabilities=capabilities,
         )
-        self._bucket, self._prefix = place.bucket, f"{place.prefix}/" if place.prefix else ""
-        self._bulk, self._writer = clients.bulk, clients.writer
-        self._changed_client: object = None
-        age = timedelta(hours=orphan_hours)
-        self._orphans = Orphans(self._call_bucket, self._prefix, age)
+        self._bucket, self._prefix = (
+            bucket_prefix.bucket,
+            f"{bucket_prefix.prefix}/" if bucket_prefix.prefix else "",
+        )
+        self._bulk_client, self._obstore_writer = clients.bulk_client, clients.writer
+        self._client_without_header: object = None
+        age = timedelta(hours=abandoned_after_hours)
+        self._unfinished_uploads = UnfinishedUploads(self._call_bucket, self._prefix, age)
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         value = b"".join(parts)
@@ -277,24 +298,29 @@ class S3Backend(StorageBackendOnFsspec):
         if size < 2 * part_bytes:
             check_key(key)
             return PutUpload(self, key, size)
-        self._orphans.abort_once(key)
-        if self._writer is not None:
+        self._unfinished_uploads.abort_abandoned_once(key)
+        if self._obstore_writer is not None:
             path = self._prefix + check_key(key)
-            return ObstoreUpload(self, self._writer, key, path, size, part_bytes=part_bytes)
-        token = entropy.token_hex(16)
-        metadata = {PUT_ID: token}
-        reply = self.call(key, "create_multipart_upload", Metadata=metadata, **self._bulk.algorithm)
-        upload_id = UploadId(reply["UploadId"], token)
+            return ObstoreUpload(self, self._obstore_writer, key, path, size, part_bytes=part_bytes)
+        put_id = entropy.token_hex(16)
+        metadata = {PUT_ID: put_id}
+        reply = self.call(
+            key,
+            "create_multipart_upload",
+            Metadata=metadata,
+            **self._bulk_client.checksum_arguments,
+        )
+        upload_id = UploadId(reply["UploadId"], put_id)
         return _S3Upload(self, key, size, upload_id=upload_id, part_bytes=part_bytes)
 
     def _receive(self, key: str, offset: int, out: memoryview) -> int:
-        name = self._prefix + check_key(key)
-        return self._bulk.receive(self._bucket, name, key, offset, out)
+        bucket_key = self._prefix + check_key(key)
+        return self._bulk_client.receive(self._bucket, bucket_key, key, offset, out)
 
     def fetch(self, key: str, *, limit: int) -> bytes:
-        name = self._prefix + check_key(key)
-        with self.errors(key):
-            return self._bulk.fetch(self._bucket, name, key, limit)
+        bucket_key = self._prefix + check_key(key)
+        with self.translate_errors(key):
+            return self._bulk_client.fetch(self._bucket, bucket_key, key, limit)
 
     def head(self, key: str) -> ObjectInfo:
         reply = self.call(key, "head_object")
@@ -323,7 +349,7 @@ class S3Backend(StorageBackendOnFsspec):
 
     def close(self) -> None:
         with suppress(Exception):  # A failed close needs no further action
-            self._bulk.close()
+            self._bulk_client.close()
         with suppress(Exception):
             self._fs.close_session(self._fs.loop, self._fs._s3)
 
@@ -337,67 +363,69 @@ class S3Backend(StorageBackendOnFsspec):
             **arguments: The arguments of the request except for the bucket and the key.
         """
         check_key(key)
-        with self.errors(key):
+        with self.translate_errors(key):
             if method == "put_object":
-                self._send_without_asking()
+                self._omit_expect_header()
             return self._fs.call_s3(
                 method, Bucket=self._bucket, Key=self._prefix + key, **arguments
             )
 
-    def _send_without_asking(self) -> None:
+    def _omit_expect_header(self) -> None:
         """Keep puts of s3fs from sending the header ``Expect: 100-continue``. With this header,
         aiohttp would wait without a time limit for the server's answer to the header.
         """
         client = self._fs.connect()
-        if client is not self._changed_client:
+        if client is not self._client_without_header:
             client.meta.events.register_last("before-call.s3", remove_expect_header)
-            self._changed_client = client
+            self._client_without_header = client
 
     def abort_uploads(self, key: str) -> None:
         """Abort all unfinished uploads of exactly this key. Never raise."""
         with suppress(StorageError):
-            for upload in self._orphans.unfinished_uploads(key):
+            for upload in self._unfinished_uploads.list(key):
                 if upload.key == key:
-                    self._orphans.abort(upload)
+                    self._unfinished_uploads.abort(upload)
 
     def unfinished_writes(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished uploads to keys that start with ``prefix``. Yield none if the option
         ``abort_uploads_after_hours`` is 0.
         """
-        if self._orphans.max_age:
-            yield from self._orphans.unfinished_uploads(check_prefix(prefix))
+        if self._unfinished_uploads.max_age:
+            yield from self._unfinished_uploads.list(check_prefix(prefix))
 
     def discard(self, write: UnfinishedWrite) -> None:
-        self._orphans.abort(write)
+        self._unfinished_uploads.abort(write)
 
     def _call_bucket(self, method: str, **arguments: object) -> Any:
         """Make one request about the bucket. Errors are raised as storage errors."""
-        with self.errors(""):
+        with self.translate_errors(""):
             return self._fs.call_s3(method, Bucket=self._bucket, **arguments)
 
     def send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> dict[str, Any]:
         """Send the part ``number`` of an upload, counted from 1. Return its entry for the list of
         parts in ``complete_multipart_upload``.
         """
-        with self.errors(key):
-            return self._bulk.send_part(self._bucket, self._prefix + key, upload_id, number, data)
+        with self.translate_errors(key):
+            return self._bulk_client.send_part(
+                self._bucket, self._prefix + key, upload_id, number, data
+            )
 
     def _put_if_none(self, key: str, value: bytes, *, repeats: bool = True) -> None:
         """Put an object with the condition that the key has none.
 
         After a lost reply, the client may repeat a put that succeeded, and the condition then
-        fails. So each put stores a random token in the metadata of the object. If the object has
-        the token of this call, the put has succeeded. With ``repeats``, the put is repeated once if
+        fails. So each put stores a random id in the metadata of the object. If the object has the
+        id of this call, the put has succeeded. With ``repeats``, the put is repeated once if
         the server reports a conflict with a concurrent request.
         """
-        token = entropy.token_hex(16)
+        put_id = entropy.token_hex(16)
         try:
-            self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={PUT_ID: token})
+            self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={PUT_ID: put_id})
         except ObjectExists:
-            if self.put_id_of(key) != token:
+            if self.put_id_of(key) != put_id:
                 raise
         except TransientStorageError as error:
-            if self.put_id_of(key) == token:
+            if self.put_id_of(key) == put_id:
                 return
             if not (repeats and "ConditionalRequestConflict" in error.detail):
                 raise
@@ -417,9 +445,9 @@ class S3Backend(StorageBackendOnFsspec):
             raise ObjectExists(key, "written by another at the same time")
 
     def put_id_of(self, key: str) -> str:
-        """Return the random token that a put or an upload has stored in the metadata of the object.
+        """Return the random id that a put or an upload has stored in the metadata of the object.
 
-        Return '' if the object has no token, or if its metadata cannot be read.
+        Return '' if the object has no id, or if its metadata cannot be read.
         """
         with suppress(StorageError):
             metadata = self.call(key, "head_object").get("Metadata", {})
@@ -432,7 +460,7 @@ class S3Backend(StorageBackendOnFsspec):
         """Yield the pages of a listing of the keys below the root that start with ``prefix``."""
         token: dict[str, object] = {}
         while True:
-            with _listing_errors(), self.errors(prefix):
+            with _listing_errors(), self.translate_errors(prefix):
                 page = self._fs.call_s3(
                     "list_objects_v2",
                     Bucket=self._bucket,
@@ -452,11 +480,11 @@ class UploadId:
 
     Attributes:
         name: The name that the server has given to the upload.
-        token: The random token in the metadata of the object that the upload makes.
+        put_id: The random id in the metadata of the object that the upload makes.
     """
 
     name: str
-    token: str
+    put_id: str
 
 
 class _S3Upload:
@@ -518,14 +546,14 @@ class _S3Upload:
         """Return True if the upload was completed although the request failed, because only its
         reply was lost.
 
-        This is so if the server no longer knows the upload, and the object has the token of the
+        This is so if the server no longer knows the upload, and the object has the id of the
         upload. A server that keeps no metadata gives the error, and the caller sends all again.
         """
         with suppress(StorageError):
             try:
                 self._call("list_parts")
             except ObjectNotFound:
-                return self._backend.put_id_of(self._key) == self._id.token
+                return self._backend.put_id_of(self._key) == self._id.put_id
         return False
 
     def _call(self, method: str, **arguments: object) -> None:

@@ -26,7 +26,7 @@ _SLICE_BYTES: Final = 256 << 10
 _RECEIVE_BYTES: Final = 1 << 20
 
 
-class S3Bulk:
+class S3BulkClient:
     """A client that sends the parts of uploads, and receives ranges of objects.
 
     The client of botocore is made when it is first needed.
@@ -59,7 +59,7 @@ class S3Bulk:
         self._lock = threading.Lock()
 
     @property
-    def algorithm(self) -> dict[str, str]:
+    def checksum_arguments(self) -> dict[str, str]:
         """The arguments of ``create_multipart_upload`` that declare the checksums of the parts."""
         return {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
 
@@ -81,7 +81,9 @@ class S3Bulk:
         )
         return {"PartNumber": number, "ETag": reply["ETag"], **checksum}
 
-    def receive(self, bucket: str, key: str, name: str, offset: int, out: memoryview) -> int:
+    def receive(
+        self, bucket: str, key: str, relative_key: str, offset: int, out: memoryview
+    ) -> int:
         """Fill ``out`` with the bytes of an object from ``offset`` on.
 
         Return the number of bytes, which is less than the length of ``out`` if the object ends
@@ -90,25 +92,26 @@ class S3Bulk:
         Args:
             bucket: The name of the bucket.
             key: The key of the object in the bucket.
-            name: The key of the object relative to the root, for errors.
+            relative_key: The key of the object relative to the root, for errors.
             offset: The first byte to read.
             out: The memory to fill.
         """
         span = f"bytes={offset}-{offset + out.nbytes - 1}"
         with self._object(bucket, key, Range=span) as reply:
             if offset and not reply.get("ContentRange"):
-                raise StorageError(name, "the server ignores Range")
+                raise StorageError(relative_key, "the server ignores Range")
             return _fill(reply, out)
 
-    def fetch(self, bucket: str, key: str, name: str, limit: int) -> bytes:
-        """Return all bytes of an object. ``name`` is its key relative to the root, for errors.
+    def fetch(self, bucket: str, key: str, relative_key: str, limit: int) -> bytes:
+        """Return all bytes of an object. ``relative_key`` is its key relative to the root, for
+        errors.
 
         Raises:
             ManifestCorrupt: The object has more than ``limit`` bytes.
         """
         with self._object(bucket, key) as reply:
             size = int(reply["ContentLength"])
-            check_limit(name, size, limit)
+            check_limit(relative_key, size, limit)
             out = bytearray(size)
             _fill(reply, memoryview(out))
             return bytes(out)
@@ -175,37 +178,41 @@ class S3Bulk:
         return client
 
 
-def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums: bool) -> S3Bulk:
+def bulk_client_of(
+    settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums: bool
+) -> S3BulkClient:
     """Return a client with the same settings as an ``s3fs.S3FileSystem``.
 
     Args:
         settings: The options of ``s3fs.S3FileSystem``.
         config: The arguments of botocore's ``Config``.
-        checksums: See `S3Bulk`.
+        checksums: See `S3BulkClient`.
     """
     names = {
         "key": "aws_access_key_id",
         "secret": "aws_secret_access_key",
         "token": "aws_session_token",
     }
-    client: dict[str, Any] = {
+    client_arguments: dict[str, Any] = {
         argument: settings[option]
         for option, argument in names.items()
         if settings.get(option) is not None
     }
-    client |= {
+    client_arguments |= {
         name: settings[name]
         for name in ("endpoint_url", "use_ssl")
         if settings.get(name) is not None
     }
-    client |= settings.get("client_kwargs", {})
+    client_arguments |= settings.get("client_kwargs", {})
     config = dict(config)
     if settings.get("anon"):
         from botocore import UNSIGNED
 
         config["signature_version"] = UNSIGNED
     payer = {"RequestPayer": "requester"} if settings.get("requester_pays") else {}
-    return S3Bulk(config, client, profile=settings.get("profile"), checksums=checksums, payer=payer)
+    return S3BulkClient(
+        config, client_arguments, profile=settings.get("profile"), checksums=checksums, payer=payer
+    )
 
 
 def _fill(reply: Mapping[str, Any], out: memoryview) -> int:

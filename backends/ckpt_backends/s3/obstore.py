@@ -32,14 +32,14 @@ _DENIAL_TEXT: Final = re.compile(
 class Bucket(Protocol):
     """The methods of the backend that an upload uses."""
 
-    def errors(self, key: str) -> AbstractContextManager[None]:
+    def translate_errors(self, key: str) -> AbstractContextManager[None]:
         """Return a context manager that turns errors of client libraries into storage errors."""
         ...
 
     def put_id_of(self, key: str) -> str:
-        """Return the random token that the writer of the object has stored in its metadata.
+        """Return the random id that the writer of the object has stored in its metadata.
 
-        Return '' if the object has no token, or if its metadata cannot be read.
+        Return '' if the object has no id, or if its metadata cannot be read.
         """
         ...
 
@@ -56,8 +56,8 @@ class ObstoreWriter:
 
     Args:
         bucket: The name of the bucket.
-        settings: Returns the settings of the store (see ``S3Bulk.settings``). It is called at the
-            first ``open``.
+        settings: Returns the settings of the store (see ``S3BulkClient.settings``). It is called at
+            the first ``open``.
 
     Raises:
         ImportError: obstore is not installed.
@@ -147,9 +147,9 @@ class ObstoreUpload:
         part_bytes: int,
     ) -> None:
         self._bucket, self._key, self._size, self.part_bytes = bucket, key, size, part_bytes
-        self._token = token_hex(16)
-        with bucket.errors(key):
-            self._file: Any = writer.open(path, part_bytes, {PUT_ID: self._token})
+        self._put_id = token_hex(16)
+        with bucket.translate_errors(key):
+            self._file: Any = writer.open(path, part_bytes, {PUT_ID: self._put_id})
         self._early_parts: dict[int, bytes] = {}
         self._offset = 0
 
@@ -168,7 +168,7 @@ class ObstoreUpload:
         self._usable_file()
         self._size = check_written(self._key, self._offset, self._size, size)
         try:
-            with self._bucket.errors(self._key), _as_known_error():
+            with self._bucket.translate_errors(self._key), _as_known_error():
                 self._usable_file().close()
             self._file = None
         except StorageError:
@@ -186,7 +186,7 @@ class ObstoreUpload:
     def _send(self, part: memoryview) -> None:
         """Append ``part`` to the file. Abort the upload if that fails."""
         try:
-            with self._bucket.errors(self._key), _as_known_error():
+            with self._bucket.translate_errors(self._key), _as_known_error():
                 self._usable_file().write(part)
         except StorageError:
             self.abort()
@@ -203,10 +203,10 @@ class ObstoreUpload:
         """Return True if the object is complete although the last request failed, because only its
         reply was lost.
 
-        This is so if the object has the token of the upload. A server that keeps no metadata gives
+        This is so if the object has the id of the upload. A server that keeps no metadata gives
         the error, and the caller sends all again.
         """
-        return self._bucket.put_id_of(self._key) == self._token
+        return self._bucket.put_id_of(self._key) == self._put_id
 
 
 @contextmanager

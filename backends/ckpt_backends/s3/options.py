@@ -14,7 +14,7 @@ from typing import Any, Final
 from ckpt.errors import ConfigError
 
 PUT_ID: Final = "ckpt-put"
-"""The name in the metadata of an object under which a put or an upload stores a random token."""
+"""The name in the metadata of an object under which a put or an upload stores a random id."""
 _OWN_OPTIONS: Final = {"region", "checksums"}
 _SESSION_OPTIONS: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
 _RESERVED_OPTIONS: Final = {"self", "kwargs", "session", "asynchronous", "loop", "args"}

@@ -23,7 +23,7 @@ _RANK_KEY: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)
 _RANK_0_KEY: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
 
 
-class Orphans:
+class UnfinishedUploads:
     """The unfinished multipart uploads below one root.
 
     Thread safety: any thread may call all methods.
@@ -32,8 +32,8 @@ class Orphans:
         call: Makes a request about the bucket. It takes the name of the method of botocore's S3
             client and the arguments of the method, and raises ``StorageError``.
         prefix: The prefix of the root with a slash at its end; '' for the whole bucket.
-        max_age: The age from which an upload counts as abandoned. If it is zero, ``abort_once``
-            aborts nothing.
+        max_age: The age from which an upload counts as abandoned. If it is zero,
+            ``abort_abandoned_once`` aborts nothing.
     """
 
     def __init__(self, call: Callable[..., Any], prefix: str, max_age: timedelta) -> None:
@@ -41,7 +41,7 @@ class Orphans:
         self._is_done = not max_age
         self._lock = threading.Lock()
 
-    def abort_once(self, key: str) -> None:
+    def abort_abandoned_once(self, key: str) -> None:
         """Abort the abandoned uploads of ranks' files if ``key`` is a file of rank 0. Do this at
         most once in the life of this object. Never raise.
         """
@@ -50,7 +50,7 @@ class Orphans:
                 return
             self._is_done = True
         with suppress(StorageError):
-            for upload in self.unfinished_uploads(""):
+            for upload in self.list(""):
                 if upload.abandoned and _RANK_KEY.fullmatch(upload.key):
                     with suppress(StorageError):
                         self.abort(upload)
@@ -62,7 +62,7 @@ class Orphans:
                 "abort_multipart_upload", Key=self._prefix + upload.key, UploadId=upload.name
             )
 
-    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedWrite]:
+    def list(self, prefix: str) -> Iterator[UnfinishedWrite]:
         """Yield the unfinished uploads of all processes to keys that start with ``prefix``."""
         current_time, marker = datetime.now(UTC), dict[str, str]()
         while True:
