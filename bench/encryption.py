@@ -32,7 +32,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import StoredFile
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
-from ckpt.nodes.wire import Peer, Step
+from ckpt.nodes.wire import Peer, StepFiles
 from ckpt.pipeline.chunk_reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -139,7 +139,7 @@ class _Copies:
         self._target, self._ref = target, ref
         manifest, _ = read_packed(source, ref)
         sizes = {file.name: file.size for file in manifest.files}
-        tiers = {0: {ref.folder: Step(has_manifest=True, files=sizes)}}
+        tiers = {0: {ref.folder: StepFiles(has_manifest=True, files=sizes)}}
         known = Peer(peer.rank, peer.addresses, peer.port, peer.token, tiers)
         store = NodeStore(0, source.url, [known], encryption_of(tls))
         self._stored: list[StoredFile] = []

@@ -1,5 +1,8 @@
 """The copies of other nodes' files that one node keeps on one tier, as their buddy.
 
+Nodes of one *failure domain*, such as a rack, may be lost together, so buddies are in different
+domains where that is possible. A *fragment* describes the data file of one rank in a step.
+
 This module decides which files are copied, and which copies are removed. ``replica_copy`` makes the
 copies of one step.
 """
@@ -57,7 +60,7 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Ring:
+class BuddyTier:
     """One tier with replicas as one node sees it: the other nodes, and the copies of their files
     that this node keeps. Nodes are named by their numbers in ``nodes``.
 
@@ -69,9 +72,9 @@ class Ring:
         domains: The failure domain of each node, by the number of the node.
         sources: The numbers of the nodes whose files this node keeps.
         keepers: The lowest ranks of the nodes that keep this node's files: its buddies.
-        unheard: For a tier in memory, the lowest ranks of the nodes that have not yet posted that
-            they have copied a step of this job. Once it is empty, the steps of earlier jobs are not
-            needed any more. For other tiers it is always empty.
+        ranks_without_copy: For a tier in memory, the lowest ranks of the nodes that have not yet
+            posted that they have copied a step of this job. Once it is empty, the steps of earlier
+            jobs are not needed any more. For other tiers it is always empty.
         executor: The threads that make the copies, and their rate.
         newest: The step to be copied next, and how many restores came before it; None if no step
             waits.
@@ -92,7 +95,7 @@ class Ring:
     domains: Sequence[str]
     sources: Sequence[int]
     keepers: Sequence[int]
-    unheard: set[int]
+    ranks_without_copy: set[int]
     executor: CopyExecutor
     newest: tuple[StepRef, int] | None = None
     copied_ref: StepRef | None = None
@@ -158,7 +161,7 @@ class Ring:
         if not manifest_nodes:
             return 0
         peer, pace = self.peers[manifest_nodes[0]], self.executor.pace
-        store = backend if has_manifest else peer_store(self.tier, peer, ref, {}, pace)
+        store = backend if has_manifest else peer_store(self.tier, peer, ref, files={}, pace=pace)
         manifest, data = read_packed(store, ref)
         holders = {
             file.rank: [node for node, holding in holdings.items() if file.rank in holding.ranks]
@@ -255,13 +258,13 @@ class Ring:
         remove(self.tier.backend, self._copied_keys.pop(ref, []))
 
 
-def ring_of(
+def buddy_tier_of(
     tier: OpenTier, nodes_by_rank: Mapping[int, Node], rank: int, executor: CopyExecutor
-) -> Ring:
-    """Return the `Ring` of the node of ``rank`` for a local tier with replicas.
+) -> BuddyTier:
+    """Return the `BuddyTier` of the node of ``rank`` for a local tier with replicas.
 
     Args:
-        tier: The tier.
+        tier: The tier. Its field ``tier`` has the settings that the user gave.
         nodes_by_rank: All nodes of the job, by their lowest rank.
         rank: The lowest rank of this node.
         executor: The threads that make the copies, and their rate.
@@ -282,7 +285,7 @@ def ring_of(
             max_sources,
             tier.url,
         )
-    return Ring(
+    return BuddyTier(
         tier,
         nodes,
         own_node,
@@ -290,6 +293,6 @@ def ring_of(
         domains=domains,
         sources=[node for node, keepers in enumerate(keepers_by_node) if own_node in keepers],
         keepers=[lowest_ranks[node] for node in keepers_by_node[own_node]],
-        unheard=set(lowest_ranks) if tier.in_memory else set(),
+        ranks_without_copy=set(lowest_ranks) if tier.in_memory else set(),
         executor=executor,
     )

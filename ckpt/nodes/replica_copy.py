@@ -1,7 +1,8 @@
 """Copies the files of one step from other nodes to a local tier of this node.
 
-All chunks of a file are checked before the copy of the file becomes visible. A fragment is written
-after its data file, because it states that the data file is durable.
+All chunks of a file are checked before the copy of the file becomes visible. A *fragment* describes
+the data file of one rank. It is written after its data file, because it states that the data file
+is durable.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Fragment, Manifest, StoredFile
 from ckpt.model.readable import size
 from ckpt.nodes.store import NodeStore
-from ckpt.nodes.wire import Peer, Step
+from ckpt.nodes.wire import Peer, StepFiles
 from ckpt.pipeline.chunk_reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.retry import RetryPolicy
@@ -81,20 +82,23 @@ class StepCopies:
             CkptError: A file cannot be read from the other node, or cannot be written on this node.
         """
         backend, ref, files = self.tier.backend, self.ref, self.manifest.file_map()
-        peer_parts = [part for part in self.manifest.fragments if part.rank in ranks]
-        sizes = {files[part.rank].name: files[part.rank].size for part in peer_parts}
+        peer_entries = [entry for entry in self.manifest.fragments if entry.rank in ranks]
+        sizes = {files[entry.rank].name: files[entry.rank].size for entry in peer_entries}
         store = peer_store(self.tier, peer, ref, sizes, self.executor.pace)
-        parts = [
-            (part.name, *load_fragment(store, ref, self.manifest, part, files[part.rank]))
-            for part in peer_parts
+        fragments = [
+            # The name of the fragment, the fragment, and its bytes
+            (entry.name, *load_fragment(store, ref, self.manifest, entry, files[entry.rank]))
+            for entry in peer_entries
         ]
-        stored_files = [file for _, part, _ in parts if (file := _stored_file(ref, part))]
+        stored_files = [
+            file for _, fragment, _ in fragments if (file := _stored_file(ref, fragment))
+        ]
         self._check_room(sum(file.size for file in stored_files))
         self.written_keys += [file.key for file in stored_files]
         folder = StepFolder(backend, ref, self.executor.workers, RetryPolicy(patience_seconds=0))
         fetch = _fetch_function(store, stored_files, self.executor.pace)
         copy_files(fetch, stored_files, folder, on_bytes=self.executor.pace.spend)
-        for name, _, data in parts:
+        for name, _, data in fragments:
             self.written_keys.append(ref.key(name))
             backend.put(ref.key(name), [data])
         return sum(file.size for file in stored_files)
@@ -136,7 +140,7 @@ def peer_store(
             and the manifest.
         pace: Once ``pace.is_stopped`` is True, the store reads nothing more and raises an error.
     """
-    tiers = {tier.index: {ref.folder: Step(has_manifest=True, files=dict(files))}}
+    tiers = {tier.index: {ref.folder: StepFiles(has_manifest=True, files=dict(files))}}
     encryption = tier.nodes.encryption if tier.nodes else None
     peer_part = msgspec.structs.replace(peer, tiers=tiers)
     return NodeStore(tier.index, tier.url, [peer_part], encryption, lambda: pace.is_stopped)
@@ -154,7 +158,7 @@ def _fetch_function(
         for run in runs_of(reads):
             if pace.is_stopped:
                 raise StorageError("replicas", "the copying of other nodes' files has ended")
-            for _, error in reader.read(run, files_by_rank[run.rank], sink):
+            for _missed_chunk, error in reader.read(run, files_by_rank[run.rank], sink):
                 raise error
         return 0
 

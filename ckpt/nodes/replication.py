@@ -1,5 +1,8 @@
 """Copies of each node's files on its buddies, so that a step outlives the loss of a node.
 
+A *buddy* is a node that keeps copies of the files of another node. A `BuddyTier` is one tier with
+such copies, as this node sees it.
+
 After each commit on a local tier with ``buddies``, the lowest rank of each node reads files of
 other nodes over TCP. These are the nodes that have the rank's node as a buddy. The rank stores the
 copies in the folder of the step on its node, beside the files of its own ranks. So a restore finds
@@ -27,7 +30,7 @@ from ckpt.coordination.exchanges import Wait, gather, leader_decides
 from ckpt.errors import CkptError, ConfigError
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_copies import Holding, Node, Ring, ring_of
+from ckpt.nodes.buddy_copies import BuddyTier, Holding, Node, buddy_tier_of
 from ckpt.nodes.replica_copy import CopyExecutor
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.wire import Peer
@@ -59,6 +62,9 @@ class NodeReplicas:
     """The copies of other nodes' files that this node keeps, and the server from which other nodes
     copy the files of this node. Only the lowest rank of a node has an object of this class.
 
+    A tier in memory has a function ``outdate``. Its call means that the steps of earlier jobs may
+    be removed, since all nodes have copied a step of this job.
+
     Args:
         tiers: The tiers with replicas on which this rank is the lowest rank of its node.
         nodes: All nodes of the job, by their lowest rank.
@@ -69,8 +75,8 @@ class NodeReplicas:
 
     Thread safety: any thread may call ``committed`` and ``copied_refs``. Only the owner calls
     ``set_restored`` and, once, ``close``. ``_lock`` guards ``_restored_ref`` and
-    ``_restore_count``, and the fields ``newest``, ``copied_ref`` and ``outdate`` of each ring. The
-    other fields are set once, or belong to the owner or to the thread that copies.
+    ``_restore_count``, and the fields ``newest``, ``copied_ref`` and ``outdate`` of each
+    `BuddyTier`. The other fields are set once, or belong to the owner or to the thread that copies.
     """
 
     def __init__(
@@ -90,8 +96,8 @@ class NodeReplicas:
         self._restored_ref: StepRef | None = None
         self._restore_count = 0
         executor = CopyExecutor(self._write_thread, self._pace)
-        self._rings = {
-            tier.index: ring_of(tier, nodes, coordinator.rank, executor) for tier in tiers
+        self._buddy_tiers = {
+            tier.index: buddy_tier_of(tier, nodes, coordinator.rank, executor) for tier in tiers
         }
 
     @classmethod
@@ -111,6 +117,7 @@ class NodeReplicas:
             ConfigError: A tier with buddies is not local.
             CommitTimeout: A node has not posted its address in time.
         """
+        # ``OpenTier.tier`` has the settings that the user gave.
         tiers_with_buddies = [tier for tier in tiers if tier.tier.buddies]
         for tier in tiers_with_buddies:
             if not tier.local:
@@ -132,7 +139,7 @@ class NodeReplicas:
             else None
         )
         try:
-            nodes = _exchange([nodes for _, nodes in node_tiers], server, coordinator)
+            nodes = _exchange_addresses([nodes for _, nodes in node_tiers], server, coordinator)
             if server is None:
                 return None
             return cls(own_tiers, nodes, server, coordinator, config, observers)
@@ -141,12 +148,12 @@ class NodeReplicas:
                 server.close()
             raise
 
-    def keeps_earlier(self, tier: OpenTier) -> bool:
+    def keeps_copies_on(self, tier: OpenTier) -> bool:
         """Return True if this node keeps copies on ``tier``. On a tier in memory, the steps of
         earlier jobs must then stay until the function ``outdate`` is called, which the caller
         passes to ``committed``.
         """
-        return tier.index in self._rings
+        return tier.index in self._buddy_tiers
 
     def set_restored(self, ref: StepRef) -> None:
         """Note that the job has restored ``ref`` and continues from it. Return at once.
@@ -158,12 +165,12 @@ class NodeReplicas:
         with self._lock:
             self._restored_ref = ref
             self._restore_count += 1
-            for ring in self._rings.values():
+            for buddy_tier in self._buddy_tiers.values():
                 # The job may have gone back, so a step that was copied before may be abandoned.
-                ring.copied_ref = None
-        for index, ring in self._rings.items():
+                buddy_tier.copied_ref = None
+        for index, buddy_tier in self._buddy_tiers.items():
             self._server.allow(ref, index)
-            self._copy_thread.submit(self._copy_restored, ring, ref, self._restore_count)
+            self._copy_thread.submit(self._copy_restored, buddy_tier, ref, self._restore_count)
 
     def committed(self, tier: OpenTier, ref: StepRef, outdate: Callable[[], None]) -> None:
         """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
@@ -181,14 +188,14 @@ class NodeReplicas:
                 steps of this job. A node that fails to copy several steps in a row counts as done.
                 On such a node, ``outdate`` is called without waiting for the other nodes.
         """
-        if (ring := self._rings.get(tier.index)) is None:
+        if (buddy_tier := self._buddy_tiers.get(tier.index)) is None:
             return
         self._server.allow(ref, tier.index)
         with self._lock:
-            is_queued = ring.newest is not None
-            ring.newest, ring.outdate = (ref, self._restore_count), outdate
+            is_queued = buddy_tier.newest is not None
+            buddy_tier.newest, buddy_tier.outdate = (ref, self._restore_count), outdate
         if not is_queued:
-            self._copy_thread.submit(self._copy, ring)
+            self._copy_thread.submit(self._copy, buddy_tier)
 
     def copied_refs(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the step that retention must keep on ``tier``, since later steps may not have
@@ -199,9 +206,9 @@ class NodeReplicas:
             none, the step that the job has restored. Empty if there is neither, or if this node
             keeps no copies on ``tier``.
         """
-        ring = self._rings.get(tier.index)
+        buddy_tier = self._buddy_tiers.get(tier.index)
         with self._lock:
-            ref = None if ring is None else ring.copied_ref or self._restored_ref
+            ref = None if buddy_tier is None else buddy_tier.copied_ref or self._restored_ref
         return frozenset() if ref is None else frozenset({ref})
 
     def close(self, *, wait: bool) -> None:
@@ -218,45 +225,46 @@ class NodeReplicas:
             self._pace.end(at_once=True)
         self._copy_thread.close(cancel=True)
         self._write_thread.close(cancel=True)
-        for ring in self._rings.values():
-            ring.end(warn=wait)
+        for buddy_tier in self._buddy_tiers.values():
+            buddy_tier.end(warn=wait)
         self._wait_for_buddies(deadline)
         self._server.close()
 
-    def _copy(self, ring: Ring) -> None:
+    def _copy(self, buddy_tier: BuddyTier) -> None:
         """Copy the newest step that waits, and report it. Call ``outdate`` once all nodes have
         posted that they have copied a step of this job. If this node fails to copy several steps in
         a row, call ``outdate`` without waiting for the other nodes.
         """
         with self._lock:
-            newest, ring.newest = ring.newest, None
+            newest, buddy_tier.newest = buddy_tier.newest, None
         assert newest is not None
         (ref, restore_count), began = newest, time.perf_counter()
         try:
-            nbytes = self._copy_with_retries(ring, ref)
+            nbytes = self._copy_with_retries(buddy_tier, ref)
         except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
-            ring.note_failure(ref, error)
-            if ring.fails and ring.unheard:
-                self._post_first_copy(ring)  # Other nodes need not wait for this node any more
-                ring.unheard.clear()
-                self._outdate_earlier_steps(ring)
+            buddy_tier.note_failure(ref, error)
+            if buddy_tier.fails and buddy_tier.ranks_without_copy:
+                # Other nodes need not wait for this node any more.
+                self._post_first_copy(buddy_tier)
+                buddy_tier.ranks_without_copy.clear()
+                self._outdate_earlier_steps(buddy_tier)
             return
         if nbytes is not None:
             with self._lock:
-                if restore_count == self._restore_count:
-                    ring.copied_ref = ref
-            self._report(ring, ref, nbytes, began)
-            if ring.unheard and self._all_have_copied(ring):
-                self._outdate_earlier_steps(ring)
+                if restore_count == self._restore_count:  # The job has not restored a step since
+                    buddy_tier.copied_ref = ref
+            self._report(buddy_tier, ref, nbytes, began)
+            if buddy_tier.ranks_without_copy and self._all_have_copied(buddy_tier):
+                self._outdate_earlier_steps(buddy_tier)
 
-    def _copy_restored(self, ring: Ring, ref: StepRef, restore_number: int) -> None:
+    def _copy_restored(self, buddy_tier: BuddyTier, ref: StepRef, restore_number: int) -> None:
         """Exchange with the other nodes which files of a restored step each has, and copy the files
         that this node must have. ``restore_number`` counts the restores of this job.
         """
         began = time.perf_counter()
         try:
-            holdings = self._exchange_holdings(ring, ref, restore_number)
-            nbytes = ring.copy_restored(ref, holdings)
+            holdings = self._exchange_holdings(buddy_tier, ref, restore_number)
+            nbytes = buddy_tier.copy_restored(ref, holdings)
         except Exception as error:  # noqa: BLE001 - the job goes on without these copies
             _log.log(
                 logging.DEBUG if self._pace.is_stopped else logging.WARNING,
@@ -264,21 +272,21 @@ class NodeReplicas:
                 "If another node is lost before a later step has its copies, this step may be "
                 "lost, too",
                 ref.step,
-                ring.tier.url,
+                buddy_tier.tier.url,
                 error,
             )
             return
         if nbytes:
-            self._report(ring, ref, nbytes, began)
+            self._report(buddy_tier, ref, nbytes, began)
 
-    def _report(self, ring: Ring, ref: StepRef, nbytes: int, began: float) -> None:
+    def _report(self, buddy_tier: BuddyTier, ref: StepRef, nbytes: int, began: float) -> None:
         seconds = time.perf_counter() - began
         self._observers.notify(
-            NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
+            NodeReplicated(step=ref.step, tier=buddy_tier.tier.url, nbytes=nbytes, seconds=seconds)
         )
 
     def _exchange_holdings(
-        self, ring: Ring, ref: StepRef, restore_number: int
+        self, buddy_tier: BuddyTier, ref: StepRef, restore_number: int
     ) -> dict[int, Holding]:
         """Post which files of a step this node has. Return which files each node has, by the number
         of the node.
@@ -289,9 +297,9 @@ class NodeReplicas:
         Raises:
             CommitTimeout: A node has not posted in time, or the copying was stopped.
         """
-        ranks, subjects = ring.nodes.lowest_ranks, ring.posted_subjects
-        subject = f"{_SUBJECT}/restored{ring.tier.index}/{restore_number}"
-        self._coordinator.post(subject, msgspec.json.encode(ring.holding(ref)))
+        ranks, subjects = buddy_tier.nodes.lowest_ranks, buddy_tier.posted_subjects
+        subject = f"{_SUBJECT}/restored{buddy_tier.tier.index}/{restore_number}"
+        self._coordinator.post(subject, msgspec.json.encode(buddy_tier.holding(ref)))
         subjects.append(subject)
         messages, deadline = dict[int, bytes](), time.monotonic() + _END_SECONDS
         while missing := set(ranks) - messages.keys():
@@ -310,50 +318,56 @@ class NodeReplicas:
             for node, rank in enumerate(ranks)
         }
 
-    def _copy_with_retries(self, ring: Ring, ref: StepRef) -> int | None:
-        """Return the result of ``ring.copy(ref)``. After a ``CkptError``, call it again, at most
-        ``_MOST_TRIES`` times in all. Raise the error if a newer step waits or the copying was
+    def _copy_with_retries(self, buddy_tier: BuddyTier, ref: StepRef) -> int | None:
+        """Return the result of ``buddy_tier.copy(ref)``. After a ``CkptError``, call it again, at
+        most ``_MOST_TRIES`` times in all. Raise the error if a newer step waits or the copying was
         stopped.
         """
         for _ in range(_MOST_TRIES - 1):
             try:
-                return ring.copy(ref)
+                return buddy_tier.copy(ref)
             except CkptError:
                 with self._lock:
-                    is_newest = ring.newest is None
+                    is_newest = buddy_tier.newest is None
                 if self._pace.is_stopped or not is_newest:
                     raise
-        return ring.copy(ref)
+        return buddy_tier.copy(ref)
 
-    def _outdate_earlier_steps(self, ring: Ring) -> None:
-        """Call the ``outdate`` of ``ring``: the steps of earlier jobs are not needed any more."""
+    def _outdate_earlier_steps(self, buddy_tier: BuddyTier) -> None:
+        """Call the ``outdate`` of ``buddy_tier``, which says that the steps of earlier jobs are not
+        needed any more.
+        """
         with self._lock:
-            outdate = ring.outdate
+            outdate = buddy_tier.outdate
         outdate()
 
-    def _all_have_copied(self, ring: Ring) -> bool:
+    def _all_have_copied(self, buddy_tier: BuddyTier) -> bool:
         """Post that this node has copied a step of this job. Return True if all nodes have posted
         the same within ``_LOOK_SECONDS``. If not, the caller asks again after the next copied step.
         """
-        self._post_first_copy(ring)
+        self._post_first_copy(buddy_tier)
         deadline = time.monotonic() + _LOOK_SECONDS
         try:
-            while ring.unheard and (seconds_left := deadline - time.monotonic()) > 0:
-                ring.unheard -= self._coordinator.collect(
-                    _subject_of_first_copy(ring), set(ring.unheard), timeout=seconds_left
+            while (
+                buddy_tier.ranks_without_copy and (seconds_left := deadline - time.monotonic()) > 0
+            ):
+                buddy_tier.ranks_without_copy -= self._coordinator.collect(
+                    _subject_of_first_copy(buddy_tier),
+                    set(buddy_tier.ranks_without_copy),
+                    timeout=seconds_left,
                 ).keys()
         except CkptError as error:
             _log.debug("ckpt: whether other nodes have copied a step is unknown: %s", error)
-        return not ring.unheard
+        return not buddy_tier.ranks_without_copy
 
-    def _post_first_copy(self, ring: Ring) -> None:
+    def _post_first_copy(self, buddy_tier: BuddyTier) -> None:
         """Post that this node has copied a step of this job, or has failed to copy several steps in
         a row. The message is the same in both cases. Do nothing if this node has posted it before.
         """
-        if (rank := self._coordinator.rank) in ring.unheard:
+        if (rank := self._coordinator.rank) in buddy_tier.ranks_without_copy:
             with suppress(CkptError):
-                self._coordinator.post(_subject_of_first_copy(ring), b"")
-                ring.unheard.discard(rank)
+                self._coordinator.post(_subject_of_first_copy(buddy_tier), b"")
+                buddy_tier.ranks_without_copy.discard(rank)
 
     def _wait_for_buddies(self, deadline: float) -> None:
         """Post that this node copies nothing more. Then wait, at most until ``deadline``, until its
@@ -362,7 +376,7 @@ class NodeReplicas:
         A node that closes because of an exception posts this too, so that no node waits in vain.
         """
         subject = f"{_SUBJECT}/done"
-        keepers = {rank for ring in self._rings.values() for rank in ring.keepers}
+        keepers = {rank for buddy_tier in self._buddy_tiers.values() for rank in buddy_tier.keepers}
         try:
             self._coordinator.post(subject, b"done")
             if (seconds_left := deadline - time.monotonic()) > 0:
@@ -373,7 +387,7 @@ class NodeReplicas:
             )
 
 
-def _exchange(
+def _exchange_addresses(
     nodes_by_tier: Sequence[Nodes], server: NodeServer | None, coordinator: Coordinator
 ) -> dict[int, Node]:
     """Exchange the addresses of the nodes' servers. All ranks call this.
@@ -403,8 +417,8 @@ def _exchange(
     return {node.peer.rank: node for node in all_nodes}
 
 
-def _subject_of_first_copy(ring: Ring) -> str:
+def _subject_of_first_copy(buddy_tier: BuddyTier) -> str:
     """Return the subject of the messages by which nodes post that they have copied a step of this
-    job on the tier of ``ring``.
+    job on the tier of ``buddy_tier``.
     """
-    return f"{_SUBJECT}/first{ring.tier.index}"
+    return f"{_SUBJECT}/first{buddy_tier.tier.index}"

@@ -1,5 +1,10 @@
 """The node survey at the start of a restore: it finds out which steps and files each node has on
 its local tiers. The nodes serve these files to each other until the restore ends.
+
+An *attempt* is one incarnation of a job, and its *head* is its newest step. A *rollback* is the
+record that a job goes on from an older step: it begins a *branch*, and the later steps are
+*abandoned*. A *fragment* describes the data file of one rank in a step. The manifest of a step may
+carry copies of its fragments, or only name them.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size
 from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.nodes.server import NodeServer
-from ckpt.nodes.store import NodeStore, Union
-from ckpt.nodes.wire import Peer, Step
+from ckpt.nodes.store import AllNodesStore, NodeStore
+from ckpt.nodes.wire import Peer, StepFiles
 from ckpt.plan.copies_per_node import without_copy
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
@@ -119,7 +124,9 @@ class NodeSurvey:
                 _log.info("ckpt: %s were given to other nodes", size(self._server.served_bytes))
 
     def _own_record(self) -> Peer:
-        """Return the record that this node posts: the address of its server, and its steps."""
+        """Return the record that this node posts: the address of its server, its steps, the
+        rollback that counts on its tiers, and the heads.
+        """
         server = self._server
         listings = {tier.index: _list_or_nothing(tier.backend) for tier in self._own_tiers}
         rollback = last_rollback(listing.rollback for listing in listings.values())
@@ -137,7 +144,7 @@ class NodeSurvey:
             heads=tuple(ref.folder for ref in heads_of(refs)),
         )
 
-    def _step_records(self, backend: StorageBackend, listing: RootContents) -> dict[str, Step]:
+    def _step_records(self, backend: StorageBackend, listing: RootContents) -> dict[str, StepFiles]:
         """Return the newest steps on a tier of this node, by the names of their folders. Return an
         empty dict if the tier does not answer.
         """
@@ -161,7 +168,9 @@ class NodeSurvey:
             CommitTimeout: A node has not posted its steps in time.
         """
         return [
-            Union(tier.backend, self._store(tier, self._peers())) if tier.nodes else tier.backend
+            AllNodesStore(tier.backend, self._store(tier, self._peers()))
+            if tier.nodes
+            else tier.backend
             for tier in self._tiers
         ]
 
@@ -180,7 +189,7 @@ class NodeSurvey:
         no rank sees all files of a step there.
         """
         return lambda store, ref, rollback: (
-            not isinstance(store, Union) and finish(store, ref, rollback)
+            not isinstance(store, AllNodesStore) and finish(store, ref, rollback)
         )
 
     def fault(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> str:
@@ -201,12 +210,12 @@ class NodeSurvey:
                 manifest = fill_manifest(manifest, fragments, key=candidate.ref.manifest)
         except (IntegrityError, StorageError):
             return ""  # All ranks meet this error when they read the step, and report it
-        present = self._ranks_on_nodes(manifest, candidate.ref)
-        if fragments:
-            lost_ranks = without_copy(manifest, present)
+        ranks_on_nodes = self._ranks_on_nodes(manifest, candidate.ref)
+        if fragments:  # Other files may have equal chunks, so a missing file need not be a loss
+            lost_ranks = without_copy(manifest, ranks_on_nodes)
         else:
             # A node that has a data file has its fragment, too.
-            lost_ranks = [file.rank for file in manifest.files if file.rank not in present]
+            lost_ranks = [file.rank for file in manifest.files if file.rank not in ranks_on_nodes]
         text = ", ".join(map(str, lost_ranks[:16])) + (" ..." if len(lost_ranks) > 16 else "")
         return (
             f"the files of rank(s) {text} were on nodes that are gone, and no other tier has them"
@@ -245,7 +254,9 @@ class NodeSurvey:
         return [_peer_decoder.decode(message) for message in messages.values()]
 
     def _is_on_shared_tier(self, candidate: Candidate, stores: Sequence[StorageBackend]) -> bool:
-        """Return True if a shared tier has the step as a checkpoint."""
+        """Return True if a shared tier has the step as a checkpoint. ``candidate.reachable`` has
+        the positions of the tiers that have not failed so far.
+        """
         for position in candidate.reachable:
             if not self._tiers[position].is_node_local:
                 with suppress(StorageError):
@@ -255,7 +266,7 @@ class NodeSurvey:
 
     def _ranks_on_nodes(self, manifest: Manifest, ref: StepRef) -> Collection[int]:
         """Return the ranks whose data files some node has announced."""
-        names = {
+        names = {  # Without their suffixes, which differ if a codec was used
             name.partition(".")[0]
             for peer in self._peers()
             for steps in peer.tiers.values()
@@ -286,18 +297,21 @@ class NodeSurvey:
             for tier in node_tiers
             for store in self._store(tier, peers).copies(copy_count(peers, tier.index))
         )
-        partial = {index for index, tier in enumerate(tiers) if tier.nodes}
-        partial |= set(range(position, position + len(other_tiers)))
+        # These stores have only some nodes' files: the tiers that are local, and the other nodes.
+        partial_positions = {index for index, tier in enumerate(tiers) if tier.nodes}
+        partial_positions |= set(range(position, position + len(other_tiers)))
         return Sources(
             (*tiers[:position], *other_tiers, *tiers[position:]),
-            frozenset(partial),
+            frozenset(partial_positions),
             self._distance(node_tiers, ref, peers),
         )
 
     def _distance(
         self, node_tiers: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]
     ) -> Mapping[int, int]:
-        """Return ``Sources.distance`` for ``node_tiers``, the tiers that are local to nodes."""
+        """Return, for each rank whose file of the step ``ref`` a node has announced, 0 if this node
+        has the file, and 1 if only another node has it. ``node_tiers`` are the local tiers.
+        """
         distances: dict[int, int] = {}
         for tier in node_tiers:
             other_peers = self._other_peers(tier, peers)
@@ -330,9 +344,9 @@ def copy_count(peers: Sequence[Peer], tier: int) -> int:
     """Return the largest number of copies that the nodes have of any file on a tier, between 1 and
     4. The result is the same on all ranks that have the same ``peers``.
 
-    The limit is needed because hundreds of nodes may have a manifest, or a file from read-through.
-    Of a manifest, two copies count at most. All ranks need the same result, since they exchange
-    positions in the list of stores (``Sources.tiers``).
+    The limit is needed because hundreds of nodes may have a manifest, or a file that a restore has
+    stored on them. Of a manifest, two copies count at most. All ranks need the same result, since
+    they exchange positions in the list of stores (``Sources.tiers``).
 
     Args:
         peers: The records of all nodes.
@@ -366,7 +380,7 @@ def _lowest_ranks(tier: OpenTier) -> tuple[int, ...]:
     return tier.nodes.lowest_ranks if tier.nodes else (0,)
 
 
-def _step_record(backend: StorageBackend, ref: StepRef) -> Step:
+def _step_record(backend: StorageBackend, ref: StepRef) -> StepFiles:
     """Return whether a step's folder on this node has the manifest, and the sizes of its data
     files.
     """
@@ -375,4 +389,4 @@ def _step_record(backend: StorageBackend, ref: StepRef) -> Step:
         for info in own_objects(backend, ref)
         if (name := info.name).endswith((".safetensors", ".encoded"))
     }
-    return Step(is_committed(backend, ref), data)
+    return StepFiles(is_committed(backend, ref), data)

@@ -94,7 +94,8 @@ class NodeServer:
     """Serves files of this node's local tiers, from its construction until ``close``.
 
     One thread listens and reads requests, without waiting for any single connection. Other threads
-    read files and answer. Only a connection that has sent the token gets one of these threads.
+    read files and answer. Only a connection that has sent the token gets one of these threads. A
+    *caller* is the other end of a connection whose request is not complete yet.
 
     Args:
         stores: The stores of the tiers, by the index of the tier.
@@ -131,7 +132,7 @@ class NodeServer:
         # them.
         self._callers: dict[socket.socket, _Caller] = {}
         self._is_closed = False
-        self._listeners = _listen(interfaces())
+        self._listeners = _listening_sockets(interfaces())
         self.addresses = tuple(str(listener.getsockname()[0]) for listener in self._listeners)
         self.port: int = self._listeners[0].getsockname()[1]
         self._wake_sender, self._wake_receiver = socket.socketpair()
@@ -169,17 +170,17 @@ class NodeServer:
         with suppress(OSError):  # The socket may be closed already
             self._wake_sender.send(b"x")
         self._workers.close()
-        for end in (*self._listeners, self._wake_sender, self._wake_receiver):
-            end.close()
+        for sock in (*self._listeners, self._wake_sender, self._wake_receiver):
+            sock.close()
 
     # -- the listening thread ----------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Accept connections and read their requests, until ``close`` is called."""
         with selectors.DefaultSelector() as selector:
-            for end in (*self._listeners, self._wake_receiver):
-                end.setblocking(False)
-                selector.register(end, selectors.EVENT_READ)
+            for sock in (*self._listeners, self._wake_receiver):
+                sock.setblocking(False)
+                selector.register(sock, selectors.EVENT_READ)
             try:
                 while not self._is_closed:
                     oldest = next(iter(self._callers.values()), None)
@@ -251,7 +252,7 @@ class NodeServer:
             self._drop(selector, caller)
             return
         if self._encryption is not None:
-            self._encryption.note_connection(caller.host)
+            self._encryption.note_connection(caller.host)  # The next failure is logged again
         selector.unregister(caller.connection)
         del self._callers[caller.connection]
         with self._condition:
@@ -333,10 +334,10 @@ class NodeServer:
 
     def _answer(self, connection: socket.socket, request: bytearray) -> None:
         """Send the head of the answer, and then the requested bytes that the object has."""
-        _, _, tier, offset, length, _ = REQUEST.unpack_from(request)
+        _, _, tier_index, offset, length, _ = REQUEST.unpack_from(request)
         try:
-            store, key = self._stores[tier], check_key(request[REQUEST.size :].decode())
-            self._check_allowed(tier, key)
+            store, key = self._stores[tier_index], check_key(request[REQUEST.size :].decode())
+            self._check_allowed(tier_index, key)
             size = store.head(key).size
         except ObjectNotFound:
             connection.sendall(ANSWER.pack(MAGIC, NOT_THERE, 0))
@@ -348,7 +349,7 @@ class NodeServer:
         is_plain = not isinstance(connection, ssl.SSLSocket)  # sendfile() cannot encrypt
         if length and offset < size and is_plain and isinstance(store, OpensFiles):
             with suppress(CkptError), store.open_file(key) as file:
-                self._count(connection.sendfile(file, offset, min(length, size - offset)))
+                self._count_served(connection.sendfile(file, offset, min(length, size - offset)))
             return  # After an error, the answer is too short, which the caller notices
         memory = aligned_memory(min(length, _PIECE_BYTES)) if length else memoryview(b"")
         for position in range(offset, min(offset + length, size), _PIECE_BYTES):
@@ -358,9 +359,9 @@ class NodeServer:
             except CkptError:
                 return  # The answer is too short, which the caller notices
             connection.sendall(piece)
-            self._count(len(piece))
+            self._count_served(len(piece))
 
-    def _count(self, nbytes: int) -> None:
+    def _count_served(self, nbytes: int) -> None:
         with self._condition:
             self.served_bytes += nbytes
 
@@ -409,7 +410,7 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _listen(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
+def _listening_sockets(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
     """Return listening sockets at the same port of each address in ``hosts``.
 
     An address that cannot be bound to that port is left out. If no address can be bound, the only

@@ -254,7 +254,7 @@ class NodeStore:
             magic, outcome, size = ANSWER.unpack(answer_head)
             if magic != MAGIC:
                 raise ConnectionError("the process that answers is not of this job")
-            if self._encryption is not None:
+            if self._encryption is not None:  # The next failure is logged again
                 self._encryption.note_connection(_node_name(peer.rank))
             if outcome == NOT_THERE:
                 raise ObjectNotFound(key)
@@ -311,7 +311,7 @@ class NodeStore:
         raise failure
 
 
-class Union:
+class AllNodesStore:
     """A store for a local tier with the files of all nodes, for listings of steps. It cannot write.
 
     If a call fails for this node's part of the tier, the other nodes' parts give the result. The

@@ -35,7 +35,7 @@ waits until more bytes arrive.
 """
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepFiles(msgspec.Struct, frozen=True):
     """The contents of a step's folder on one node.
 
     Attributes:
@@ -64,6 +64,6 @@ class Peer(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     port: int
     token: str
-    tiers: dict[int, dict[str, Step]]
+    tiers: dict[int, dict[str, StepFiles]]
     rollback: Rollback | None = None
     heads: tuple[str, ...] = ()

@@ -252,7 +252,7 @@ class Saver:
             self._slot_steps.set_restored(ref)
         if self._replicas is not None:
             for writer in self._writers:
-                if self._replicas.keeps_earlier(writer.tier):
+                if self._replicas.keeps_copies_on(writer.tier):
                     writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
             self._replicas.set_restored(ref)
         for writer in self._in_memory if removes else ():
@@ -493,7 +493,7 @@ class Saver:
             is_first, self._has_committed = not self._has_committed, True
         if is_first:  # The steps that earlier jobs left in memory are outdated now
             for tier_writer in self._in_memory:
-                if self._replicas is None or not self._replicas.keeps_earlier(tier_writer.tier):
+                if self._replicas is None or not self._replicas.keeps_copies_on(tier_writer.tier):
                     tier_writer.remove_earlier_steps()
             self.slots.reconsider()
         writer.prune_later()

@@ -27,7 +27,7 @@ from ckpt.errors import ObjectNotFound
 from ckpt.model.keys import StepRef
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
-from ckpt.nodes.wire import ANSWER, MAGIC, REQUEST, Peer, Step
+from ckpt.nodes.wire import ANSWER, MAGIC, REQUEST, Peer, StepFiles
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.tls import Encryption
@@ -62,7 +62,7 @@ class Node:
 
     def store(self, encryption: Encryption | None, port: int | None = None) -> NodeStore:
         """Return the node as another one sees it."""
-        steps = {REF.folder: Step(True, {NAME: len(DATA)})}
+        steps = {REF.folder: StepFiles(True, {NAME: len(DATA)})}
         peer = Peer(
             2,
             ("127.0.0.1",),

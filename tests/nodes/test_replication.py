@@ -11,7 +11,7 @@ import pytest
 from ckpt.config import SaveConfig, Tier
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_copies import Ring
+from ckpt.nodes.buddy_copies import BuddyTier
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, OpenTier
@@ -57,7 +57,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(Ring, "copy", lambda *_: 1)
+    monkeypatch.setattr(BuddyTier, "copy", lambda *_: 1)
     with ExitStack() as ends:
         found = Pair(tmp_path)
         ends.callback(found.world.run, lambda it: found.nodes[it.rank].close(wait=False))
@@ -83,7 +83,7 @@ def test_a_copy_that_ends_after_the_job_went_back_protects_nothing(
             node.set_restored(OLD)
         return 1
 
-    monkeypatch.setattr(Ring, "copy", copy)
+    monkeypatch.setattr(BuddyTier, "copy", copy)
     pair.commit(NEW)
     assert pair.kept() == [{OLD}, {OLD}]
 

@@ -26,7 +26,7 @@ from ckpt.nodes.replica_copy import peer_store
 from ckpt.nodes.restore_sources import NodeSurvey
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
-from ckpt.nodes.wire import ANSWER, ANSWER_SECONDS, MAGIC, OK, REQUEST, Peer, Step
+from ckpt.nodes.wire import ANSWER, ANSWER_SECONDS, MAGIC, OK, REQUEST, Peer, StepFiles
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo
@@ -65,7 +65,9 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
     backend.put("writer.json", [b"secret"])
     (tmp_path / "beside").write_text("secret")
     server = NodeServer({1: backend}, encryption=encryption)
-    steps = {ref.folder: Step(True, {"rank-00002.safetensors": len(DATA)}) for ref in (REF, OTHER)}
+    steps = {
+        ref.folder: StepFiles(True, {"rank-00002.safetensors": len(DATA)}) for ref in (REF, OTHER)
+    }
     peer = Peer(2, ("127.0.0.1",), server.port, server.token.hex(), {1: steps})
     server.allow(REF)
     yield Node(server, peer, NodeStore(1, root, [peer], encryption), encryption)

@@ -19,8 +19,8 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import chunk_offsets
 from ckpt.nodes.restore_sources import NodeSurvey, copy_count
 from ckpt.nodes.server import NodeServer
-from ckpt.nodes.store import NodeStore, Union
-from ckpt.nodes.wire import Peer, Step
+from ckpt.nodes.store import AllNodesStore, NodeStore
+from ckpt.nodes.wire import Peer, StepFiles
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
@@ -89,7 +89,7 @@ class Buddies:
                 for info in own_objects(whole, self.done.ref)
                 if info.key.endswith(".safetensors")
             }
-            steps = {self.done.ref.folder: Step(True, files)}
+            steps = {self.done.ref.folder: StepFiles(True, files)}
             peers.append(
                 Peer(10 + node, ("127.0.0.1",), server.port, server.token.hex(), {0: steps})
             )
@@ -229,13 +229,13 @@ def test_what_fails_on_this_node_is_listed_as_the_others_have_it(nodes: Buddies)
     verbs: tuple[Verb, ...] = ("head", "read_into", "list", "folders")
     fault = Raise(TransientStorageError)
     broken = FaultyBackend(nodes.stores[0], rules=[Rule(verb=verb, fault=fault) for verb in verbs])
-    union, ref = Union(broken, nodes.union()), nodes.done.ref
+    union, ref = AllNodesStore(broken, nodes.union()), nodes.done.ref
     assert list(union.folders("")) == [ref.folder]
     assert {info.key for info in union.list(f"{ref.folder}/")} == set(nodes.keys)
     assert read_object(union, ref.manifest, limit=1 << 20) == read_object(
         nodes.stores[1], ref.manifest, limit=1 << 20
     )
-    alone = Union(broken, NodeStore(0, "tier", []))
+    alone = AllNodesStore(broken, NodeStore(0, "tier", []))
     for work in (
         lambda: union.head("step-00000009/manifest.json"),
         lambda: list(alone.folders("")),
@@ -253,7 +253,7 @@ def test_all_ranks_have_a_store_for_each_copy(tmp_path: Path) -> None:
     files = {"rank-00000.safetensors": 9}
     ref = StepRef(7, "abcxyz")
     peers = [
-        Peer(rank, (), 0, "", {0: {ref.folder: Step(True, files if rank < 3 else {})}})
+        Peer(rank, (), 0, "", {0: {ref.folder: StepFiles(True, files if rank < 3 else {})}})
         for rank in range(4)
     ]
     tier = OpenTier(
@@ -264,6 +264,6 @@ def test_all_ranks_have_a_store_for_each_copy(tmp_path: Path) -> None:
         sources = survey.sources([tier], ref, peers)
         assert [each.tier.url for each in sources.tiers[1:]] == ["nodes://"] * 3
         assert sources.partial == {0, 1, 2, 3}
-    alone = [Peer(rank, (), 0, "", {0: {ref.folder: Step(True, {})}}) for rank in range(4)]
+    alone = [Peer(rank, (), 0, "", {0: {ref.folder: StepFiles(True, {})}}) for rank in range(4)]
     assert copy_count(alone, 0) == 2  # Two of the manifests
     assert copy_count(alone, 1) == copy_count([], 0) == 1

@@ -28,7 +28,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_copies import Ring
+from ckpt.nodes.buddy_copies import BuddyTier
 from ckpt.nodes.replica_copy import StepCopies
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.nodes.server import NodeServer
@@ -210,13 +210,13 @@ def unfaithful(root: Path) -> None:
         return False
 
     base, events = root / "unfaithful", list[Event]()
-    failures, note_failure = threading.Semaphore(0), Ring.note_failure
+    failures, note_failure = threading.Semaphore(0), BuddyTier.note_failure
 
-    def note(self: Ring, ref: StepRef, error: Exception) -> None:
+    def note(self: BuddyTier, ref: StepRef, error: Exception) -> None:
         note_failure(self, ref, error)
         failures.release()
 
-    Ring.note_failure = note  # type: ignore[method-assign]
+    BuddyTier.note_failure = note  # type: ignore[method-assign]
     messages = logged()
     for number, (name, wrong) in enumerate(
         [("_answer", corrupt), ("_answer", silent), ("_knows_token", strange)], 1
@@ -276,9 +276,9 @@ def no_room(root: Path) -> None:
 
 def behind(root: Path) -> None:
     """Copies of later steps do not come in time. The last step that has its copies stays."""
-    base, copied, copy = root / "behind", threading.Semaphore(0), Ring.copy
+    base, copied, copy = root / "behind", threading.Semaphore(0), BuddyTier.copy
 
-    def failing(self: Ring, ref: StepRef, *how: Any) -> int | None:
+    def failing(self: BuddyTier, ref: StepRef, *how: Any) -> int | None:
         if ref.step > 1:
             raise TransientStorageError(ref.folder, "the buddy is slow")
         return copy(self, ref, *how)
@@ -288,7 +288,7 @@ def behind(root: Path) -> None:
             copied.release()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ring, "copy", failing)
+        patch.setattr(BuddyTier, "copy", failing)
         with CheckpointManager(tiers(base, buddies=1), observers=[observe]) as manager:
             save(manager, (1,))
             assert copied.acquire(timeout=60)
@@ -307,7 +307,7 @@ def restored_stays(root: Path) -> None:
         save(manager)
     model, optimizer = nets.build("fsdp", 1, nets.SGD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ring, "copy", without_copies)
+        patch.setattr(BuddyTier, "copy", without_copies)
         with CheckpointManager(tiers(base, buddies=1)) as manager:
             report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
             assert report is not None
@@ -388,8 +388,8 @@ def restore_and_wait(manager: CheckpointManager) -> CheckpointManager:
     return manager
 
 
-def without_copies(ring: Ring, ref: StepRef, *how: Any) -> int | None:
-    del ring, how
+def without_copies(buddy_tier: BuddyTier, ref: StepRef, *how: Any) -> int | None:
+    del buddy_tier, how
     raise TransientStorageError(ref.folder, "the buddy is slow")
 
 
@@ -561,7 +561,7 @@ def leave_without_copies(root: Path) -> None:
 
 
 def go_on_without_copies(manager: CheckpointManager) -> None:
-    Ring.copy = without_copies  # type: ignore[assignment,method-assign]
+    BuddyTier.copy = without_copies  # type: ignore[assignment,method-assign]
     model, optimizer = nets.build("fsdp", 1, nets.SGD)
     report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
     assert report is not None
