@@ -1,6 +1,9 @@
 """Reads chunks from a store, verifies them, and delivers them to their targets.
 
-Restore, verify, read-through, copies between tiers and export use this module.
+Restore, verify, read-through, copies between tiers and export use this module. A *chunk* is the
+unit of checksums in a data file. A *run* is the chunks that one request reads, and a *sink* is the
+memory that they go to. An *increment* is a data file without its first chunks, which another file,
+its *base*, has. An *adopted* file is a file of another program that a manifest names.
 
 Chunks that are neighbours in the file are read with one request. There are three ways to read them:
 
@@ -132,7 +135,7 @@ def read_plan(
     """
 
     def read(run: Run) -> None:
-        for _, error in reader.read(run, files[run.rank], sink):
+        for _missed_chunk, error in reader.read(run, files[run.rank], sink):
             raise as_damage(error, files[run.rank])
         on_bytes(run.nbytes)
 
@@ -177,7 +180,7 @@ class ChunkReader:
         try:
             return self._read(run, file, sink, on_proven)
         except Exception as error:
-            reach = reach_of(error)
+            reach = reach_of(error)  # Whether the error concerns one chunk, or the file or store
             if reach is None:
                 raise
             if reach is Reach.CHUNK and len(run.reads) > 1:
@@ -192,13 +195,14 @@ class ChunkReader:
 
     def _read_outside(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Misses:
         """Do what ``read`` does for a file of another program or in another root."""
-        place = file.root, file.adoption.files if file.adoption else ()
-        if (reader := self._outer_readers.get(place)) is None:
+        reader_key = file.root, file.adoption.files if file.adoption else ()
+        if (reader := self._outer_readers.get(reader_key)) is None:
             try:
                 store, _ = store_with(cast("StorageBackend", self._backend), file)
             except StorageError as error:  # The path leads to no root of the store
                 return [(read, error) for read in run.reads]
-            reader = self._outer_readers.setdefault(place, ChunkReader(store, self._retry))
+            reader = self._outer_readers.setdefault(reader_key, ChunkReader(store, self._retry))
+        # For its own reader, the file is not in another root.
         misses = reader.read(run, replace(file, root=""), sink, on_proven)
         return [(read, as_fault_of(error, file)) for read, error in misses]
 
@@ -258,7 +262,7 @@ class ChunkReader:
             else memoryview(b"")
         )
         outs: list[memoryview] = []
-        end = 0
+        end = 0  # Of the bytes of the run that ``outs`` already has memory for
         for read, place in zip(run.reads, places, strict=True):
             if place is not None:
                 begin = read.offset - run.offset

@@ -1,5 +1,8 @@
 """Writes an image in memory to an encoded file on a tier.
 
+An *image* is a rank's part of the state, laid out as the rank's file. If it is larger than its
+memory, the memory is a *ring*, through which the image passes.
+
 Workers take the chunks in file order. Several workers hash and encode chunks at the same time. They
 append the encoded chunks to the file in file order, since the position of a chunk is known only
 when all earlier chunks are encoded. The appended bytes fill the parts of the upload, and the worker
@@ -20,7 +23,7 @@ from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.dtype import float_width
 from ckpt.model.manifest import Chunk, Tensor
-from ckpt.pipeline.image_writer import ImageWrite, check_room, loss_reports
+from ckpt.pipeline.image_writer import ImageWrite, check_room, report_errors_to
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, Upload, aligned_memory
 
@@ -33,7 +36,7 @@ def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
         chunks: The lengths of the chunks in bytes, in file order.
         tensors: The tensors whose shards the file holds.
     """
-    starts = {
+    width_by_start = {
         shard.offset: float_width(tensor.dtype)
         for tensor in tensors
         for shard in tensor.shards
@@ -42,7 +45,7 @@ def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
     widths: list[int] = []
     offset, width = 0, 1
     for nbytes in chunks:
-        width = starts.get(offset, width)
+        width = width_by_start.get(offset, width)
         widths.append(width)
         offset += nbytes
     return widths
@@ -78,8 +81,17 @@ def write_encoded(
     )
     job = _Job(write, encoder, widths, file)
     try:
-        check_room(source, write.chunks, 0, takes_parts=capabilities.takes_parts, key=write.key)
-        write.workers.run_all(partial(job.take, index) for index in range(len(write.chunks)))
+        # Encoded bytes are copied into parts, so only chunks need room in the memory of the image.
+        check_room(
+            source,
+            write.chunks,
+            part_bytes=0,
+            takes_parts=capabilities.takes_parts,
+            key=write.key,
+        )
+        write.workers.run_all(
+            partial(job.encode_chunk, index) for index in range(len(write.chunks))
+        )
         file.flush()
         retry.call(lambda: upload.finish(file.size))
     except BaseException:
@@ -91,40 +103,46 @@ def write_encoded(
 class _Job:
     """The encoding of one image.
 
+    Args:
+        write: The image and the key of the file.
+        encoder: Encodes the chunks.
+        widths: For each chunk, the size in bytes of one of its numbers.
+        file: The file that gets the encoded chunks.
+
     Attributes:
         table: The raw length and checksum of each chunk that was appended, in file order.
         lengths: The encoded length in bytes of each of these chunks.
 
-    Thread safety: several workers may call ``take`` at the same time. Only the thread that has the
-    turn (see ``_File.turn``) changes ``table`` and ``lengths``.
+    Thread safety: several workers may call ``encode_chunk`` at the same time. Only the thread that
+    has the turn (see ``_File.turn``) changes ``table`` and ``lengths``.
     """
 
     def __init__(
         self, write: ImageWrite, encoder: Encoder, widths: Sequence[int], file: _File
     ) -> None:
-        self._source, self._known_chunks, self._on_bytes = (
+        self._source, self._hashed_chunks, self._on_bytes = (
             write.source,
             write.hashed_chunks,
             write.on_bytes,
         )
         self._encoder, self._widths, self._file = encoder, widths, file
-        self._starts = list(accumulate(write.chunks, initial=0))
+        self._chunk_starts = list(accumulate(write.chunks, initial=0))
         self.table: list[Chunk] = []
         self.lengths: list[int] = []
 
-    def take(self, index: int) -> None:
+    def encode_chunk(self, index: int) -> None:
         """Hash and encode the chunk ``index``, append it to the file, and write the parts that it
         fills.
 
         The workers begin chunks in file order, so a chunk waits only for chunks that other workers
         have begun.
         """
-        start, end = self._starts[index : index + 2]
-        with loss_reports(self._file.fail, self._source.note_loss):
+        start, end = self._chunk_starts[index : index + 2]
+        with report_errors_to(self._file.fail, self._source.note_loss):
             view = self._source.view(start, end)
             chunk = (
-                self._known_chunks[index]
-                if self._known_chunks
+                self._hashed_chunks[index]
+                if self._hashed_chunks
                 else Chunk(end - start, checksum(view))
             )
             pieces = self._encoder.encode(view, self._widths[index])

@@ -1,5 +1,8 @@
 """Writes an image in memory to a file on a tier, and makes its chunk table.
 
+An *image* is a rank's part of the state, laid out as the rank's file. The *chunk table* has the
+length and the checksum of each chunk of the file.
+
 A write may begin while the state is still being copied to the image. A byte has *landed* when it
 was copied, and each part is written as soon as its bytes have landed. If several parts may be
 written at a time, the same threads hash the chunks, but only while they write the second half of
@@ -157,13 +160,14 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
             key=key,
         )
         if backend.capabilities.parallel_parts:
+            # An image that is larger than its memory passes through a ring.
             workers.run_all(
                 job.calls_in_file_order()
                 if source.capacity < source.size
                 else job.calls_with_late_hashes()
             )
         else:
-            job.write_one_by_one(workers, ahead=bool(hashed_chunks))
+            job.write_one_by_one(workers, prefetch=bool(hashed_chunks))
         retry.call(upload.finish)
     except BaseException:
         upload.abort()
@@ -197,7 +201,7 @@ def adopt_image(write: ImageWrite, backend: AdoptsFiles) -> tuple[Chunk, ...]:
         # Wait until copying has ended before hashing, as the docstring of this module explains.
         source.view(0, source.size)
         table = workers.run_all(
-            partial(_hash_chunk, source, a, b) for a, b in itertools.pairwise(offsets)
+            partial(_hash_chunk, source, start, end) for start, end in itertools.pairwise(offsets)
         )
     retry.call(lambda: backend.adopt(key, path, source.size))
     write.on_bytes(source.size)
@@ -217,7 +221,8 @@ def check_room(
     """Check that an image that is larger than its memory can pass through this memory as a ring.
 
     In a ring without room for its largest part or chunk beside the bytes that are being copied,
-    copying, writing and hashing would wait for each other forever.
+    copying, writing and hashing would wait for each other forever. The first
+    ``source.resident_bytes`` bytes stay in other memory, and need no room.
 
     Raises:
         StagingError: The ring is too small, or the store keeps the memory of parts until the end of
@@ -242,7 +247,7 @@ def check_room(
 
 
 @contextmanager
-def loss_reports(*reports: Callable[[CkptError], None]) -> Generator[None]:
+def report_errors_to(*reports: Callable[[CkptError], None]) -> Generator[None]:
     """Call each function of ``reports`` with the error that ends the ``with`` block, and raise it.
 
     The functions keep other threads from waiting for the bytes that this block did not process. An
@@ -303,34 +308,34 @@ class _Job:
         """Yield the calls that write and hash an image in file order: the write of each part, and
         after it the hashing of the chunks that begin in this part.
         """
-        index = start = 0
+        first_index = chunk_start = 0
         for offset in range(0, self._source.size, self._upload.part_bytes):
             yield partial(self.write, offset)
-            last, end = index, start
-            while last < len(self._chunks) and end < offset + self._upload.part_bytes:
-                end += self._chunks[last]
-                last += 1
-            if last > index:
-                yield partial(self.hash, start, index, last)
-            index, start = last, end
+            last_index, chunk_end = first_index, chunk_start
+            while last_index < len(self._chunks) and chunk_end < offset + self._upload.part_bytes:
+                chunk_end += self._chunks[last_index]
+                last_index += 1
+            if last_index > first_index:
+                yield partial(self.hash, chunk_start, first_index, last_index)
+            first_index, chunk_start = last_index, chunk_end
 
-    def write_one_by_one(self, workers: Workers, *, ahead: bool) -> None:
+    def write_one_by_one(self, workers: Workers, *, prefetch: bool) -> None:
         """Write the parts one after another in the calling thread, and let a worker hash the chunks
         meanwhile.
 
-        With ``ahead``, no chunk needs to be hashed. A worker then fetches the bytes of the next
+        With ``prefetch``, no chunk needs to be hashed. A worker then fetches the bytes of the next
         part while the calling thread writes a part.
         """
-        size, step = self._source.size, self._upload.part_bytes
+        size, part_bytes = self._source.size, self._upload.part_bytes
         futures: list[Future[Any]] = [workers.submit(self.hash, 0, 0, len(self.table))]
         try:
             part: memoryview | None = None
-            for offset in range(0, size, step):
-                next_offset = offset + step
-                if ahead and next_offset < size:
+            for offset in range(0, size, part_bytes):
+                next_offset = offset + part_bytes
+                if prefetch and next_offset < size:
                     futures.append(
                         workers.submit(
-                            self._source.view, next_offset, min(size, next_offset + step)
+                            self._source.view, next_offset, min(size, next_offset + part_bytes)
                         )
                     )
                 self.write(offset, part)
@@ -347,7 +352,7 @@ class _Job:
         source gives them.
         """
         end = min(self._source.size, offset + self._upload.part_bytes)
-        with loss_reports(self._source.note_loss):
+        with report_errors_to(self._source.note_loss):
             data = self._source.view(offset, end) if part is None else part
             self._retry.call(lambda: self._upload.write(offset, data))
         self._source.note_written(offset, end)
@@ -361,6 +366,6 @@ class _Job:
         """
         for index in range(first_index, last_index):
             end = start + self._chunks[index]
-            with loss_reports(self._source.note_loss):
+            with report_errors_to(self._source.note_loss):
                 self.table[index] = _hash_chunk(self._source, start, end)
             start = end

@@ -17,14 +17,15 @@ class Pace:
         is_stopped: True after ``end(at_once=True)``. The threads read this flag and stop their
             work.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_free_at``.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_free_at``, the
+    time at which the limit allows further bytes.
     """
 
     def __init__(self, mb_per_s: float | None) -> None:
         self._seconds_per_byte = 1e-6 / mb_per_s if mb_per_s else 0.0
-        self._hurry, self._lock = threading.Event(), threading.Lock()
+        self._limit_lifted, self._lock = threading.Event(), threading.Lock()
         self.is_stopped = False
-        self._free_at = 0.0  # The time at which the limit allows further bytes
+        self._free_at = 0.0
 
     def end(self, *, at_once: bool) -> None:
         """Lift the limit, and wake the threads that wait in ``spend``.
@@ -33,7 +34,7 @@ class Pace:
             at_once: The new value of ``is_stopped``. True asks the threads to stop their work.
         """
         self.is_stopped = at_once
-        self._hurry.set()
+        self._limit_lifted.set()
 
     def spend(self, nbytes: int) -> None:
         """Count ``nbytes`` as moved, and wait until the limit allows further bytes."""
@@ -41,4 +42,4 @@ class Pace:
             current_time = time.monotonic()
             self._free_at = max(current_time, self._free_at) + nbytes * self._seconds_per_byte
             seconds = self._free_at - current_time
-        self._hurry.wait(seconds)
+        self._limit_lifted.wait(seconds)

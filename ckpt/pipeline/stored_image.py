@@ -1,5 +1,8 @@
 """An image that is read from a file on a tier, for a copy to another tier. The copy does not need
-the slot that held the image during the save.
+the buffer that held the image during the save.
+
+An *image* is the bytes of a rank's file as they were before any encoding. A *sink* is the memory
+that chunks are read into.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class StoredImage:
         self._chunks, self._read = chunks, read
         self.lengths = [chunk.box.shape[0] for chunk in chunks]
         self._starts = list(accumulate(self.lengths, initial=0))
+        # Each chunk has separate memory, so no bound but the size limits a part of an upload.
         self.size = self.capacity = self._starts[-1]
         self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
         self._cache: dict[int, tuple[memoryview, int]] = {}
@@ -62,7 +66,7 @@ class StoredImage:
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
             for run in runs_of(reads):
-                for _, error in reader.read(run, file, sink):
+                for _missed_chunk, error in reader.read(run, file, sink):
                     raise error
 
         return cls(chunks_of(file), read)
@@ -106,13 +110,13 @@ class StoredImage:
 
     def _part(self, index: int, start: int, end: int) -> memoryview:
         """Return the bytes from ``start`` to ``end``, which belong to the chunk ``index``."""
-        begin = self._starts[index]
+        chunk_start = self._starts[index]
         # Two threads may ask for parts of one chunk at once.
         with self._locks[index % _LOCK_COUNT]:
             memory, unread_bytes = self._cache.pop(index, (None, self.lengths[index]))
             if memory is None:
                 memory = fresh_memory(self.lengths[index])
-                self._read(self._chunks[index : index + 1], BytesSink(memory, begin))
+                self._read(self._chunks[index : index + 1], BytesSink(memory, chunk_start))
             if (unread_bytes := unread_bytes - (end - start)) > 0:
                 self._cache[index] = memory, unread_bytes
-        return memory[start - begin : end - begin]
+        return memory[start - chunk_start : end - chunk_start]

@@ -1,4 +1,8 @@
-"""The end of an image, as the data file of an increment holds it."""
+"""The end of an image, as the data file of an increment holds it.
+
+An *increment* is a data file without the first chunks of its image, which the file of another step
+has.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from ckpt.storage.api import aligned_memory
 
 
 class TailImage:
-    """A `Source` with a header of its own, and the bytes of another image from ``start`` on.
+    """A `Source` with a header of its own, and the bytes of another image from ``start`` on. The
+    header stays in its own memory, and takes no part of ``capacity``.
 
     Thread safety: any thread may call all methods, if this is so for ``image``.
 

@@ -189,18 +189,19 @@ class Workers:
         call for the next result has failed, its error is raised. After an error, or when the caller
         closes the iterator, calls that have not begun are cancelled.
         """
-        ahead: deque[Future[T]] = deque()
+        pending_futures: deque[Future[T]] = deque()
         items = iter(work)
         try:
             while True:
-                ahead.extend(
-                    self.submit(item) for item in islice(items, 4 * self.count - len(ahead))
+                pending_futures.extend(
+                    self.submit(item)
+                    for item in islice(items, 4 * self.count - len(pending_futures))
                 )
-                if not ahead:
+                if not pending_futures:
                     return
-                yield ahead.popleft().result()
+                yield pending_futures.popleft().result()
         finally:
-            for future in ahead:
+            for future in pending_futures:
                 future.cancel()
 
     def close(self, *, cancel: bool = False) -> None:
@@ -227,12 +228,15 @@ class Workers:
         self.close(cancel=kind is not None)
 
 
-def _run(queue: _Queue, open_calls: SimpleQueue[None], configure: Callable[[], None]) -> None:
-    """Run the calls in ``queue`` until None arrives: the body of each thread.
+def _run(
+    queue: _Queue, open_calls: SimpleQueue[None], configure_thread: Callable[[], None]
+) -> None:
+    """Run the calls in ``queue`` until None arrives: the body of each thread. ``open_calls`` has
+    one item for each call that has not ended.
 
     A thread has no reference to its group, so that the group can be garbage collected.
     """
-    configure()
+    configure_thread()
     while (task := queue.get()) is not None:
         task.run()
         del task

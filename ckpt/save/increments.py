@@ -27,7 +27,7 @@ from ckpt.errors import CkptError, ForeignFileMismatch, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import BaseRef, StepRef
 from ckpt.model.manifest import Chunk, Encoding, Increment
-from ckpt.pipeline.image_writer import Source, loss_reports
+from ckpt.pipeline.image_writer import Source, report_errors_to
 from ckpt.pipeline.tail_image import TailImage
 from ckpt.plan.save import SavePlan, boxes_of_chunks, tail_header
 from ckpt.save.adopted_base import AdoptedFiles
@@ -250,7 +250,7 @@ def _base_of_equal(job: SaveRequest, base: BaseFile, files: AdoptedFiles, limit:
     chunks = [Chunk(len(header), checksum(header))]
     edges = list(pairwise(accumulate(job.plan.chunks[:limit], initial=0)))[1:]
     boxes = boxes_of_chunks(job.plan, limit)
-    with loss_reports(job.image.note_loss), _warnings_of(base):
+    with report_errors_to(job.image.note_loss), _warnings_of(base):
         files.look()
         for start, end in edges:
             chunk = (
@@ -292,7 +292,7 @@ def first_chunk(job: SaveRequest) -> Chunk:
     if job.hashed_chunks:
         return job.hashed_chunks[1]
     start, nbytes = job.plan.chunks[:2]
-    with loss_reports(job.image.note_loss):
+    with report_errors_to(job.image.note_loss):
         return Chunk(nbytes, checksum(*job.image.parts(start, start + nbytes)))
 
 
@@ -315,7 +315,7 @@ def _count_equal(image: Source, lengths: Sequence[int], chunks: Sequence[Chunk],
     ``chunks``.
     """
     edges = list(pairwise(accumulate(lengths, initial=0)))[begin:]
-    with loss_reports(image.note_loss):
+    with report_errors_to(image.note_loss):
         pairs = zip(edges, chunks[begin:], strict=False)
         for index, ((start, end), chunk) in enumerate(pairs, begin):
             is_equal = end - start == chunk.nbytes

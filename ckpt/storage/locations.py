@@ -35,7 +35,7 @@ from ckpt.storage.places import is_folder, local_path, url_at
 from ckpt.storage.registry import neighbor, open_backend
 
 _ALIGNMENT: Final = 4096
-_BASE_WAY: Final = (
+_BASE_ADVICE: Final = (
     "put the file back as it was and where it was, or a link to its folder, since runs with this "
     "base read it"
 )
@@ -105,9 +105,9 @@ class AdoptedBaseStore:
         self.read_parts(key, offset, [out])
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:  # noqa: ARG002
-        file, start = self._adoption.file_at(offset)
+        file, offset_in_file = self._adoption.file_at(offset)
         try:
-            self._store.read_parts(file.path, start, outs)
+            self._store.read_parts(file.path, offset_in_file, outs)
         except StorageError:
             self._modified_at(file)  # Raises an error that says what is wrong with the file
             raise
@@ -130,10 +130,10 @@ class AdoptedBaseStore:
             info = self._store.head(file.path)
         except (ObjectNotFound, LinkRefused):
             error = ObjectNotFound(file.path)
-            raise as_foreign_mismatch(error, place, way=_BASE_WAY) from None
+            raise as_foreign_mismatch(error, place, advice=_BASE_ADVICE) from None
         if info.size != file.size:
             damage = FileDamaged(place, info.size, file.size)
-            raise as_foreign_mismatch(damage, place, way=_BASE_WAY)
+            raise as_foreign_mismatch(damage, place, advice=_BASE_ADVICE)
         with suppress(OSError):  # It is gone by now, which the next look or read tells
             return max(info.modified or 0.0, os.lstat(path_of(self.url, file.path)).st_ctime)
         return 0.0
@@ -225,7 +225,9 @@ def as_fault_of(error: Exception, file: StoredFile) -> Exception:
     if file.adoption is not None and isinstance(error, ChecksumMismatch):
         holder, offset = file.adoption.file_at(error.offset)
         error = ChecksumMismatch(holder.path, offset, error.nbytes)
-        return as_foreign_mismatch(error, _shown_location(file.root, holder.path), way=_BASE_WAY)
+        return as_foreign_mismatch(
+            error, _shown_location(file.root, holder.path), advice=_BASE_ADVICE
+        )
     match error:
         case ChecksumMismatch():
             return ChecksumMismatch(file.key, error.offset, error.nbytes)
@@ -238,24 +240,24 @@ def as_fault_of(error: Exception, file: StoredFile) -> Exception:
             return error
 
 
-def as_foreign_mismatch(error: Exception, location: str, *, way: str = "") -> Exception:
+def as_foreign_mismatch(error: Exception, location: str, *, advice: str = "") -> Exception:
     """Return `ForeignFileMismatch` in the place of an error that tells that the file with this
-    location is not the one that was adopted, and else ``error``. ``way`` says what to do; empty for
-    that of an adopted step.
+    location is not the one that was adopted, and else ``error``. ``advice`` says what to do; empty
+    for that of an adopted step.
     """
     match error:
         case ChecksumMismatch():
             end = error.offset + error.nbytes
             detail = f"has other bytes from {error.offset} to {end}"
-            return ForeignFileMismatch(location, detail, error.offset, way=way)
+            return ForeignFileMismatch(location, detail, error.offset, way=advice)
         case FileDamaged():
             if error.size is None:
-                return ForeignFileMismatch(location, error.detail, way=way)
+                return ForeignFileMismatch(location, error.detail, way=advice)
             detail = f"has {error.size} bytes now, and had {error.wanted}"
             offset = min(error.size, error.wanted)
-            return ForeignFileMismatch(location, detail, offset, way=way)
+            return ForeignFileMismatch(location, detail, offset, way=advice)
         case ObjectNotFound():
             detail = "is gone, or is no ordinary file any more"
-            return ForeignFileMismatch(location, detail, way=way)
+            return ForeignFileMismatch(location, detail, way=advice)
         case _:
             return error

@@ -172,7 +172,7 @@ def path_between(url: str, target: str) -> str:
             "`ckpt copy`"
         )
     path = posixpath.relpath(target_place, place)
-    if _NO_TEXT.search(path) or (not is_folder(url) and _leads_astray(path)):
+    if _NO_TEXT.search(path) or (not is_folder(url) and _has_url_syntax(path)):
         raise ConfigError(
             f"{target} has bytes that are no text, or a '?', in its path: give that root another "
             "name"
@@ -186,7 +186,7 @@ def url_at(url: str, path: str) -> str:
     Raises:
         StorageError: The path leads out of the store.
     """
-    if not is_folder(url) and _leads_astray(path):
+    if not is_folder(url) and _has_url_syntax(path):
         raise StorageError(path, f"is no path on the store of {without_query(url)}")
     address, mark, query = url.partition("?") if is_object_store(url) else (url, "", "")
     place = os.path.realpath(local_path(url)) if is_folder(url) else address.rstrip("/")
@@ -206,7 +206,7 @@ def url_at(url: str, path: str) -> str:
     )
 
 
-def _leads_astray(path: str) -> bool:
+def _has_url_syntax(path: str) -> bool:
     """Return True if a part of ``path`` would be taken for options, such as another server, or for
     another store, if ``path`` was in the URL of a store.
     """

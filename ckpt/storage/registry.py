@@ -8,6 +8,9 @@ A backend is registered by its factory, which has the signature
 ``open(url: str, options: Mapping[str, object]) -> StorageBackend``. A factory is imported on first
 use, so a job that writes to a folder does not import ``s3fs``. See `ckpt.storage.api` for how to
 write a backend.
+
+The *origin* of a backend is the URL and the options that it was opened with. From them, this module
+opens the backends of other roots on the same store, the *neighbors* of the backend.
 """
 
 from __future__ import annotations

@@ -263,12 +263,13 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
             elif hierarchy[-1].local and is_object_store(url):
                 raise ConfigError(f"{hierarchy[-1].url} is seen by all nodes: leave local out")
             if tier.base is not None:
-                path_to_base(hierarchy[-1])
+                path_to_base(hierarchy[-1])  # Raises an error if the base cannot be reached
     return tuple(hierarchy)
 
 
 def path_to_base(tier: OpenTier) -> str:
-    """Return the path from the root of ``tier`` to that of its ``Tier.base``.
+    """Return the path from the root of ``tier`` to that of its ``Tier.base``, which is the root of
+    another run with files that the steps of ``tier`` may share.
 
     Raises:
         ConfigError: Each node has a store of its own, or the base is on another store or is the

@@ -4,7 +4,9 @@ the fixture ``open_root``.
 ``open_root(name)`` returns a new backend on the root of that name, inside of a store that is made
 for the test. Two calls with one name return two backends that see the same objects. Two calls with
 different names return backends that do not see each other's objects. The tests close all backends
-that they open.
+that they open: the fixture ``roots`` is ``open_root`` with this addition. ``payload`` returns
+random bytes, ``at_once`` runs a function in several threads with their numbers, and ``fetch``
+returns all bytes of an object.
 
 The largest objects of the tests have four parts. Override ``part_bytes_most`` if the parts of your
 backend are larger than 8 MiB.
@@ -162,9 +164,9 @@ class BackendConformance(UploadConformance):
 
     def test_a_read_writes_only_into_its_own_memory(self, backend: StorageBackend) -> None:
         backend.put("object", [payload(100)])
-        room = bytearray(b"\xaa" * 100)
-        backend.read_into("object", 20, memoryview(room)[10:30])
-        assert room == b"\xaa" * 10 + payload(100)[20:40] + b"\xaa" * 70
+        memory = bytearray(b"\xaa" * 100)
+        backend.read_into("object", 20, memoryview(memory)[10:30])
+        assert memory == b"\xaa" * 10 + payload(100)[20:40] + b"\xaa" * 70
 
     def test_many_may_read_at_once(self, backend: StorageBackend) -> None:
         data = payload(1 << 20)

@@ -22,9 +22,9 @@ def payload(nbytes: int, seed: int = 0) -> bytes:
 
 def page_aligned(data: bytes, shift: int = 0) -> memoryview:
     """Return a copy of ``data`` that begins ``shift`` bytes after a page boundary."""
-    room = np.zeros(len(data) + 4096 + shift, dtype=np.uint8)
-    start = -room.ctypes.data % 4096 + shift
-    view = room.data[start : start + len(data)]
+    buffer = np.zeros(len(data) + 4096 + shift, dtype=np.uint8)
+    start = -buffer.ctypes.data % 4096 + shift
+    view = buffer.data[start : start + len(data)]
     view[:] = data
     return view
 
@@ -95,8 +95,8 @@ class Suite:
 
     def large(self, backend: StorageBackend) -> bytes:
         """Return data of three whole parts and a shorter last part of odd length."""
-        part = backend.capabilities.part_bytes
-        assert part <= self.part_bytes_most, (
+        part_bytes = backend.capabilities.part_bytes
+        assert part_bytes <= self.part_bytes_most, (
             "set part_bytes_most to run the suite with parts this large"
         )
-        return payload(3 * part + 4096 + 77)
+        return payload(3 * part_bytes + 4096 + 77)

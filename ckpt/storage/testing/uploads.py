@@ -1,4 +1,10 @@
-"""The conformance tests for large objects, which are written with an ``Upload``."""
+"""The conformance tests for large objects, which are written with an ``Upload``.
+
+``payload`` returns random bytes, and ``page_aligned`` a copy of bytes in memory that begins at a
+page. ``send`` writes the parts of an upload without finishing it, and ``store`` finishes it, too.
+``fetch`` returns all bytes of an object. ``at_once`` runs a function in several threads with their
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +80,10 @@ class UploadConformance(Suite):
         assert list(backend.list("")) == []
 
     def test_an_upload_may_end_before_its_announced_size(self, backend: StorageBackend) -> None:
-        part = backend.capabilities.part_bytes
-        for size in (4097, part, 2 * part, 2 * part + 77):
+        part_bytes = backend.capabilities.part_bytes
+        for size in (4097, part_bytes, 2 * part_bytes, 2 * part_bytes + 77):
             data = payload(size)
-            upload = backend.upload(f"less/{size}", 5 * part)
+            upload = backend.upload(f"less/{size}", 5 * part_bytes)
             send(upload, page_aligned(data))
             assert upload.finish(size).size == size
             assert backend.head(f"less/{size}").size == size
@@ -109,7 +115,9 @@ class UploadConformance(Suite):
         upload = backend.upload("parallel", len(data))
         offsets = list(range(0, len(data), upload.part_bytes))
         at_once(
-            lambda n: upload.write(offsets[n], view[offsets[n] : offsets[n] + upload.part_bytes]),
+            lambda number: upload.write(
+                offsets[number], view[offsets[number] : offsets[number] + upload.part_bytes]
+            ),
             len(offsets),
         )
         upload.finish()
@@ -121,8 +129,8 @@ class UploadConformance(Suite):
         upload = backend.upload("again", len(data))
         upload.write(0, view[: upload.part_bytes])
         send(upload, view)
-        last = len(data) // upload.part_bytes * upload.part_bytes
-        upload.write(last, view[last:])
+        last_offset = len(data) // upload.part_bytes * upload.part_bytes
+        upload.write(last_offset, view[last_offset:])
         assert upload.finish().size == len(data)
         assert fetch(backend, "again") == data
 
@@ -139,14 +147,14 @@ class UploadConformance(Suite):
     def test_slices_of_a_bytearray_and_readonly_memory_are_taken(
         self, backend: StorageBackend
     ) -> None:
-        room = bytearray(self.large(backend))
-        upload = backend.upload("slices", len(room) - 10)
-        send(upload, memoryview(room)[10:].toreadonly())
+        memory = bytearray(self.large(backend))
+        upload = backend.upload("slices", len(memory) - 10)
+        send(upload, memoryview(memory)[10:].toreadonly())
         upload.finish()
-        assert fetch(backend, "slices") == room[10:]
+        assert fetch(backend, "slices") == memory[10:]
 
     def test_four_uploads_at_once_do_not_mix(self, backend: StorageBackend) -> None:
         size = 2 * backend.capabilities.part_bytes + 5
-        at_once(lambda n: store(backend, f"many/{n}", payload(size, n)), 4)
-        for n in range(4):
-            assert fetch(backend, f"many/{n}") == payload(size, n)
+        at_once(lambda number: store(backend, f"many/{number}", payload(size, number)), 4)
+        for number in range(4):
+            assert fetch(backend, f"many/{number}") == payload(size, number)
