@@ -201,7 +201,7 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
     The limits are on the depth, and on the characters of all names for a JSON of ``nbytes`` bytes.
     The time grows linearly with the size of the tree. See ``dumps`` for ``name_chars``.
     """
-    budget = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
+    budget = _budget(nbytes)
     remainder = (
         {key: item for key, item in tree.items() if key not in name_chars} if name_chars else tree
     )
@@ -244,6 +244,24 @@ def _excess(tree: Node, nbytes: int, name_chars: Mapping[str, float] = NO_ENTRIE
             )
         nodes, prefix_chars, roles = inner_nodes, inner_chars, inner_roles
     return "nested too deeply"
+
+
+def _budget(nbytes: int) -> int:
+    """Return how many characters the names in a tree with a JSON of ``nbytes`` bytes may have."""
+    return (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
+
+
+def _most_name_chars_of_json(data: bytes) -> float:
+    """Return a number that the names in the tree with the JSON ``data``, which ``dumps`` has made,
+    have at most as characters. It is infinite if the tree may be nested too deeply.
+
+    Each part of a name is an index or is in ``data``, and a comma or a container comes before each
+    value. This takes three passes at the speed of C.
+    """
+    containers = data.count(b"{") + data.count(b"[")
+    if containers > _MAX_JSON_DEPTH:
+        return math.inf
+    return (containers + data.count(b",")) * (len(data) + INDEX_CHARS * containers)
 
 
 def _with_decoded_nodes(tree: Mapping[str, Node]) -> Node:
@@ -322,10 +340,11 @@ def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> N
         raise UnsupportedValue(path, "container nested too deeply, or in itself")
 
     # Most keys of a state have a few values, and some have a history of hundreds of thousands.
-    if kind in CONTAINERS and (depth == 0 or len(value) >= LARGE):  # type: ignore[arg-type]
+    is_top = depth == 0 and not (kind is dict and _is_small(value))  # type: ignore[arg-type]
+    if kind in CONTAINERS and (is_top or len(value) >= LARGE):  # type: ignore[arg-type]
         with suppress(UnsupportedValue):  # It is raised again below, with its name
             return node_of(value, depth, _MAX_DEPTH, _encode_leaf)
-    if depth == 0:
+    if is_top:
         check_bounded(value, path)
     if kind is list:
         return _encode_items(value, path, hook, depth)  # type: ignore[arg-type]
@@ -402,6 +421,20 @@ def check_bounded(value: object, path: str) -> None:
             "container that holds others, or itself, again and again",
             "save the shared value once, and make the containers after the restore",
         )
+
+
+def _is_small(value: dict[Any, Any]) -> bool:
+    """Return True if ``value`` has fewer than ``LARGE`` values, those in its lists and tuples
+    included, and no other containers, such as the settings of an optimizer. The levels of
+    ``node_of`` would take longer than the values of such a dict.
+    """
+    number = len(value)
+    for item in value.values():
+        if type(item) in CONTAINERS:
+            if not isinstance(item, list | tuple) or not CONTAINERS.isdisjoint(map(type, item)):
+                return False
+            number += len(item)
+    return number < LARGE
 
 
 def _encode_leaf(value: object, depth: int) -> Node:
@@ -613,6 +646,8 @@ def dumps(node: Node, name: str, name_chars: Mapping[str, float] = NO_ENTRIES) -
         data = msgspec.json.encode(node)
     except (UnicodeError, TypeError, RecursionError) as error:
         raise UnsupportedValue(name, "value", str(error)) from None
+    if len(data) < _LARGE_JSON and _most_name_chars_of_json(data) <= _budget(len(data)):
+        return data
     if fault := _excess(node, len(data), name_chars):
         raise UnsupportedValue(name, "value", fault)
     return data

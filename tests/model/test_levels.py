@@ -11,9 +11,12 @@ from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt import CheckpointManager
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
@@ -114,6 +117,60 @@ def test_the_names_of_a_plain_value_are_as_many_as_its_node_has() -> None:
     for name_chars in ({"n": deep.name_chars}, {}):
         with pytest.raises(UnsupportedValue, match="as many characters"):
             dumps({"n": deep.node}, "state", name_chars)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": 1e-3, "betas": (0.9, math.inf), "foreach": None, "names": ["a", "\u00e9"]},
+        {"$": "tag", "lr": 1},
+        {1: 2, "x": (), (1, 2): []},
+        {},
+    ],
+)
+def test_a_small_dict_gets_the_node_that_the_levels_would_make(settings: dict[Any, Any]) -> None:
+    assert values._is_small(settings)
+    node = levels.node_of(settings, 0, values._MAX_DEPTH, values._encode_leaf)
+    assert encode(settings, "v", refuse) == node
+
+
+@pytest.mark.parametrize("inner", [{"a": 1}, [[1]], [0] * 40, OrderedDict()])
+def test_a_dict_is_not_small_with_dicts_nested_lists_or_many_values(inner: Any) -> None:
+    assert not values._is_small({"x": inner})
+
+
+def test_a_small_tree_may_have_names_that_are_too_long_or_be_too_deep() -> None:
+    long = {"k" * 4_000: [0] * 2_000}
+    deep: Any = []
+    for _ in range(330):
+        deep = [deep]
+    for tree, words in ((long, "as many characters"), (deep, "nested too deeply")):
+        assert len(msgspec.json.encode(tree)) < values._LARGE_JSON
+        with pytest.raises(UnsupportedValue, match=words):
+            dumps(tree, "state")
+
+
+@given(
+    st.recursive(
+        st.integers(0, 9) | st.text("ab/", max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.dictionaries(st.text("k~/", max_size=5), inner)
+        ),
+        max_leaves=30,
+    )
+)
+def test_the_json_of_a_tree_bounds_the_characters_of_its_names(tree: Any) -> None:
+    def name_chars(node: Any, chars: int = 0) -> int:
+        items = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+        total = chars * len(items)
+        for key, item in items:
+            if isinstance(item, dict | list):
+                part_chars = len(key) + 1 if isinstance(key, str) else levels.INDEX_CHARS
+                total += name_chars(item, chars + part_chars)
+        return total
+
+    most = values._most_name_chars_of_json(msgspec.json.encode([tree]))
+    assert name_chars([tree]) <= most
 
 
 def test_wide_containers_in_themselves_end_the_walk() -> None:
