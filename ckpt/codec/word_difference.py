@@ -2,7 +2,11 @@
 
 A difference consists of the gaps between the words that change, and of the changes: the new word
 minus the old one, as integers. A small step of a floating-point number changes its word by one or
-two, so the changes compress well. docs/format.md describes the layout.
+two, so the changes compress well. A gap is the number of unchanged words before a changed one. It
+is one byte if it is below 255. Otherwise a byte of 255 (``_LONG_GAP_BYTE``) stands for as many
+words, and the gap goes on in the next byte. The changes are cut into byte planes: plane *k* has
+byte *k* of every change. Gaps and planes are a zstd frame each. docs/format.md describes the
+layout.
 
 Thread safety:
     Any thread may call the functions. zstd and NumPy release the GIL while they work.
@@ -17,18 +21,18 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
-from ckpt.codec.zstd_decompress import content_of
+from ckpt.codec.zstd_decompress import decompress_frame
 
 _HEAD: Final = struct.Struct("<BIII")
 """The size of a word, the number of changed words, the bytes of the gaps, and those of their frame.
 """
 _WIDTHS: Final = (1, 2, 4, 8)
-_MOST_SHARE: Final = 0.5
+_MOST_CHANGED_SHARE: Final = 0.5
 """The largest share of changed words. Above it, the difference would not be clearly shorter than
 the chunk.
 """
 _LEVEL: Final = 1
-_LONG_GAP: Final = 255
+_LONG_GAP_BYTE: Final = 255
 """A byte of this value adds as many words to the gap, and the next byte goes on with it."""
 
 _local = threading.local()
@@ -47,7 +51,7 @@ def difference(old: memoryview, new: memoryview, width: int) -> list[memoryview]
     positions: Positions = np.flatnonzero(old_words != new_words)
     if not positions.size:
         return []
-    if positions.size > _MOST_SHARE * old_words.size:
+    if positions.size > _MOST_CHANGED_SHARE * old_words.size:
         return None
     gaps = _pack_gaps(positions)
     changes = _zigzag(new_words[positions] - old_words[positions])
@@ -58,7 +62,8 @@ def difference(old: memoryview, new: memoryview, width: int) -> list[memoryview]
 
 
 def apply_difference(code: memoryview, data: memoryview, *, is_reverse: bool = False) -> None:
-    """Change ``data`` by a difference, or back from it. An empty ``code`` changes nothing.
+    """Change ``data`` by the difference ``code``, or back if ``is_reverse`` is set. An empty
+    difference changes nothing.
 
     Raises:
         ValueError: ``code`` is no difference of a chunk of this length. ``data`` is as it was.
@@ -66,22 +71,24 @@ def apply_difference(code: memoryview, data: memoryview, *, is_reverse: bool = F
     if not code.nbytes:
         return
     try:
-        width, count, gap_bytes, gap_frame_bytes = _HEAD.unpack_from(code)
+        width, change_count, gap_bytes, gap_frame_bytes = _HEAD.unpack_from(code)
         if width not in _WIDTHS or data.nbytes % width:
             raise ValueError("not a difference of a chunk of this length")
-        words, end = _words(data, width), _HEAD.size + gap_frame_bytes
+        words, gap_frame_end = _words(data, width), _HEAD.size + gap_frame_bytes
         # The gaps have a byte for each change, and one more for each long gap.
-        if count > words.size or gap_bytes > count + words.size // _LONG_GAP:
+        if change_count > words.size or gap_bytes > change_count + words.size // _LONG_GAP_BYTE:
             raise ValueError("more changes than there are words")
-        gaps = np.frombuffer(content_of(code[_HEAD.size : end], gap_bytes), dtype=np.uint8)
+        gaps = np.frombuffer(
+            decompress_frame(code[_HEAD.size : gap_frame_end], gap_bytes), dtype=np.uint8
+        )
         positions = _unpack_gaps(gaps)
-        if positions.size != count or (count and positions[-1] >= words.size):
+        if positions.size != change_count or (change_count and positions[-1] >= words.size):
             raise ValueError("the gaps do not add up")
-        content = content_of(code[end:], count * width)
-        planes = np.frombuffer(content, dtype=np.uint8).reshape(width, count)
+        content = decompress_frame(code[gap_frame_end:], change_count * width)
+        planes = np.frombuffer(content, dtype=np.uint8).reshape(width, change_count)
     except (struct.error, zstandard.ZstdError) as error:
         raise ValueError("not a difference") from error
-    changes = _unzigzag(np.ascontiguousarray(planes.T).view(words.dtype).reshape(count))
+    changes = _unzigzag(np.ascontiguousarray(planes.T).view(words.dtype).reshape(change_count))
     if is_reverse:
         words[positions] -= changes
     else:
@@ -93,16 +100,16 @@ def _words(data: memoryview, width: int) -> Words:
 
 
 def _pack_gaps(positions: Positions) -> Bytes:
-    """Return the numbers of words between the changed ones, in bytes. A byte ``_LONG_GAP`` stands
+    """Return the numbers of words between the changed ones, in bytes. A ``_LONG_GAP_BYTE`` stands
     for as many words, and the gap goes on in the next byte.
     """
     gaps = np.diff(positions, prepend=-1) - 1
-    long_counts = gaps // _LONG_GAP
+    long_counts = gaps // _LONG_GAP_BYTE
     total = int(long_counts.sum())
     if not total:
         return gaps.astype(np.uint8)
-    code = np.full(gaps.size + total, _LONG_GAP, dtype=np.uint8)
-    code[np.arange(gaps.size) + np.cumsum(long_counts)] = gaps % _LONG_GAP
+    code = np.full(gaps.size + total, _LONG_GAP_BYTE, dtype=np.uint8)
+    code[np.arange(gaps.size) + np.cumsum(long_counts)] = gaps % _LONG_GAP_BYTE
     return code
 
 
@@ -112,7 +119,7 @@ def _unpack_gaps(code: Bytes) -> Positions:
     Each position is the sum of all bytes up to the last byte of its gap, and of the changed words
     before it.
     """
-    is_last = code != _LONG_GAP
+    is_last = code != _LONG_GAP_BYTE
     ends = np.cumsum(code, dtype=np.int64) + np.cumsum(is_last, dtype=np.int64)
     positions: Positions = ends[is_last] - 1
     return positions

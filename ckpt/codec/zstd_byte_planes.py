@@ -25,7 +25,7 @@ import numpy as np
 import zstandard
 
 from ckpt.codec.registry import Codec
-from ckpt.codec.zstd_decompress import content_of
+from ckpt.codec.zstd_decompress import decompress_frame
 
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -79,20 +79,20 @@ class BytePlanes:
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
         memory = self._plane_memory(words)
         # Choose the compressors on a sample. Only the lowest plane has free bits.
-        sample, shift, _ = _split(_sample(words), memory)
+        sample_planes, shift, _ = _split(_sample(words), memory)
         compressors = [
             self._best_compressor(plane, width, 0 if index else shift)
-            for index, plane in enumerate(sample)
+            for index, plane in enumerate(sample_planes)
         ]
         if not any(compressors) and not shift:
             return [chunk]
-        planes, shift, base = _split(words, memory)
+        planes, shift, least_exponent = _split(words, memory)
         shifts = [shift, *[0] * (width - 1)]
         encoded_planes = [
             _encode_plane(*arguments, memory)
             for arguments in zip(planes, compressors, shifts, strict=True)
         ]
-        head = _HEAD.pack(width, shift, base, 0) + struct.pack(
+        head = _HEAD.pack(width, shift, least_exponent, 0) + struct.pack(
             f"<{width}I", *(plane.nbytes for plane in encoded_planes)
         )
         pieces = [memoryview(head), *encoded_planes]
@@ -105,9 +105,13 @@ class BytePlanes:
         clearly shorter (see ``_MOST_RATIO``) than ``sample`` without the ``shift`` free bits of
         each byte.
         """
-        huffman, level = self._compressors()
+        huffman_compressor, level_compressor = self._compressors()
         compressors = (
-            [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
+            [level_compressor]
+            if width == 1
+            else [huffman_compressor]
+            if self._level is None
+            else [huffman_compressor, level_compressor]
         )
         lengths = [len(compressor.compress(sample.data)) for compressor in compressors]
         best = min(lengths)
@@ -159,35 +163,41 @@ def decode(data: memoryview, out: memoryview) -> None:
 
 
 def _decode(data: memoryview, out: memoryview) -> None:
-    """Do what ``decode`` does. Other errors than ``ValueError`` may be raised for invalid data."""
-    width, shift, base, last_byte = _HEAD.unpack_from(data)
+    """Fill ``out`` with the chunk that was encoded as ``data``. Other errors than ``ValueError``
+    may be raised for invalid data.
+    """
+    width, shift, least_exponent, reserved_byte = _HEAD.unpack_from(data)
     if (
         width not in (1, 2, 4, 8)
         or shift > (_MOST_SHIFT if width > 1 else 0)
-        or last_byte
+        or reserved_byte
         or out.nbytes % width
     ):
         raise ValueError("not the head of an encoded chunk")
     lengths = struct.unpack_from(f"<{width}I", data, _HEAD.size)
-    start, size = _HEAD.size + 4 * width, out.nbytes // width
-    if start + sum(lengths) != data.nbytes or not all(0 < length <= size for length in lengths):
+    start, plane_size = _HEAD.size + 4 * width, out.nbytes // width
+    if start + sum(lengths) != data.nbytes or not all(
+        0 < length <= plane_size for length in lengths
+    ):
         raise ValueError("the lengths of its planes do not add up")
     planes: list[Bytes] = []
     for index, length in enumerate(lengths):
-        planes.append(_decode_plane(data[start : start + length], size, 0 if index else shift))
+        planes.append(
+            _decode_plane(data[start : start + length], plane_size, 0 if index else shift)
+        )
         start += length
-    _join(planes, np.frombuffer(out, dtype=f"<u{width}"), shift, base)
+    _join(planes, np.frombuffer(out, dtype=f"<u{width}"), shift, least_exponent)
 
 
 def _decode_plane(data: memoryview, size: int, shift: int) -> Bytes:
     """Return the plane of ``size`` bytes from which ``_encode_plane`` made ``data``. The length of
-    ``data`` tells how it is stored.
+    ``data`` tells how it is stored. The plane has ``shift`` free bits.
     """
     if data.nbytes == size:
         return np.frombuffer(data, dtype=np.uint8)
     if shift and data.nbytes == _packed_bytes(size, shift):
         return _unpack(data, size, shift)
-    return np.frombuffer(content_of(data, size), dtype=np.uint8)
+    return np.frombuffer(decompress_frame(data, size), dtype=np.uint8)
 
 
 def _encode_plane(
@@ -198,13 +208,17 @@ def _encode_plane(
 
     A reader distinguishes the three forms by their lengths. So the compressed form is used only if
     it is shorter than the packed form, and the packed form only if it is shorter than the plane.
+    ``memory`` holds all planes, the lowest one first.
     """
-    least = plane.size
+    shortest_length = plane.size
     if shift:
-        least = min(least, _packed_bytes(plane.size, shift))
-    if compressor is not None and len(code := compressor.compress(plane.data)) < least:
-        return memoryview(code)
-    if least == plane.size:
+        shortest_length = min(shortest_length, _packed_bytes(plane.size, shift))
+    if (
+        compressor is not None
+        and len(compressed_plane := compressor.compress(plane.data)) < shortest_length
+    ):
+        return memoryview(compressed_plane)
+    if shortest_length == plane.size:
         return plane.data
     return _pack(memory, plane.size, shift)  # The lowest plane is the begin of ``memory``
 
@@ -229,7 +243,7 @@ def _split(words: Words, memory: Bytes) -> tuple[Sequence[Bytes], int, int]:
     if width == 1:
         return [words.view(np.uint8)], 0, 0
     scalar, bits = words.dtype.type, 8 * width
-    base, shift = _base_and_shift(words)
+    least_exponent, shift = _least_exponent_and_shift(words)
     planes = memory[: width * _padded_size(words.size)].reshape(width, -1)[:, : words.size]
     scratch = np.empty((2, min(_BLOCK_ELEMENTS, words.size)), dtype=words.dtype)
     # Work on whole words, since NumPy has no vector instructions to shift bytes.
@@ -243,16 +257,16 @@ def _split(words: Words, memory: Bytes) -> tuple[Sequence[Bytes], int, int]:
         for index in range(1, width):
             np.right_shift(part, scalar(8 * index - 1 - shift), out=buffer)
             np.copyto(planes[index, block], buffer, casting="unsafe")
-        planes[-1, block] -= np.uint8(base << shift & 255)  # Both modulo 256
+        planes[-1, block] -= np.uint8(least_exponent << shift & 255)  # Both modulo 256
         np.right_shift(part, scalar(bits - 1), out=sign)
         np.left_shift(sign, scalar(shift), out=sign)
         np.left_shift(part, scalar(1 + shift), out=buffer)
         np.bitwise_or(buffer, sign, out=buffer)
         np.copyto(planes[0, block], buffer, casting="unsafe")
-    return list(planes), shift, base
+    return list(planes), shift, least_exponent
 
 
-def _base_and_shift(words: Words) -> tuple[int, int]:
+def _least_exponent_and_shift(words: Words) -> tuple[int, int]:
     """Return the smallest exponent (the top byte of a rotated element), and the number of bits (at
     most ``_MOST_SHIFT``) that its subtraction frees at the top of every element.
 
@@ -265,9 +279,9 @@ def _base_and_shift(words: Words) -> tuple[int, int]:
     for start in range(0, words.size, _BLOCK_ELEMENTS):
         part = words[start : start + _BLOCK_ELEMENTS] & mask
         lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
-    base = lowest >> (bits - 9)
-    shift = min(_MOST_SHIFT, 8 - ((highest >> (bits - 9)) - base).bit_length())
-    return (base, shift) if shift else (0, 0)
+    least_exponent = lowest >> (bits - 9)
+    shift = min(_MOST_SHIFT, 8 - ((highest >> (bits - 9)) - least_exponent).bit_length())
+    return (least_exponent, shift) if shift else (0, 0)
 
 
 def _run_words(size: int, shift: int) -> int:
@@ -299,13 +313,13 @@ def _pack(memory: Bytes, size: int, shift: int) -> memoryview:
     zero. The plane is cut into 8 / ``shift`` runs of equal length, and the bits of the last run are
     put into the zero bits of the other runs.
     """
-    count, words = 8 // shift, _run_words(size, shift)
-    padded_plane = memory[: count * words * 8]
+    run_count, run_words = 8 // shift, _run_words(size, shift)
+    padded_plane = memory[: run_count * run_words * 8]
     padded_plane[size:] = 0
-    runs = padded_plane.view("<u8").reshape(count, words)
+    runs = padded_plane.view("<u8").reshape(run_count, run_words)
     for index, run in enumerate(runs[:-1], 1):
         run |= (runs[-1] >> np.uint64(shift * index)) & _low_bits(shift)
-    return padded_plane[: (count - 1) * words * 8].data
+    return padded_plane[: (run_count - 1) * run_words * 8].data
 
 
 def _unpack(data: memoryview, size: int, shift: int) -> Bytes:
@@ -318,7 +332,7 @@ def _unpack(data: memoryview, size: int, shift: int) -> Bytes:
     return plane.reshape(-1).view(np.uint8)[:size]
 
 
-def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
+def _join(planes: Sequence[Bytes], out: Words, shift: int, least_exponent: int) -> None:
     """Fill ``out`` with the elements from which ``_split`` made ``planes``.
 
     Invalid planes raise no error here. They give wrong elements, which the caller detects by the
@@ -341,7 +355,7 @@ def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
             np.bitwise_or(part, buffer, out=part)
         # Undo the shift and the rotation, and add the exponent again.
         np.right_shift(part, scalar(1 + shift), out=part)
-        np.add(part, scalar(base << (bits - 9)), out=part)
+        np.add(part, scalar(least_exponent << (bits - 9)), out=part)
         np.right_shift(buffer, scalar(shift), out=buffer)  # The lowest plane holds the sign bit
         np.left_shift(buffer, scalar(bits - 1), out=buffer)
         np.bitwise_or(part, buffer, out=part)
