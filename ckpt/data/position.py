@@ -65,9 +65,9 @@ class Position(Checkable):
         self._check_loader(loader)
         batch_size = self._batch_size = loader.batch_size or 1
         iteration = self._iteration = object()  # Another loop, or a restore, replaces it
-        remaining_samples = self._begin()
+        remaining_samples = self._begin_loop()
         try:
-            for batch in self._iterate(loader):
+            for batch in self._seeded_batches(loader):
                 batch_samples = min(batch_size, remaining_samples)
                 remaining_samples -= batch_samples
                 self._sample_count += batch_samples * self._world_size
@@ -81,7 +81,7 @@ class Position(Checkable):
         finally:
             if self._iteration is iteration:
                 self._iteration = None
-                self._end()
+                self._end_loop()
 
     def skip(self, samples: int) -> None:
         """Leave out the next samples of this epoch, such as those that made the loss explode. The
@@ -100,14 +100,14 @@ class Position(Checkable):
         self._sample_count = min(self._sample_count + samples, self._max_samples())
         self._iteration = None
 
-    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def _seeded_batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return an iterator over the loader, which draws no number of the global generators."""
         with seed_loader(loader, self._rank, self._epoch, self._sample_count):
             batches = iter(loader)
             head = list(islice(batches, 1))  # Some loaders begin with their first batch only
         return chain(head, batches)
 
-    def _begin(self) -> int:
+    def _begin_loop(self) -> int:
         """Prepare a loop that begins at the position, and return how many samples it gives to this
         rank.
 
@@ -115,16 +115,16 @@ class Position(Checkable):
         """
         raise NotImplementedError
 
-    def _end(self) -> None:
+    def _end_loop(self) -> None:
         """Note that the loop has ended, so no loop runs."""
 
-    def _reads(self, loader: DataLoader[Any]) -> bool:
+    def _feeds(self, loader: DataLoader[Any]) -> bool:
         """Return True if the loader takes its samples from this object."""
         raise NotImplementedError
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
         """Raise ``ConfigError`` if ``batches`` cannot loop over the loader."""
-        if not self._reads(loader):
+        if not self._feeds(loader):
             raise ConfigError(
                 f"the loader does not take its samples from this {self._class_name}: build it with "
                 f"{self._example}"

@@ -81,10 +81,10 @@ class ElasticSampler(Position, Sampler[int]):
         super().__init__({"seed": seed, "length": length, "shuffle": shuffle}, place)
         self._seed, self._length, self._shuffle = seed, length, shuffle
 
-    def _reads(self, loader: DataLoader[Any]) -> bool:
+    def _feeds(self, loader: DataLoader[Any]) -> bool:
         return loader.sampler is self
 
-    def _begin(self) -> int:
+    def _begin_loop(self) -> int:
         return len(self)
 
     def _max_samples(self) -> int:

@@ -88,16 +88,16 @@ class ElasticStream(Position, IterableDataset[Any]):
         self._shared_start = torch.zeros(3, dtype=torch.int64)
         self._shared_start.share_memory_()  # type: ignore[no-untyped-call]
 
-    def _reads(self, loader: DataLoader[Any]) -> bool:
+    def _feeds(self, loader: DataLoader[Any]) -> bool:
         return loader.dataset is self
 
-    def _begin(self) -> int:
+    def _begin_loop(self) -> int:
         check_undivided(self._data)
         self._shared_start[:] = torch.tensor([self._epoch, self._sample_count, self._batch_size])
         self._set_epoch(self._epoch)
         return MAX_SAMPLES
 
-    def _end(self) -> None:
+    def _end_loop(self) -> None:
         self._shared_start[_BATCH_SIZE] = 0
 
     def _set_epoch(self, epoch: int) -> None:
