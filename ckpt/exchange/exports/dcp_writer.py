@@ -113,7 +113,7 @@ def fit_state(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
                 key: fit(item, _item_path(path, key), in_list=in_list) for key, item in items
             }
             return type(value)(entries)  # type: ignore[call-arg]
-        if isinstance(value, list) and _is_walked(value):
+        if isinstance(value, list) and _is_written_by_item(value):
             return [fit(item, f"{path}.{index}", in_list=True) for index, item in enumerate(value)]
         if path in paths:
             raise ConfigError(
@@ -144,11 +144,11 @@ def _item_path(path: str, key: object) -> str:
         ) from None
 
 
-def _is_walked(value: Any) -> bool:
+def _is_written_by_item(value: Any) -> bool:
     """Return True if ``value`` is a list and DCP writes each of its items as a separate entry.
 
     DCP does so if an item is a dict, a tensor, or a list for which this function returns True.
     """
     return isinstance(value, list) and any(
-        isinstance(item, Mapping | torch.Tensor) or _is_walked(item) for item in value
+        isinstance(item, Mapping | torch.Tensor) or _is_written_by_item(item) for item in value
     )

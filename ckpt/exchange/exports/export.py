@@ -1,7 +1,8 @@
 """Export a committed step to a file or folder that other programs can read.
 
 Each tensor is written as a whole, even if several ranks have saved its shards. Tensors are written
-one after another, so the step need not fit into memory.
+one after another, so the step need not fit into memory. Names that are tied stand for one tensor,
+which has one of them as its *stored name*.
 """
 
 from __future__ import annotations
@@ -121,21 +122,21 @@ def export(
     tensors = {reader.tensors[name].name: reader.tensors[name] for name in names}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     notes = Notes()
-    with _output(out) as (place, put):
+    with _output(out) as (output_path, on_file):
         on_start(nbytes)
         match kind:
             case "safetensors":
-                _write_safetensors(reader, place, out, names, notes, options)
+                _write_safetensors(reader, output_path, out, names, notes, options)
             case "torch":
-                _write_torch(reader, place, list(tensors.values()), notes, globs)
+                _write_torch(reader, output_path, list(tensors.values()), notes, globs)
             case "dcp":
-                _write_dcp(reader, place, notes, globs)
+                _write_dcp(reader, output_path, notes, globs)
             case "hf":
                 assert options.hf is not None
-                os.makedirs(place, exist_ok=True)
+                os.makedirs(output_path, exist_ok=True)
                 most_bytes = options.max_shard_bytes or SHARD_BYTES
                 writer = hf_folder.HfWriter(reader, options.hf, options.strip, most_bytes)
-                notes.left_out += writer.write(place, names, put)
+                notes.left_out += writer.write(output_path, names, on_file)
     return ExportReport(place=_place_text(out), tensors=len(names), nbytes=nbytes, notes=notes)
 
 
@@ -195,7 +196,7 @@ def _write_safetensors(
         stored_name: name.removeprefix(strip) for stored_name, name in export_names.items()
     }
     safetensors_writer.check_names(file_names, reader.tensors, "choose another --strip")
-    safetensors_writer.note_dtypes(tensors, notes)
+    safetensors_writer.note_changed_dtypes(tensors, notes)
     _leave_out_values(reader, notes, options.globs)
     form = FileForm(names=file_names, metadata=ties)
     if not out.endswith(safetensors_writer.SUFFIX):
@@ -268,6 +269,7 @@ def _write_dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str
         tensor = reader.tensors[name]
         return placeholders.tensor(name, tensor.dtype, tensor.shape)
 
+    # In the state dicts of optimizers, parameters have their names, and not numbers.
     tree = StateTree(reader.manifest, make, globs, by_name=True)
     state = dcp_writer.fit_state(tree.build(), tree.notes)
     notes.changes += tree.notes.changes
@@ -283,13 +285,14 @@ def _output(out: str) -> Generator[tuple[str, Callable[[str], None]]]:
     becomes ``out``.
     """
     if is_folder(out):
-        with _local_output(local_path(out)) as place:
-            yield place, lambda _: None
+        with _local_output(local_path(out)) as output_path:
+            yield output_path, lambda _: None
         return
     try:
-        with hf_store.stored_output(out) as (place, put):
-            yield place, put
+        with hf_store.stored_output(out) as (output_path, on_file):
+            yield output_path, on_file
     except OSError as error:
+        # A missing file there is not a missing object of the checkpoint.
         raise storage_error(tempfile.gettempdir(), error, missing=StorageError) from error
 
 
@@ -311,11 +314,12 @@ def _local_output(out: str) -> Generator[str]:
     folder, name = os.path.split(out)
     try:
         os.makedirs(folder, exist_ok=True)
-        with scratch_folder(folder, f".{name[:100]}.ckpt-partial-") as room:
-            place = os.path.join(room, "out")
+        with scratch_folder(folder, f".{name[:100]}.ckpt-partial-") as scratch_path:
+            place = os.path.join(scratch_path, "out")
             yield place
             _move(place, out)
     except OSError as error:
+        # A missing folder there is not a missing object of the checkpoint.
         raise storage_error(out, error, missing=StorageError) from error
 
 

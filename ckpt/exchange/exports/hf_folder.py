@@ -2,6 +2,7 @@
 
 The folder has the weights in safetensors files, an index if these are several, the configuration,
 and the files of the tokenizer. The configuration comes last, since nothing loads a folder without.
+Names that are tied stand for one tensor, which has one of them as its *stored name*.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class HfWriter:
 
     Args:
         reader: The reader of the checkpoint.
-        options: The options.
+        options: The options. Their ``files`` is the folder with the configuration and the files of
+            the tokenizer, which are copied.
         strip: A prefix that is removed from the names.
         most_bytes: The most bytes of one file of weights.
     """
@@ -113,46 +115,49 @@ class HfWriter:
         if isinstance(options.names, str):
             self._write_by_transformers(place)
         else:
-            targets, notes = self._targets(names, options.names)
-            tensors = [self._reader.tensors[name] for name in targets]
-            form = FileForm(names=targets, dtype=options.dtype)
+            file_names, notes = self._choose_file_names(names, options.names)
+            tensors = [self._reader.tensors[name] for name in file_names]
+            form = FileForm(names=file_names, dtype=options.dtype)
             safetensors_writer.write_folder(
                 place, tensors, form, self._reader, self._most_bytes, on_file
             )
-            dtype = options.dtype or _dtype_of(tensors)
+            dtype = options.dtype or _most_frequent_dtype(tensors)
             config |= {"dtype": dtype} if dtype else {}
         _copy_texts(options.files, place)
         if not os.path.exists(os.path.join(place, CONFIG)):
             _write_config(place, config)
         return notes
 
-    def _targets(
+    def _choose_file_names(
         self, names: Sequence[str], mapping: Names | None
     ) -> tuple[dict[str, str], list[tuple[str, str]]]:
         """Return the name in the files of each tensor, by its stored name, and the names that are
         left out.
         """
-        file_names = {name: name.removeprefix(self._strip) for name in names}
+        new_names_by_name = {name: name.removeprefix(self._strip) for name in names}
         if mapping is not None:
-            new_name_by_name = new_names(file_names.values(), mapping, self._reader.ref.step)
-            file_names = {
-                name: new_name_by_name[item]
-                for name, item in file_names.items()
-                if item in new_name_by_name
+            mapped_names = new_names(new_names_by_name.values(), mapping, self._reader.ref.step)
+            new_names_by_name = {
+                name: mapped_names[item]
+                for name, item in new_names_by_name.items()
+                if item in mapped_names
             }
         advice = "choose another --strip" if mapping is None else "map it to another name"
-        safetensors_writer.check_names(file_names, self._reader.tensors, advice)
-        notes = [(name, "the mapping leaves it out") for name in names if name not in file_names]
-        targets: dict[str, str] = {}
+        safetensors_writer.check_names(new_names_by_name, self._reader.tensors, advice)
+        notes = [
+            (name, "the mapping leaves it out") for name in names if name not in new_names_by_name
+        ]
+        file_names: dict[str, str] = {}
         for name in sorted(
-            file_names, key=lambda name: (file_names[name].endswith(_TIED_NAMES), name)
+            new_names_by_name,
+            key=lambda name: (new_names_by_name[name].endswith(_TIED_NAMES), name),
         ):
             stored_name = self._reader.tensors[name].name
-            if stored_name in targets:
-                notes.append((name, f"is tied to {targets[stored_name]!r}"))
+            if stored_name in file_names:
+                notes.append((name, f"is tied to {file_names[stored_name]!r}"))
             else:
-                targets[stored_name] = file_names[name]
-        return targets, notes
+                file_names[stored_name] = new_names_by_name[name]
+        return file_names, notes
 
     def _write_by_transformers(self, place: str) -> None:
         """Let transformers make its model of the weights, and save it to ``place``."""
@@ -210,7 +215,7 @@ def _write_config(place: str, config: Mapping[str, Any]) -> None:
     write_durably(os.path.join(place, CONFIG), text.encode())
 
 
-def _dtype_of(tensors: Sequence[Tensor]) -> str | None:
+def _most_frequent_dtype(tensors: Sequence[Tensor]) -> str | None:
     """Return the dtype of most floating-point numbers; None if it is not one of ``_DTYPES``."""
     sizes: dict[str, int] = {}
     for tensor in tensors:

@@ -1,4 +1,8 @@
-"""Folders of Hugging Face beside the checkpoints of a running job."""
+"""Folders of Hugging Face beside the checkpoints of a running job.
+
+A *ref* names a step and the attempt at it. A *pin* (or lease) on a step keeps it from being removed
+while it waits for its export.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from ckpt.errors import CkptError
 from ckpt.errors.sanitize import clean
 from ckpt.events import SaveCommitted
 from ckpt.exchange.exports.hf_folder import HfOptions, read_config
-from ckpt.exchange.exports.hf_places import places_of
+from ckpt.exchange.exports.hf_places import output_folders
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.root.leases import lease_if_allowed
@@ -88,11 +92,11 @@ class HfFolders:
             whole("keep_last", keep_last, 1, 10**9)
         self._options = HfOptions(files=os.fspath(files), dtype=dtype, names=names)
         read_config(self._options.files)
-        self._places, self._every, self._keep_last = places_of(os.fspath(out)), every, keep_last
-        self._part, self._out = part, os.fspath(out)
+        self._out, self._output_folders = os.fspath(out), output_folders(os.fspath(out))
+        self._part, self._every, self._keep_last = part, every, keep_last
         self._lock = threading.Lock()
         self._next_step: _PinnedStep | None = None
-        self._last_place: tuple[int, str] | None = None
+        self._last_commit: tuple[int, str] | None = None
         self._pinner, self._workers = Workers("hf-pins", 1), Workers("hf-folders", 1)
 
     def __call__(self, event: object) -> None:
@@ -105,10 +109,10 @@ class HfFolders:
         ):
             return
         with self._lock:
-            last_step, last_tier = self._last_place or (None, "")
+            last_step, last_tier = self._last_commit or (None, "")
             if last_step == event.step and last_tier != event.tier:
                 return  # A farther tier has it too. The same tier has it again after a rollback.
-            self._last_place = event.step, event.tier
+            self._last_commit = event.step, event.tier
         self._pinner.submit(self._pin, event)
 
     def __repr__(self) -> str:
@@ -165,7 +169,7 @@ class HfFolders:
             try:
                 self._export(step)
                 if self._keep_last is not None:
-                    self._places.prune(self._keep_last)
+                    self._output_folders.prune(self._keep_last)
             except (OSError, CkptError) as error:
                 _log.warning(
                     "ckpt: step %d has no folder of Hugging Face: %s", step.ref.step, error
@@ -173,9 +177,9 @@ class HfFolders:
 
     def _export(self, step: _PinnedStep) -> None:
         """Run ``ckpt export`` for a step in a process of its own, and wait for its end."""
-        place, number = self._places.prepare(step.ref), step.ref.step
+        folder, step_number = self._output_folders.prepare_folder(step.ref), step.ref.step
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            command = self._command(step, place, file.name)
+            command = self._command(step, folder, file.name)
             if isinstance(self._options.names, Mapping):
                 json.dump(dict(self._options.names), file)
                 file.flush()
@@ -193,15 +197,19 @@ class HfFolders:
             _, errors = process.communicate()
         if process.returncode:
             _log.warning(
-                "ckpt: step %d has no folder of Hugging Face: %s", number, errors.strip()[-500:]
+                "ckpt: step %d has no folder of Hugging Face: %s",
+                step_number,
+                errors.strip()[-500:],
             )
         else:
-            _log.info("ckpt: step %d is a folder of Hugging Face now: %s", number, clean(place))
+            _log.info(
+                "ckpt: step %d is a folder of Hugging Face now: %s", step_number, clean(folder)
+            )
 
-    def _command(self, step: _PinnedStep, place: str, mapping: str) -> list[str]:
+    def _command(self, step: _PinnedStep, folder: str, mapping: str) -> list[str]:
         """Return the command. ``mapping`` is the path of the file with the mapping of names."""
         options = self._options
-        command = [sys.executable, "-m", "ckpt.cli.main", "export", step.tier, place]
+        command = [sys.executable, "-m", "ckpt.cli.main", "export", step.tier, folder]
         command += ["--format", "hf", "--step", str(step.ref.step), "--attempt", step.ref.attempt]
         command += ["--config", options.files]
         command += ["--name", f"{self._part}/*", "--strip", f"{self._part}/"]

@@ -11,7 +11,9 @@ from ckpt.errors import ConfigError
 
 
 def save(weights: Mapping[str, torch.Tensor], files: str, place: str, most_bytes: int) -> None:
-    """Make the model of ``files`` from ``weights``, and save it to the folder ``place``.
+    """Make a model of ``weights``, and save it to the folder ``place``.
+
+    The folder ``files`` has the model's ``config.json``.
 
     No code of the folder is run: only classes of transformers are made.
 
@@ -21,23 +23,23 @@ def save(weights: Mapping[str, torch.Tensor], files: str, place: str, most_bytes
     config = transformers.AutoConfig.from_pretrained(
         files, local_files_only=True, trust_remote_code=False
     )
-    names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else None
-    if kind is None:
+    architectures = config.architectures or []
+    model_class = getattr(transformers, architectures[0], None) if architectures else None
+    if model_class is None:
         raise ConfigError(
-            f"{files}/config.json names the architecture {names[0]!r}, which transformers "
+            f"{files}/config.json names the architecture {architectures[0]!r}, which transformers "
             f"{transformers.__version__} does not have"
-            if names
+            if architectures
             else f"{files}/config.json names no architecture, the class of the model: add it, such "
             'as "architectures": ["GPT2LMHeadModel"]; model.save_pretrained(FOLDER) writes it too, '
             "and model.config.save_pretrained does not"
         )
     with torch.device("meta"):
-        model = kind(config)
+        model = model_class(config)
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
-        raise ConfigError(f"the weights do not fit {names[0]}: {error}") from None
+        raise ConfigError(f"the weights do not fit {architectures[0]}: {error}") from None
     model.tie_weights()
     model.config.dtype = next(model.parameters()).dtype
     model.save_pretrained(place, max_shard_size=most_bytes)

@@ -1,4 +1,8 @@
-"""Where the folders of Hugging Face of a running job are: one folder for each step."""
+"""Where the folders of Hugging Face of a running job are: one folder for each step.
+
+A *ref* names a step and the attempt at it. A ``with errors_of(...)`` block adds the URL of the
+store to the errors that leave it.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,10 @@ _STORE_FILE: Final = re.compile(r"(step-[0-9]{9,18}-[a-z]{6,32})/([^/]+)")
 _ABANDONED_SECONDS: Final = 24 * 3600.0
 
 
-class Places(Protocol):
-    """The place of the folders of all steps."""
+class OutputFolders(Protocol):
+    """The folders of all steps, under one path or URL."""
 
-    def prepare(self, ref: StepRef) -> str:
+    def prepare_folder(self, ref: StepRef) -> str:
         """Return the path or the URL of the folder of a step. A folder of an abandoned step with
         this number is removed, and so is what a process that was killed has left of this folder.
         """
@@ -41,24 +45,30 @@ class Places(Protocol):
         ...
 
 
-def places_of(out: str) -> Places:
-    """Return the place ``out``, a path or a URL. Raises ``ConfigError`` if no backend serves it."""
-    return _LocalPlaces(os.path.abspath(local_path(out))) if is_folder(out) else _StoredPlaces(out)
+def output_folders(out: str) -> OutputFolders:
+    """Return the folders under ``out``, a path or a URL.
+
+    Raises:
+        ConfigError: No backend serves the URL.
+    """
+    return (
+        _LocalFolders(os.path.abspath(local_path(out))) if is_folder(out) else _StoredFolders(out)
+    )
 
 
-class _LocalPlaces:
+class _LocalFolders:
     """Folders that appear and disappear as a whole, since they are renamed."""
 
     def __init__(self, out: str) -> None:
         self._out = out
 
-    def prepare(self, ref: StepRef) -> str:
-        place = os.path.join(self._out, f"step-{ref.step:09d}")
-        if os.path.exists(place):
-            _remove(place)
+    def prepare_folder(self, ref: StepRef) -> str:
+        folder = os.path.join(self._out, f"step-{ref.step:09d}")
+        if os.path.exists(folder):
+            _remove(folder)
         os.makedirs(self._out, exist_ok=True)
         remove_leftovers(self._out, _LEFTOVER_PREFIX)
-        return place
+        return folder
 
     def prune(self, keep_last: int) -> None:
         names = filter(_LOCAL_NAME.fullmatch, os.listdir(self._out))
@@ -70,13 +80,13 @@ class _LocalPlaces:
 
 def _remove(place: str) -> None:
     folder, name = os.path.split(place)
-    with scratch_folder(folder, f".{name}.") as room:
-        os.rename(place, os.path.join(room, name))
+    with scratch_folder(folder, f".{name}.") as scratch_path:
+        os.rename(place, os.path.join(scratch_path, name))
         with suppress(OSError):
-            shutil.rmtree(os.path.join(room, name))
+            shutil.rmtree(os.path.join(scratch_path, name))
 
 
-class _StoredPlaces:
+class _StoredFolders:
     """Folders in a store.
 
     The attempt is a part of their names: the process that exports for a trainer that was killed may
@@ -84,27 +94,31 @@ class _StoredPlaces:
     """
 
     def __init__(self, url: str) -> None:
-        self._url, self._last = url, ""
+        self._url, self._last_folder = url, ""
         open_store(url).close()
 
-    def prepare(self, ref: StepRef) -> str:
+    def prepare_folder(self, ref: StepRef) -> str:
         prefix = f"step-{ref.step:09d}-"
         with closing(open_store(self._url)) as store, errors_of(store.url):
-            for folder, infos in _folders(store, prefix).items():
-                remove(store, f"{folder}/", infos)
+            for folder, files in _files_by_folder(store, prefix).items():
+                remove(store, f"{folder}/", files)
         root, question_mark, query = (
             self._url.partition("?") if is_object_store(self._url) else (self._url, "", "")
         )
-        self._last = prefix + ref.attempt
-        return f"{root.rstrip('/')}/{self._last}{question_mark}{query}"
+        self._last_folder = prefix + ref.attempt
+        return f"{root.rstrip('/')}/{self._last_folder}{question_mark}{query}"
 
     def prune(self, keep_last: int) -> None:
         with closing(open_store(self._url)) as store, errors_of(store.url):
-            folders = _folders(store, "step-")
-            complete_folders = [folder for folder, infos in folders.items() if CONFIG in infos]
+            folders = _files_by_folder(store, "step-")
+            complete_folders = [folder for folder, files in folders.items() if CONFIG in files]
             # The Hub lists no times. Then the folder that was made last is known, and the numbers.
             complete_folders.sort(
-                key=lambda name: (name == self._last, folders[name][CONFIG].modified or 0.0, name)
+                key=lambda name: (
+                    name == self._last_folder,
+                    folders[name][CONFIG].modified or 0.0,
+                    name,
+                )
             )
             abandoned_folders = [folder for folder in folders if _is_abandoned(folders[folder])]
             for folder in complete_folders[:-keep_last] + abandoned_folders:
@@ -115,7 +129,7 @@ class _StoredPlaces:
                         store.discard(write)
 
 
-def _folders(store: StorageBackend, prefix: str) -> dict[str, dict[str, ObjectInfo]]:
+def _files_by_folder(store: StorageBackend, prefix: str) -> dict[str, dict[str, ObjectInfo]]:
     """Return the files of each folder whose name begins with ``prefix``, by their names."""
     folders: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
     for info in ask(store, lambda: list(store.list(prefix))):
@@ -124,9 +138,9 @@ def _folders(store: StorageBackend, prefix: str) -> dict[str, dict[str, ObjectIn
     return folders
 
 
-def _is_abandoned(infos: Mapping[str, ObjectInfo]) -> bool:
+def _is_abandoned(files: Mapping[str, ObjectInfo]) -> bool:
     """Return True if a process that was killed a day ago or longer has left these files."""
     limit = time.time() - _ABANDONED_SECONDS
-    return CONFIG not in infos and all(
-        info.modified is not None and info.modified < limit for info in infos.values()
+    return CONFIG not in files and all(
+        info.modified is not None and info.modified < limit for info in files.values()
     )

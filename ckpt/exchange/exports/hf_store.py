@@ -3,6 +3,9 @@
 A store cannot rename a folder, so the order of the files keeps any half of it from being loaded.
 The weights come first, the index and ``config.json`` come last, and these are removed first. A file
 of weights that ckpt writes is removed here as soon as it is in the store, so only one needs room.
+Until the weights are complete, the folder has a *marker*: a file that shows other exports that this
+one writes there. A ``with errors_of(...)`` block adds the URL of the store to the errors that leave
+it.
 """
 
 from __future__ import annotations
@@ -55,21 +58,21 @@ def stored_output(url: str) -> Generator[tuple[str, Callable[[str], None]]]:
         closing(open_store(url)) as store,
         Workers("hf-store", max(1, store.capabilities.max_concurrency)) as workers,
         errors_of(store.url),
-        scratch_folder(tempfile.gettempdir(), "ckpt-hf-") as room,
+        scratch_folder(tempfile.gettempdir(), "ckpt-hf-") as scratch_path,
     ):
         if _sizes(store):
             raise ConfigError(f"{store.url} is there already: remove it, or name another place")
-        place, files = os.path.join(room, "out"), _Files(store, workers)
-        os.mkdir(place)
+        folder, files = os.path.join(scratch_path, "out"), _Files(store, workers)
+        os.mkdir(folder)
         try:
             files.put_marker()
-            yield place, files.put
-            for name in sorted(os.listdir(place), key=_put_order):
+            yield folder, files.put
+            for name in sorted(os.listdir(folder), key=_put_order):
                 if name in _LAST_FILES:
-                    files.check()
+                    files.check_no_others()
                 if name == CONFIG:
                     files.remove_marker()
-                files.put(os.path.join(place, name))
+                files.put(os.path.join(folder, name))
         except BaseException:
             with suppress(CkptError):
                 remove(store, "", files.sizes.keys() & _sizes(store).keys())
@@ -113,7 +116,7 @@ class _Files:
         content = b"An export writes to this folder, or was killed.\n"
         self.sizes[self._marker] = len(content)
         ask(self._store, lambda: self._store.put(self._marker, [content]))
-        self.check()
+        self.check_no_others()
 
     def remove_marker(self) -> None:
         """Remove the marker. Who begins now sees the other files."""
@@ -135,7 +138,7 @@ class _Files:
         write_image(write, self._store)
         os.remove(path)
 
-    def check(self) -> None:
+    def check_no_others(self) -> None:
         """Raise unless the store has these files as they were put, and no others."""
         if differences := sorted(self.sizes.items() ^ _sizes(self._store).items()):
             raise StorageError(

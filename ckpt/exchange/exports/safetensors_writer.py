@@ -2,7 +2,8 @@
 Face.
 
 This module does not use the safetensors library, which needs all tensors of a file in memory. Tests
-read the files with the library.
+read the files with the library. Names that are tied stand for one tensor, which has one of them as
+its *stored name*.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: Ste
     """
     names = form.names
     # The largest elements come first, so that each tensor is aligned to its elements.
-    order = sorted(
+    ordered_tensors = sorted(
         tensors,
         key=lambda tensor: (-DTYPES[form.dtype_of(tensor)].itemsize, names[tensor.name]),
     )
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **form.metadata}}
     end = 0
-    for tensor in order:
+    for tensor in ordered_tensors:
         entry, end = safetensors_entry(form.dtype_of(tensor), tensor.shape, end)
         entries[names[tensor.name]] = entry
     header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -84,7 +85,7 @@ def write_file(path: str, tensors: Sequence[Tensor], form: FileForm, reader: Ste
     with durable_file(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
-        for piece in reader.stream(order):
+        for piece in reader.stream(ordered_tensors):
             file.write(_convert(piece, form.dtype_of(piece.tensor)))
 
 
@@ -181,11 +182,11 @@ def check_names(names: Mapping[str, str], tensors: Mapping[str, Tensor], way: st
             raise ConfigError(f"{name!r} would be {file_name!r}, which is not a name there: {way}")
 
 
-def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
+def note_changed_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
     """Note in ``notes`` the tensors that a safetensors file stores with another dtype."""
     for tensor in tensors:
-        dtype = DTYPES[tensor.dtype]
-        if dtype.lanes > 1:
+        dtype = DTYPES[tensor.dtype]  # ``storage`` is the dtype in the file
+        if dtype.lanes > 1:  # An element is several numbers
             notes.changes.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
             )

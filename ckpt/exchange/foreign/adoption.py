@@ -4,7 +4,14 @@ program, where they are.
 The state is read as an import reads it, but no byte of a tensor is copied: each tensor of the state
 stands for places in the foreign files. Each file becomes the data file of one rank of the step.
 Only the records of the step are written, and the few parts that cannot be used where they are (see
-``ckpt.exchange.foreign.own_part``).
+``ckpt.exchange.foreign.own_part``): these are the *own part*, the data file of one more rank. The
+records are a *fragment* for each rank, which describes its
+data file and the tensors in it, and the manifest, which names the fragments.
+
+A *leaf* describes a tensor of the state, a *box* a rectangular region of it, and a *span* a place
+in a foreign file. A *locator* reads the state, and notes where the elements of its tensors are. A
+*shaper* makes modules and optimizers of the state, and a *walk* collects its named tensors and its
+plain values. The chunk table of a file has the length and the checksum of each of its chunks.
 """
 
 from __future__ import annotations
@@ -41,8 +48,8 @@ from ckpt.exchange.foreign.chunks import (
 )
 from ckpt.exchange.foreign.imports import (
     ForeignCheckpoint,
-    check_apart,
-    check_free,
+    check_root_is_apart,
+    check_step_is_new,
     metadata_of,
     read_foreign,
 )
@@ -111,14 +118,16 @@ class _Elements:
 
     Attributes:
         leaves: The tensors.
-        shards: The parts that are used where they are: the index of the leaf, the box and the
-            place.
-        copies: The parts that are copied, by the index of the leaf and the box.
+        parts_in_place: The parts that are used where they are: the index of the leaf, the box and
+            the place.
+        copied_parts: The parts that are copied, by the index of the leaf and the box.
     """
 
     leaves: list[Leaf] = field(default_factory=list[Leaf])
-    shards: list[tuple[int, Box, Span]] = field(default_factory=list[tuple[int, Box, Span]])
-    copies: dict[tuple[int, Box], Source] = field(default_factory=dict[tuple[int, Box], Source])
+    parts_in_place: list[tuple[int, Box, Span]] = field(default_factory=list[tuple[int, Box, Span]])
+    copied_parts: dict[tuple[int, Box], Source] = field(
+        default_factory=dict[tuple[int, Box], Source]
+    )
 
 
 def number_in(path: str) -> int | None:
@@ -169,30 +178,34 @@ def adopt_checkpoint(
     """
     source = foreign.path
     with closing(open_backend(tier.url, tier.options)) as backend:
-        check_apart(source, backend.url)
+        check_root_is_apart(source, backend.url)
         if foreign.kind:
             check_kind(source, foreign.kind)
         kind = foreign.kind or kind_of(source)
         number = step_in(source) if step is None else step
         report = AdoptionReport(kind=kind, step=number)
         refs = (list_attempts or partial(committed, backend))()
-        old: OldAttempt | None = None
+        old_attempt: OldAttempt | None = None
         if any(ref.step == number for ref in refs):
-            old = replaceable_attempt(backend, number, source)
+            old_attempt = replaceable_attempt(backend, number, source)
         else:
-            check_free(backend.url, number, refs)
+            check_step_is_new(backend.url, number, refs)
         locator = Locator()
         with without_warnings():
             state = read_foreign(foreign, report, locator)
         shaper = Shaper(report, foreign.plain, foreign.parameter_names)
         walk = collect(shaper.shape(state), rank=0)
-        _Adoption(backend, StepRef(number, new_attempt()), locator, report, old).write(
+        _Adoption(backend, StepRef(number, new_attempt()), locator, report, old_attempt).write(
             walk, shaper, os.path.abspath(source), on_progress
         )
-        if old is not None:
-            is_removed = remove_attempt(backend, old.ref)
-            remark = "" if is_removed else f"; attempt {old.ref.attempt} stays beside it"
-            change = f"from {old.lost_path}" if old.lost_path else "and was damaged since"
+        if old_attempt is not None:
+            is_removed = remove_attempt(backend, old_attempt.ref)
+            remark = "" if is_removed else f"; attempt {old_attempt.ref.attempt} stays beside it"
+            change = (
+                f"from {old_attempt.missing_origin}"
+                if old_attempt.missing_origin
+                else "and was damaged since"
+            )
             report.notes.append(
                 f"step {number} was adopted before, {change}: it has the files as they are now"
                 f"{remark}"
@@ -206,7 +219,7 @@ class _Adoption:
     Args:
         backend: The store that gets the step.
         ref: The step.
-        locator: What has read the state.
+        locator: What has read the state, and knows where the elements of its tensors are.
         report: The report, which the adoption completes.
         old: The attempt that the step replaces; None if there is none.
     """
@@ -217,10 +230,10 @@ class _Adoption:
         ref: StepRef,
         locator: Locator,
         report: AdoptionReport,
-        old: OldAttempt | None,
+        old_attempt: OldAttempt | None,
     ) -> None:
         self._backend, self._ref, self._locator, self._report = backend, ref, locator, report
-        self._old = old
+        self._old_attempt = old_attempt
         self._chunk_bytes = SaveConfig().chunk_bytes
 
     def write(
@@ -228,18 +241,20 @@ class _Adoption:
     ) -> None:
         """Write the step. ``source`` is the absolute path of what was adopted."""
         elements = self._find_parts(walk)
-        spans: dict[str, list[Span]] = defaultdict(list)
-        for _, _, span in sorted(elements.shards, key=lambda shard: shard[2].offset):
-            spans[span.path].append(span)
-        files = [cut_file(path, spans[path], self._chunk_bytes) for path in sorted(spans)]
+        spans_by_path: dict[str, list[Span]] = defaultdict(list)
+        for _, _, span in sorted(elements.parts_in_place, key=lambda part: part[2].offset):
+            spans_by_path[span.path].append(span)
+        files = [
+            cut_file(path, spans_by_path[path], self._chunk_bytes) for path in sorted(spans_by_path)
+        ]
         chunk_tables = hash_files(files, on_progress)
-        if self._old is not None:
+        if self._old_attempt is not None:
             tables = enumerate(zip(files, chunk_tables, strict=True))
-            self._old.check_files(
+            self._old_attempt.check_files(
                 File(file.path, rank, file.size, table) for rank, (file, table) in tables
             )
         checksums = _Checksums(files, chunk_tables, self._locator)
-        shaper.note_equal(checksums.digest)
+        shaper.note_equal_tensors(checksums.digest)
         metadata = {
             "imported_from": source,
             "imported_as": self._report.kind,
@@ -249,7 +264,7 @@ class _Adoption:
         fragments = self._fragments(walk, elements, files, chunk_tables, own_part)
         with Workers("adopt", max(1, self._backend.capabilities.max_concurrency)) as workers:
             folder = StepFolder(self._backend, self._ref, workers)
-            self._put(folder, fragments, own_part, metadata)
+            self._write_files(folder, fragments, own_part, metadata)
         self._report.files = len(files)
         self._report.nbytes = sum(file.size for file in files)
 
@@ -257,47 +272,48 @@ class _Adoption:
         """Find the parts of all tensors of a walk."""
         elements = _Elements()
         candidates: list[tuple[int, Box, Span]] = []
-        for index, item in enumerate(walk.named_tensors):
+        for leaf_index, item in enumerate(walk.named_tensors):
             assert isinstance(item.tensor, torch.Tensor)
-            leaf = leaf_of(item.name, item.tensor, ())
+            leaf = leaf_of(item.name, item.tensor, ())  # No rank has a replica of it
             parts = self._locator.parts_of(item.tensor)
             orders = {part.source.order for part in parts if isinstance(part.source, Span)}
             if len(orders) == 1:
+                # The order of the dimensions in memory
                 leaf = dataclasses.replace(leaf, order=orders.pop())
             elements.leaves.append(leaf)
             for part in parts:
                 if isinstance(part.source, Span):
-                    candidates.append((index, part.box, part.source))
+                    candidates.append((leaf_index, part.box, part.source))
                 else:
-                    elements.copies[index, part.box] = part.source
+                    elements.copied_parts[leaf_index, part.box] = part.source
         # If two tensors have the same bytes, only one can use them where they are.
         usable_spans = set(usable_in_place([span for _, _, span in candidates]))
-        for index, box, span in candidates:
+        for leaf_index, box, span in candidates:
             if span in usable_spans:
                 usable_spans.remove(span)
-                elements.shards.append((index, box, span))
+                elements.parts_in_place.append((leaf_index, box, span))
             else:
-                elements.copies[index, box] = span
+                elements.copied_parts[leaf_index, box] = span
         return elements
 
     def _own_part(self, elements: _Elements, rank: int) -> OwnPart | None:
         """Return the data file of the parts that are copied, or None if there are none."""
         boxes: dict[int, list[Box]] = defaultdict(list)
-        for index, box in elements.copies:
-            boxes[index].append(box)
+        for leaf_index, box in elements.copied_parts:
+            boxes[leaf_index].append(box)
         if not boxes:
             return None
-        indices = sorted(boxes)
+        leaf_indices = sorted(boxes)
         leaves = [
-            Leaf(leaf.name, leaf.dtype, leaf.shape, tuple(boxes[index]), order=leaf.order)
-            for index in indices
-            for leaf in [elements.leaves[index]]
+            Leaf(leaf.name, leaf.dtype, leaf.shape, tuple(boxes[leaf_index]), order=leaf.order)
+            for leaf_index in leaf_indices
+            for leaf in [elements.leaves[leaf_index]]
         ]
         plan = plan_save(leaves, rank=rank, chunk_bytes=self._chunk_bytes)
         sources = {
-            (position, box): elements.copies[index, box]
-            for position, index in enumerate(indices)
-            for box in boxes[index]
+            (position, box): elements.copied_parts[leaf_index, box]
+            for position, leaf_index in enumerate(leaf_indices)
+            for box in boxes[leaf_index]
         }
         self._report.copied_bytes = sum(leaf.nbytes for leaf in leaves)
         if self._report.copied_bytes:
@@ -317,20 +333,22 @@ class _Adoption:
         own_part: OwnPart | None,
     ) -> list[Fragment]:
         """Return the fragments of all ranks. The first one also has what belongs to no file."""
-        ranks = {file.path: rank for rank, file in enumerate(files)}
+        rank_by_path = {file.path: rank for rank, file in enumerate(files)}
         shards: dict[tuple[int, int], list[Shard]] = defaultdict(list)
-        for index, box, span in elements.shards:
-            rank = ranks[span.path]
-            shards[rank, index].append(Shard(rank, span.offset, box.offsets, box.shape))
+        for leaf_index, box, span in elements.parts_in_place:
+            rank = rank_by_path[span.path]
+            shards[rank, leaf_index].append(Shard(rank, span.offset, box.offsets, box.shape))
         world_size = len(files) + (own_part is not None)
         created_at = time.time()
         fragments: list[Fragment] = []
         for rank in range(world_size):
             is_own = rank == len(files)
             tensors = tuple(
-                Tensor(leaf.name, leaf.dtype, leaf.shape, tuple(shards[rank, index]), leaf.order)
-                for index, leaf in enumerate(elements.leaves)
-                if rank == 0 or (rank, index) in shards
+                Tensor(
+                    leaf.name, leaf.dtype, leaf.shape, tuple(shards[rank, leaf_index]), leaf.order
+                )
+                for leaf_index, leaf in enumerate(elements.leaves)
+                if rank == 0 or (rank, leaf_index) in shards
             )
             file = None if is_own else files[rank]
             fragments.append(
@@ -360,7 +378,7 @@ class _Adoption:
     def _location(self, file: ForeignFile) -> str:
         return location_of(self._backend.url, real_path(file.path))
 
-    def _put(
+    def _write_files(
         self,
         folder: StepFolder,
         fragments: list[Fragment],
@@ -368,14 +386,16 @@ class _Adoption:
         metadata: Mapping[str, Any],
     ) -> None:
         """Write the files of the step, the manifest last. After an error, remove them again."""
-        parts = [
+        complete_fragments = [
             replace(fragments[0], metadata=msgspec.Raw(to_json("metadata", metadata))),
             *fragments[1:],
         ]
         try:
             if own_part is not None:
-                parts[-1] = self._put_own_part(folder, parts[-1], own_part)
-            self._commit(folder, parts)
+                complete_fragments[-1] = self._put_own_part(
+                    folder, complete_fragments[-1], own_part
+                )
+            self._commit(folder, complete_fragments)
         except BaseException:
             with suppress(StorageError):
                 if not is_committed(self._backend, self._ref):
@@ -400,16 +420,19 @@ class _Adoption:
         """Put the fragments of all ranks, and then the manifest, which makes it a checkpoint."""
         records: list[tuple[Packed, FragmentRef]] = []
         for fragment in fragments:
-            columns, name = pack_fragment(fragment), fragment_name(fragment.rank)
-            data = pack(columns)
+            packed_fragment, name = pack_fragment(fragment), fragment_name(fragment.rank)
+            data = pack(packed_fragment)
             folder.retry.call(partial(self._backend.put, self._ref.key(name), [data]))
-            records.append((columns, FragmentRef(name, fragment.rank, len(data), checksum(data))))
+            records.append(
+                (packed_fragment, FragmentRef(name, fragment.rank, len(data), checksum(data)))
+            )
             self._report.written_bytes += len(data)
         manifest = merge(records)
-        parts = {fragment.rank: fragment for fragment in fragments}
-        fill_manifest(manifest, parts, key=self._ref.manifest)  # What a reader would refuse, raises
+        fragment_by_rank = {fragment.rank: fragment for fragment in fragments}
+        # This raises an error for what a reader of the manifest would refuse.
+        fill_manifest(manifest, fragment_by_rank, key=self._ref.manifest)
         data = pack(manifest)
-        check = partial(check_files, folder, manifest, lambda: None)
+        check = partial(check_files, folder, manifest, lambda: None)  # Raises if a file is missing
         commit_copy(folder, data, check=check)
         self._report.written_bytes += len(data)
 
@@ -430,14 +453,14 @@ class _Checksums:
         locator: Locator,
     ) -> None:
         self._locator = locator
-        self._index: dict[str, tuple[dict[int, int], tuple[Chunk, ...]]] = {}
+        self._tables: dict[str, tuple[dict[int, int], tuple[Chunk, ...]]] = {}
         for file, table in zip(files, chunk_tables, strict=True):
             index_by_offset: dict[int, int] = {}
             position = 0
             for index, chunk in enumerate(table):
                 index_by_offset[position] = index
                 position += chunk.nbytes
-            self._index[file.path] = index_by_offset, table
+            self._tables[file.path] = index_by_offset, table
 
     def digest(self, tensor: torch.Tensor) -> str:
         """Return a checksum of the elements of ``tensor``. Tensors with equal elements in other
@@ -454,7 +477,7 @@ class _Checksums:
         """
         if isinstance(source, torch.Tensor):
             return digest_of(source)
-        index_by_offset, table = self._index.get(source.path, ({}, ()))
+        index_by_offset, table = self._tables.get(source.path, ({}, ()))
         if source.offset not in index_by_offset:  # The part is copied
             return repr(source)
         index = index_by_offset[source.offset]

@@ -1,6 +1,8 @@
 """Adopt a folder again that was changed or moved since its step was adopted.
 
-The new attempt at the step takes the place of the old one, which no reader can read any more.
+The new attempt at the step takes the place of the old one, which no reader can read any more. The
+current *branch* has the steps that the run goes on from. A *ref* names a step and the attempt at
+it. A *location* in a manifest is the path of a file that was adopted.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ class OldAttempt:
     Attributes:
         root: The URL of the root.
         ref: The attempt.
-        lost_path: The path that it was adopted from, if nothing is there any more; else empty.
+        missing_origin: The path that it was adopted from, if nothing is there any more; else empty.
         files: Its files: the name, the size and the chunks of each.
     """
 
     root: str
     ref: StepRef
-    lost_path: str
+    missing_origin: str
     files: Counter[tuple[str, int, tuple[Chunk, ...]]]
 
     def check_files(self, files: Iterable[File]) -> None:
@@ -50,8 +52,8 @@ class OldAttempt:
         Raises:
             StepExists: They are others.
         """
-        if self.lost_path and _contents(files) != self.files:
-            raise _other_source_error(self.ref.step, self.root, self.lost_path)
+        if self.missing_origin and _contents(files) != self.files:
+            raise _other_source_error(self.ref.step, self.root, self.missing_origin)
 
 
 def replaceable_attempt(backend: StorageBackend, number: int, source: str) -> OldAttempt:
@@ -69,7 +71,7 @@ def replaceable_attempt(backend: StorageBackend, number: int, source: str) -> Ol
     manifest = _adopted_manifest(backend, ref) if ref in list_root(backend).on_branch else None
     if manifest is None:
         raise StepExists(number, backend.url, way=NEW_NUMBER)
-    origin = "" if _is_of(manifest, backend.url, source) else _origin(manifest)
+    origin = "" if _was_adopted_from(manifest, backend.url, source) else _origin(manifest)
     if origin and os.path.exists(origin):
         raise _other_source_error(number, backend.url, origin)
     with Workers("adopt", max(1, backend.capabilities.max_concurrency)) as workers:
@@ -107,7 +109,7 @@ def _origin(manifest: Manifest) -> str:
     return origin if isinstance(origin, str) else ""
 
 
-def _is_of(manifest: Manifest, root: str, source: str) -> bool:
+def _was_adopted_from(manifest: Manifest, root: str, source: str) -> bool:
     """Return True if a step was adopted from the path of ``source``, or if its files are all there,
     since it was moved together with the root.
     """

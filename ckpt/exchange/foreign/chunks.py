@@ -1,7 +1,8 @@
 """Cut the files of another program into chunks around the tensors in them, and hash the chunks.
 
 The parts of tensors are cut by the rule of all shards. The bytes between them, such as headers and
-pickles, are chunks too, which belong to no tensor. So every byte of a file has a checksum.
+pickles, are chunks too, which belong to no tensor. So every byte of a file has a checksum. A `Span`
+is the place of a tensor's elements in a file.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def usable_in_place(spans: Collection[Span]) -> list[Span]:
     order, and share no byte with another of the result.
     """
     result: list[Span] = []
-    end: dict[str, int] = {}
+    end_by_path: dict[str, int] = {}
     for span in sorted(spans, key=lambda span: (span.path, span.offset, -span.nbytes)):
-        if span.nbytes and span.is_row_major and span.offset >= end.get(span.path, 0):
+        if span.nbytes and span.is_row_major and span.offset >= end_by_path.get(span.path, 0):
             result.append(span)
-            end[span.path] = span.offset + span.nbytes
+            end_by_path[span.path] = span.offset + span.nbytes
     return result
 
 
@@ -106,8 +107,8 @@ def hash_files(
     with Workers("adopt", max(1, min(_THREADS, os.cpu_count() or 1))) as workers:
         tables = [
             workers.run_all(
-                partial(_hash, file, start, lengths, meter)
-                for start, lengths in _requests(file.lengths)
+                partial(_read_and_hash, file, start, lengths, meter)
+                for start, lengths in _read_requests(file.lengths)
             )
             for file in files
         ]
@@ -126,7 +127,7 @@ def _change_text(file: ForeignFile) -> str:
     )
 
 
-def _requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
+def _read_requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return the position and the chunks of each read, which has about ``_READ_BYTES``."""
     requests: list[tuple[int, list[int]]] = []
     position = 0
@@ -139,7 +140,9 @@ def _requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
     return [*requests, (position, pending)] if pending else requests
 
 
-def _hash(file: ForeignFile, start: int, lengths: Sequence[int], meter: Meter) -> list[Chunk]:
+def _read_and_hash(
+    file: ForeignFile, start: int, lengths: Sequence[int], meter: Meter
+) -> list[Chunk]:
     """Read the chunks from the byte ``start`` on, and return them with their checksums."""
     memory = memoryview(bytearray(sum(lengths)))
     with open_file(file.path) as handle:

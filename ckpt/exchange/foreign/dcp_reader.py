@@ -1,7 +1,9 @@
 """Read a folder of ``torch.distributed.checkpoint`` (DCP) as one nested state.
 
-The table of contents is a pickle, and is read as inert data. Each entry is a file of ``torch.save``
-inside of a larger file.
+The table of contents is a pickle, and is read as inert data: objects are only names with their
+state. Each entry is a file of ``torch.save`` inside of a larger file. The *kind* of a tensor is its
+dtype and its shape. A *piece* is an entry that has a value, or a part of a tensor. A *joiner* makes
+tensors of their parts.
 """
 
 from __future__ import annotations
@@ -109,11 +111,11 @@ def read_folder(source: str, joiner: Joiner) -> Contents:
     for name in names:
         _add_table(table, source, name)
     tensors = joiner.make({name: kind for name, kind in table.kinds.items() if kind})
-    flat, notes = _fill(source, table, tensors, joiner)
-    if missing := table.kinds.keys() - tensors.keys() - flat.keys():
+    other_values, notes = _read_entries(source, table, tensors, joiner)
+    if missing := table.kinds.keys() - tensors.keys() - other_values.keys():
         raise IntegrityError(f"{source}: {sorted(missing)[0]!r} is missing")
     with _table_errors(os.path.join(source, names[0])):
-        state = _nest(flat | tensors, table.paths, notes)
+        state = _nest(other_values | tensors, table.paths, notes)
     return Contents(state, [*names, *sorted(table.files)], notes)
 
 
@@ -121,20 +123,20 @@ def _add_table(table: _Table, source: str, name: str) -> None:
     """Add the table of contents ``name`` of the folder ``source`` to ``table``."""
     path = os.path.join(source, name)
     with open_file(path, is_part=False) as file:
-        inert = read_inert(file.read(), path)
+        inert_table = read_inert(file.read(), path)
     with _table_errors(path):
         kinds = {
-            name: _kind(name, item) for name, item in inert.state["state_dict_metadata"].items()
+            key: _kind(key, item) for key, item in inert_table.state["state_dict_metadata"].items()
         }
         if conflicts := [key for key, kind in kinds.items() if table.kinds.get(key, kind) != kind]:
             raise IntegrityError(f"{source}: ranks have {conflicts[0]!r} of different types")
-        pieces = list(_pieces(source, inert))
-        _check_sizes(source, inert, [kind for kind in kinds.values() if kind])
-        table.paths |= inert.state.get("planner_data") or {}
+        pieces = list(_pieces(source, inert_table))
+        _check_sizes(source, inert_table, [kind for kind in kinds.values() if kind])
+        table.paths |= inert_table.state.get("planner_data") or {}
         table.files |= {
-            info.state["relative_path"] for info in inert.state["storage_data"].values()
+            info.state["relative_path"] for info in inert_table.state["storage_data"].values()
         }
-        for key, info in inert.state["storage_data"].items():
+        for key, info in inert_table.state["storage_data"].items():
             table.nbytes[str(key.state["fqn"])] += int(info.state["length"])
     known_places = {(piece.name, piece.offsets) for piece in table.pieces}
     table.kinds |= kinds
@@ -146,7 +148,7 @@ def _add_table(table: _Table, source: str, name: str) -> None:
         table.notes += [note] if note not in table.notes else []
 
 
-def _fill(
+def _read_entries(
     source: str, table: _Table, tensors: dict[str, torch.Tensor], joiner: Joiner
 ) -> tuple[dict[str, Any], list[str]]:
     """Read all entries of a folder into ``tensors``, and return the other values and
@@ -155,13 +157,13 @@ def _fill(
     If the table names another dtype than the entries of a tensor have, the tensor gets a new one of
     their dtype. DCP's planner writes such tables from a plan that it has cached.
     """
-    flat: dict[str, Any] = {}
+    other_values: dict[str, Any] = {}
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     notes = list(table.notes)
     for piece in table.pieces:
         name = piece.name
         if name not in tensors:
-            flat[name] = load_entry(piece.path, piece.start, piece.nbytes, name)
+            other_values[name] = load_entry(piece.path, piece.start, piece.nbytes, name)
             continue
         part = joiner.load(piece.path, piece.start, piece.nbytes, name)
         if not boxes[name] and _has_other_dtype(tensors[name], part, table.nbytes[name]):
@@ -171,11 +173,11 @@ def _fill(
             )
             dtype = str(part.dtype).removeprefix("torch.")
             tensors |= joiner.make({name: (dtype, tuple(tensors[name].shape))})
-        boxes[name].append(_put(joiner, name, tensors[name], piece, part))
+        boxes[name].append(_put_piece(joiner, name, tensors[name], piece, part))
     for name, tensor in tensors.items():
         if fault := tiling_fault(tuple(tensor.shape), boxes[name]):
             raise IntegrityError(f"{source}: the parts of {name!r} are wrong: {fault}")
-    return flat, notes
+    return other_values, notes
 
 
 def _has_other_dtype(whole: torch.Tensor, part: torch.Tensor, nbytes: int) -> bool:
@@ -224,10 +226,10 @@ def _kind(name: str, item: Inert) -> _Kind | None:
         raise UnsupportedValue(
             name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold"
         )
-    return dtype, _numbers(item.state["size"])
+    return dtype, _checked_numbers(item.state["size"])
 
 
-def _numbers(size: Any) -> tuple[int, ...]:
+def _checked_numbers(size: Any) -> tuple[int, ...]:
     """Return the numbers of ``size``, which is the ``Inert`` of a ``torch.Size``, or a sequence.
 
     Raises:
@@ -257,12 +259,12 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[_Kind]) -> None:
     Otherwise a forged table of contents could make the process allocate more memory than the files
     have bytes.
     """
-    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    ranges_by_name: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for info in table.state["storage_data"].values():
         start, length = int(info.state["offset"]), int(info.state["length"])
-        places[check_name(source, info.state["relative_path"])].append((start, length))
+        ranges_by_name[check_name(source, info.state["relative_path"])].append((start, length))
     entry_bytes = 0
-    for name, ranges in places.items():
+    for name, ranges in ranges_by_name.items():
         position = 0
         for start, length in sorted(ranges):
             if start < position or length < 0:
@@ -290,14 +292,16 @@ def _pieces(source: str, table: Inert) -> Iterator[_Piece]:
             )
         yield _Piece(
             name,
-            _numbers(offset) if offset is not None else (),
+            _checked_numbers(offset) if offset is not None else (),
             os.path.join(source, check_name(source, place["relative_path"])),
             int(place["offset"]),
             int(place["length"]),
         )
 
 
-def _put(joiner: Joiner, name: str, whole: torch.Tensor, piece: _Piece, part: torch.Tensor) -> Box:
+def _put_piece(
+    joiner: Joiner, name: str, whole: torch.Tensor, piece: _Piece, part: torch.Tensor
+) -> Box:
     """Make ``part`` the values of the tensor ``whole`` at the position of ``piece``, and return the
     box that it fills. ``name`` is the name of the tensor in errors.
 

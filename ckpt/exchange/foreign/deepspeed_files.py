@@ -16,7 +16,7 @@ import torch
 
 from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange.foreign.contents import EngineOptimizer, check_name
-from ckpt.exchange.foreign.folder_kind import engine_file, step_of_zero
+from ckpt.exchange.foreign.folder_kind import engine_file, zero_step_text
 from ckpt.exchange.foreign.library_folders import LibraryFolder
 from ckpt.exchange.inert import inert_torch
 from ckpt.exchange.inert.inert_pickle import holds_inert
@@ -49,18 +49,18 @@ def read_universal(source: str) -> LibraryFolder:
     folder = LibraryFolder("deepspeed", files=[engine_name, "zero"])
     try:
         engine = inert_torch.read_file(os.path.join(source, engine_name))
-        common = inert_torch.read_file(os.path.join(source, "zero", "optimizer_state.pt"))
-        parameters = _Parameters(os.path.join(source, "zero"), engine["param_shapes"])
+        common_state = inert_torch.read_file(os.path.join(source, "zero", "optimizer_state.pt"))
+        parameters = _ParameterFolders(os.path.join(source, "zero"), engine["param_shapes"])
         folder.state["model"] = _weights(source, engine, parameters)
-        if (optimizer := _optimizer(common, parameters)) is not None:
-            folder.state["optimizer"] = EngineOptimizer(optimizer, _extra(engine))
+        if (optimizer := _optimizer(common_state, parameters)) is not None:
+            folder.state["optimizer"] = EngineOptimizer(optimizer, _extra_values(engine))
         else:
             folder.notes.append(
                 "the optimizer is not taken, since the files do not say which parameters are in "
                 "each of its groups: load the folder with engine.load_checkpoint(), and save "
                 "zero_state(engine) of ckpt.integrations.deepspeed"
             )
-        _put_rest(folder, engine)
+        _put_other_values(folder, engine)
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise IntegrityError(
             f"{source} is not a universal checkpoint as DeepSpeed writes it: {error!r}"
@@ -78,22 +78,22 @@ def engine_notes(path: str, state: Mapping[str, Any]) -> list[str]:
     module, groups = state.get("module"), state.get("param_shapes")
     if not isinstance(module, Mapping) or not isinstance(groups, list) or state.get("optimizer"):
         return []
-    if empty := _without_elements(module, state):
-        raise ConfigError(f"{path} has no elements of {empty!r}: {step_of_zero(path)}")
+    if empty_name := _name_without_elements(module, state):
+        raise ConfigError(f"{path} has no elements of {empty_name!r}: {zero_step_text(path)}")
     dtypes = {
         str(tensor.dtype).removeprefix("torch.") for tensor in module.values() if _is_float(tensor)
     }
     return [
         f"{path} has the {' and '.join(sorted(dtypes))} weights that DeepSpeed's engine computes "
         "with; the fp32 weights and the optimizer's state are in the files of the ranks, which are "
-        f"left aside: {step_of_zero(path)}"
+        f"left aside: {zero_step_text(path)}"
     ]
 
 
 _MOST_COPIED_BYTES: Final = 1 << 20
 
 
-class _Parameters:
+class _ParameterFolders:
     """The folder ``zero``, with a folder for each parameter.
 
     Attributes:
@@ -136,7 +136,7 @@ class _Parameters:
         return tensor.reshape(shape) if is_flat else tensor
 
 
-def _weights(source: str, engine: Mapping[str, Any], parameters: _Parameters) -> State:
+def _weights(source: str, engine: Mapping[str, Any], parameters: _ParameterFolders) -> State:
     """Return the entries of the module, with the fp32 weights of the trained parameters."""
     ties: Mapping[str, str] = engine.get("shared_params") or {}
     module: Mapping[str, torch.Tensor] = engine["module"]
@@ -149,16 +149,16 @@ def _weights(source: str, engine: Mapping[str, Any], parameters: _Parameters) ->
         for name, value in module.items()
     }
     weights |= {name: weights[target] for name, target in ties.items()}
-    if empty := _without_elements(weights, engine):
+    if empty_name := _name_without_elements(weights, engine):
         raise ConfigError(
-            f"{source} has no elements of {empty!r}, which is not trained: python zero_to_fp32.py "
-            "RUN fp32, in the run that the folder was made of, writes the whole weights, and ckpt "
-            "import fp32 ROOT --step N takes them"
+            f"{source} has no elements of {empty_name!r}, which is not trained: python "
+            "zero_to_fp32.py RUN fp32, in the run that the folder was made of, writes the whole "
+            "weights, and ckpt import fp32 ROOT --step N takes them"
         )
     return weights
 
 
-def _without_elements(module: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+def _name_without_elements(module: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
     """Return the name of a tensor in ``module`` that should have elements, and has none; empty if
     there is no such tensor.
     """
@@ -177,21 +177,21 @@ def _without_elements(module: Mapping[str, Any], engine: Mapping[str, Any]) -> s
     )
 
 
-def _optimizer(common: Mapping[str, Any], parameters: _Parameters) -> State | None:
+def _optimizer(common_state: Mapping[str, Any], parameters: _ParameterFolders) -> State | None:
     """Return the state dict of the optimizer, with the names of its parameters; None if the files
     do not say which parameters are in each of its groups.
 
     Args:
-        common: What all parameters have in common. ZeRO 3 has the step there.
+        common_state: What all parameters have in common. ZeRO 3 has the step there.
         parameters: The parameters.
     """
-    groups: list[Mapping[str, Any]] = common["param_groups"]
-    names = [list(group) for group in parameters.groups]
+    groups: list[Mapping[str, Any]] = common_state["param_groups"]
+    names_by_group = [list(group) for group in parameters.groups]
     if len(groups) == 1:  # ZeRO 3 cuts a large group into parts
-        names = [[name for part in names for name in part]]
-    if len(groups) != len(names):
+        names_by_group = [[name for part in names_by_group for name in part]]
+    if len(groups) != len(names_by_group):
         return None
-    states: Mapping[Any, Mapping[str, Any]] = common.get("optimizer_state_dict", {}).get(
+    states: Mapping[Any, Mapping[str, Any]] = common_state.get("optimizer_state_dict", {}).get(
         "state", {}
     )
     common_values = {
@@ -201,19 +201,21 @@ def _optimizer(common: Mapping[str, Any], parameters: _Parameters) -> State | No
     }
     return {
         "state": {
-            name: common_values | parameters.moments(name) for group in names for name in group
+            name: common_values | parameters.moments(name)
+            for group in names_by_group
+            for name in group
         },
         "param_groups": [
             {
                 **{key: value for key, value in group.items() if not holds_inert(value)},
                 "params": parameter_names,
             }
-            for group, parameter_names in zip(groups, names, strict=True)
+            for group, parameter_names in zip(groups, names_by_group, strict=True)
         ],
     }
 
 
-def _extra(engine: Mapping[str, Any]) -> State:
+def _extra_values(engine: Mapping[str, Any]) -> State:
     """Return what ``zero_state`` restores into an engine besides the state of the parameters: the
     counters, and the learning rate schedule if the engine had made it by its configuration.
     """
@@ -228,7 +230,7 @@ def _extra(engine: Mapping[str, Any]) -> State:
     return extra
 
 
-def _put_rest(folder: LibraryFolder, engine: Mapping[str, Any]) -> None:
+def _put_other_values(folder: LibraryFolder, engine: Mapping[str, Any]) -> None:
     """Put the scheduler and the plain values of the engine into the state."""
     schedule = engine.get("lr_scheduler")
     if isinstance(schedule, dict):

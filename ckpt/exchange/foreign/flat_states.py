@@ -19,7 +19,7 @@ State = dict[str, Any]
 _OPTIMIZER_KEYS: Final = ("state", "param_groups")
 
 
-def unflatten(state: Mapping[str, Any]) -> tuple[State, list[str]]:
+def unflatten_optimizers(state: Mapping[str, Any]) -> tuple[State, list[str]]:
     """Return ``state`` with the state dict of an optimizer in place of each flat one.
 
     If the parameters of such an optimizer are tensors at the top level of the state, all tensors at
@@ -31,20 +31,22 @@ def unflatten(state: Mapping[str, Any]) -> tuple[State, list[str]]:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     mappings = [value for value in state.values() if isinstance(value, Mapping)]
     parameter_names = {str(key) for value in (tensors, *mappings) for key in value}
-    flat = {
-        name: _optimizer(value, parameter_names) for name, value in state.items() if _is_flat(value)
+    optimizers = {
+        name: _unflatten_optimizer(value, parameter_names)
+        for name, value in state.items()
+        if _is_flat(value)
     }
-    new_state = {**state, **flat}
-    names = {
+    new_state = {**state, **optimizers}
+    used_names = {
         parameter
-        for value in flat.values()
+        for value in optimizers.values()
         for group in value["param_groups"]
         for parameter in group["params"]
     }
-    if not names or not names <= tensors.keys() or "model" in state:
+    if not used_names or not used_names <= tensors.keys() or "model" in state:
         return new_state, []
     rest = {name: value for name, value in new_state.items() if name not in tensors}
-    note = f"the {len(tensors)} tensors beside {', '.join(map(repr, flat))} are 'model' now"
+    note = f"the {len(tensors)} tensors beside {', '.join(map(repr, optimizers))} are 'model' now"
     return {"model": tensors, **rest}, [note]
 
 
@@ -56,7 +58,7 @@ def _is_flat(value: Any) -> bool:
     )
 
 
-def _optimizer(flat: Mapping[str, Any], parameter_names: Collection[str]) -> State:
+def _unflatten_optimizer(flat: Mapping[str, Any], parameter_names: Collection[str]) -> State:
     """Return the state dict of an optimizer, with a group for all parameters of equal settings.
 
     Args:

@@ -15,7 +15,9 @@ from typing import Final
 
 Paths = Collection[str]
 
-_ZERO_PART: Final = re.compile(r"(?:.*/)?(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
+_ZERO_RANK_FILE: Final = re.compile(
+    r"(?:.*/)?(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt"
+)
 _ENGINE_FILE: Final = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
 _COMMON_FILE: Final = "zero/optimizer_state.pt"
 _MODEL_FILE: Final = re.compile(
@@ -78,22 +80,22 @@ def engine_file(names: Paths) -> str:
     return min(filter(_ENGINE_FILE.fullmatch, names))
 
 
-def step_of_zero(path: str) -> str:
-    """Return a text for an error about a step of DeepSpeed's ZeRO: its folder, or a file in it."""
+def zero_step_text(path: str) -> str:
+    """Return the text of an error about a step of DeepSpeed's ZeRO: its folder, or a file in it."""
     path = os.path.abspath(path)
     return _ZERO_STEP.text(path if os.path.isdir(path) else os.path.dirname(path))
 
 
-def unreadable_file(path: str) -> str | None:
+def refused_file_text(path: str) -> str | None:
     """Return a text for an error if ``path`` is a file that an import refuses."""
     folder, name = os.path.split(path)
     if name.endswith(".distcp"):
         return f"{path} is one file of torch.distributed.checkpoint: name {folder or '.'}"
-    if not _ZERO_PART.fullmatch(name):
+    if not _ZERO_RANK_FILE.fullmatch(name):
         return None
     if "zero" in os.listdir(folder or "."):
         return f"{path} is one file of a universal checkpoint of DeepSpeed: name {folder or '.'}"
-    return f"{path} has the part of one rank: {step_of_zero(path)}"
+    return f"{path} has the part of one rank: {zero_step_text(path)}"
 
 
 def folder_notes(paths: Paths) -> list[str]:
@@ -118,7 +120,7 @@ def _contains(*names: str) -> Callable[[Paths], bool]:
 
 
 def _is_zero_tag(paths: Paths) -> bool:
-    return any("/" not in path and _ZERO_PART.fullmatch(path) for path in paths)
+    return any("/" not in path and _ZERO_RANK_FILE.fullmatch(path) for path in paths)
 
 
 def _is_deepspeed_run(paths: Paths) -> bool:

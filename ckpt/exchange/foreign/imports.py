@@ -2,7 +2,8 @@
 ``CheckpointManager.restore`` can load.
 
 The manager saves the objects that ``ckpt.exchange.foreign.shaper`` makes of the state as any other
-state.
+state. A *joiner* makes whole tensors of the parts that files have: that of an import, a ``Copier``,
+copies the parts to a scratch file.
 """
 
 from __future__ import annotations
@@ -80,19 +81,19 @@ def import_checkpoint(
     """
     source = foreign.path
     with closing(open_backend(tier.url, tier.options)) as backend:
-        check_apart(source, backend.url)
+        check_root_is_apart(source, backend.url)
         if foreign.kind:
             check_kind(source, foreign.kind)
         kind = foreign.kind or kind_of(source)
-        check_free(backend.url, step, (list_attempts or partial(committed, backend))())
-        local = backend.url if is_folder(backend.url) else None
+        check_step_is_new(backend.url, step, (list_attempts or partial(committed, backend))())
+        local_root = backend.url if is_folder(backend.url) else None
     report = ImportReport(kind=kind)
     # With another ``every``, the tier might not take the step. With the other settings, its
     # retention would remove other steps after the import.
     import_tier = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
-    with _make_folder(local) as scratch:
+    with _make_folder(local_root) as scratch:
         with without_warnings():
             state = read_foreign(foreign, report, Copier(scratch))
         metadata: dict[str, Any] = {
@@ -101,7 +102,7 @@ def import_checkpoint(
         }
         shaper = Shaper(report, foreign.plain, foreign.parameter_names)
         objects = shaper.shape(state)
-        shaper.note_equal(digest_of)
+        shaper.note_equal_tensors(digest_of)
         metadata |= metadata_of(shaper)
         settings = SaveConfig(slots=1, overlap="off", journal=False)
         with CheckpointManager(import_tier, config=settings, metadata=metadata) as manager:
@@ -135,7 +136,7 @@ def metadata_of(shaper: Shaper) -> dict[str, Any]:
     return {**prefix, EQUAL: shaper.equal} if shaper.equal else prefix
 
 
-def check_free(root: str, step: int, refs: Sequence[StepRef]) -> None:
+def check_step_is_new(root: str, step: int, refs: Sequence[StepRef]) -> None:
     """Raise ``CommitError`` if ``refs``, the attempts in ``root``, have the step or a later one."""
     if any(ref.step == step for ref in refs):
         raise StepExists(step, root, way=NEW_NUMBER)
@@ -180,7 +181,7 @@ def _make_folder(folder: str | None) -> Generator[str | None]:
         raise
 
 
-def check_apart(source: str, root: str) -> None:
+def check_root_is_apart(source: str, root: str) -> None:
     """Raise ``ConfigError`` if ``source`` is a URL, or if ``root`` is the same folder or in it."""
     if not is_folder(source):
         raise ConfigError(f"{source} is a URL: copy it to a local folder first")

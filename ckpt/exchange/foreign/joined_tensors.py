@@ -1,7 +1,8 @@
 """Make whole tensors of the parts that the files of another program hold.
 
 An import copies the parts (`Copier`). An adoption notes where they are, and copies nothing
-(`Locator`).
+(`Locator`): its tensors are *stand-ins* without values, which have addresses of their own. The
+*kind* of a tensor is its dtype and its shape, and a `Span` is the place of its elements in a file.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Locator:
         self._block = memoryview(b"")  # Reserved memory that no tensor has yet
 
     def make(self, kinds: Mapping[str, Kind]) -> dict[str, torch.Tensor]:
-        return {name: self._empty(*kind) for name, kind in kinds.items()}
+        return {name: self._reserve_tensor(*kind) for name, kind in kinds.items()}
 
     def load(self, path: str, start: int, length: int, name: str) -> torch.Tensor:
         if path not in self._files:
@@ -172,7 +173,7 @@ class Locator:
         """Return a tensor that stands for the elements of ``span``. It is row-major, even if these
         are not.
         """
-        tensor = self._empty(span.dtype, span.shape)
+        tensor = self._reserve_tensor(span.dtype, span.shape)
         if tensor.numel():
             self._spans[tensor.data_ptr()] = span
         return tensor
@@ -193,7 +194,7 @@ class Locator:
         span = self._spans.get(tensor.data_ptr()) or self._maps.span(tensor)
         return tensor if span is None else span
 
-    def _empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _reserve_tensor(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a new tensor with an address of its own, in memory that is reserved and never
         used.
         """

@@ -3,7 +3,8 @@
 ``Trainer`` of transformers writes ``checkpoint-N`` and ``accelerator.save_state()`` writes a folder
 with a file for each object. The names here are those that the integrations of ckpt give to these
 objects: ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``rng``; the second object of a kind
-is ``model_1``. A checkpoint of Lightning is one file, whose parts get the same names.
+is ``model_1``. A checkpoint of Lightning is one file, whose parts get the same names. A function
+``read`` returns the state in one file, or in a folder of one state.
 """
 
 from __future__ import annotations
@@ -129,9 +130,13 @@ def _read_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolde
     for name in ("optimizer", "scheduler", "scaler"):
         if (part := f"{name}.pt") in names:
             _put(folder, name, read(os.path.join(source, part)), [part])
-    ranks = {int(match[1] or 0): name for name in names if (match := _TRAINER_RNG.fullmatch(name))}
-    _put_generators(folder, {rank: _read_rank_states(source, name) for rank, name in ranks.items()})
-    folder.files += ranks.values()
+    name_by_rank = {
+        int(match[1] or 0): name for name in names if (match := _TRAINER_RNG.fullmatch(name))
+    }
+    _put_generators(
+        folder, {rank: _read_rank_states(source, name) for rank, name in name_by_rank.items()}
+    )
+    folder.files += name_by_rank.values()
     with open_file(os.path.join(source, _TRAINER_FILE), is_part=False) as file:
         try:
             _put(folder, "trainer", file.read().decode(), [_TRAINER_FILE])
@@ -146,19 +151,19 @@ def _read_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolde
 def _read_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
     """Return the state of a folder that ``accelerator.save_state()`` has written."""
     folder = LibraryFolder("accelerate")
-    parts: dict[tuple[str, int], list[str]] = {}
+    files_by_object: dict[tuple[str, int], list[str]] = {}
     for name in names:
         for kind, pattern in _ACCELERATE_FILES:
             is_part = _is_readable(os.path.join(source, name))
             if is_part and (match := pattern.fullmatch(name)):
-                parts.setdefault((kind, int(match[1] or 0)), []).append(name)
-    if not any(kind == "model" for kind, _ in parts):
+                files_by_object.setdefault((kind, int(match[1] or 0)), []).append(name)
+    if not any(kind == "model" for kind, _ in files_by_object):
         raise ConfigError(
             f"{source} is a folder of accelerator.save_state() without a model that can be read: "
             "DeepSpeed writes zero_to_fp32.py into its folder, which makes a file of the weights, "
             "and Megatron-LM has checkpoints of its own"
         )
-    for (kind, number), files in parts.items():
+    for (kind, number), files in files_by_object.items():
         if len(files) > 1:
             raise ConfigError(
                 f"{source}: both {' and '.join(files)} hold number {number} of {kind!r}: import a "
@@ -169,10 +174,12 @@ def _read_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFo
         if kind in value and len(value) == 1:  # In DCP, the state is below its kind
             value = value[kind]
         _put(folder, entry, {"position": value} if kind == "loader" else value, files)
-    ranks = {int(match[1]): name for name in names if (match := _ACCELERATE_RNG.fullmatch(name))}
-    states = {rank: _read_rank_states(source, name) for rank, name in ranks.items()}
+    name_by_rank = {
+        int(match[1]): name for name in names if (match := _ACCELERATE_RNG.fullmatch(name))
+    }
+    states = {rank: _read_rank_states(source, name) for rank, name in name_by_rank.items()}
     _put_generators(folder, states)
-    folder.files += ranks.values()
+    folder.files += name_by_rank.values()
     match = _CHECKPOINT_NAME.fullmatch(os.path.basename(os.path.abspath(source)))
     steps = [state.get("step") for state in states.values()]
     counters = {"step": steps[0] if steps else 0, "iteration": int(match[1]) + 1 if match else 0}
@@ -192,7 +199,7 @@ def is_lightning(state: Any) -> bool:
     return isinstance(state, Mapping) and LIGHTNING_KEY in state and "state_dict" in state
 
 
-def named_lightning(state: Mapping[str, Any]) -> tuple[State, list[str]]:
+def rename_objects_of_lightning(state: Mapping[str, Any]) -> tuple[State, list[str]]:
     """Return the content of a checkpoint of Lightning under the names of its objects, with notes
     for the user. All other parts keep their names.
     """
@@ -250,9 +257,9 @@ def _put_generators(folder: LibraryFolder, states: Mapping[int, Mapping[str, Any
     """
     if not states:
         return
-    ranks = [_generators(states[rank]) for rank in sorted(states)]
-    if sorted(states) == list(range(len(states))) and all(ranks):
-        folder.state["rng"] = ranks
+    generators_by_rank = [_generator_states(states[rank]) for rank in sorted(states)]
+    if sorted(states) == list(range(len(states))) and all(generators_by_rank):
+        folder.state["rng"] = generators_by_rank
     else:
         folder.notes.append(
             f"the random generators of rank {', '.join(map(str, sorted(states)))} are not taken, "
@@ -260,7 +267,7 @@ def _put_generators(folder: LibraryFolder, states: Mapping[int, Mapping[str, Any
         )
 
 
-def _generators(state: Mapping[str, Any]) -> dict[str, Any]:
+def _generator_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the generators of one rank; empty if one is missing or unknown."""
     generators = {
         name: value

@@ -1,7 +1,9 @@
 """The data file for those parts of an adopted step that cannot be used where they are.
 
 These are parts whose bytes are not in row-major order in the foreign file, such as those of a
-tensor in ``channels_last``, and values that a reader had to compute.
+tensor in ``channels_last``, and values that a reader had to compute. An image is the content of a
+data file. The file has a header, and then the items of its plan: each is a box of a leaf, which is
+a tensor. A *sink* takes the chunks that are read.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class OwnPart:
                 )
             )
             start += nbytes
-        starts = [item.offset for item in self.plan.items]
+        item_starts = [item.offset for item in self.plan.items]
         read_item = lru_cache(maxsize=2)(self._read_item)  # A box may have many chunks
 
         def read(chunks: Sequence[ChunkRead], sink: Sink) -> None:
@@ -68,8 +70,8 @@ class OwnPart:
                 if begin < len(self.plan.header):
                     data = memoryview(self.plan.header)
                 else:
-                    position = bisect_right(starts, begin) - 1
-                    begin -= starts[position]
+                    position = bisect_right(item_starts, begin) - 1
+                    begin -= item_starts[position]
                     data = read_item(position)[begin : begin + chunk.nbytes]
                 sink.place(chunk, data)
 

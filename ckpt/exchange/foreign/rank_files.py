@@ -8,6 +8,10 @@ are those of the ranks, and if no count in them, such as the step of an optimize
 files do not say which rank has written them, their names must say "rank", or several kinds of files
 must have the same numbers. A job of one rank has no DTensors, and then all files of the folder end
 in 0.
+
+Files whose names differ only in the number are of one *kind*, and its *stem* is what these names
+begin with. A *joiner* makes whole tensors of their parts, and a *box* is the region of a tensor
+that a part fills.
 """
 
 from __future__ import annotations
@@ -42,11 +46,11 @@ _COUNT_KEYS: Final = ("step", "global_step", "epoch", "iteration")
 Load = Callable[[str], Any]
 
 
-def check_whole(state: Any, path: str) -> None:
+def check_not_of_one_rank(state: Any, path: str) -> None:
     """Raise ``ConfigError`` if a value in ``state``, the content of the file ``path``, is only a
     part of a tensor.
     """
-    if shard := next(_sharded(state), None):
+    if shard := next(_named_dtensors(state), None):
         name, _ = shard
         raise ConfigError(
             f"{path} holds one rank's part of {name!r}: name the folder that has the file of "
@@ -113,26 +117,28 @@ def read_rank_files(source: str, load: Load, joiner: Joiner) -> LibraryFolder | 
             contents[kind.stem] = load(os.path.join(source, kind.names[min(kind.names)]))
         except UnsupportedValue as error:
             folder.notes.append(f"the files of {kind.stem!r} are not taken: {error}")
-    sharded = {stem for stem, content in contents.items() if next(_sharded(content), None)}
-    if not sharded and not is_of_one_rank:
+    sharded_stems = {
+        stem for stem, content in contents.items() if next(_named_dtensors(content), None)
+    }
+    if not sharded_stems and not is_of_one_rank:
         return None
     for kind in kinds:
         if kind.stem not in contents:
             continue
         parts = {number: load(os.path.join(source, name)) for number, name in kind.names.items()}
         if not is_of_one_rank and (doubt := _doubt(kind, parts, kinds)):
-            if kind.stem in sharded:
+            if kind.stem in sharded_stems:
                 raise ConfigError(f"{source}: {doubt}")
             folder.notes.append(f"{kind.stem!r} is not taken: {doubt}")
             continue
         _check_ranks(source, kind, parts)
-        union = _Union(parts, joiner)
-        folder.state[kind.stem] = union.value
+        joined_files = _JoinedFiles(parts, joiner)
+        folder.state[kind.stem] = joined_files.value
         folder.files += kind.files
-        if union.different:
+        if joined_files.differing_paths:
             folder.notes.append(
-                f"{few(union.different, 3)} of {kind.stem!r} differ between the ranks: each is a "
-                "list of the tensors of all ranks now"
+                f"{few(joined_files.differing_paths, 3)} of {kind.stem!r} differ between the "
+                "ranks: each is a list of the tensors of all ranks now"
             )
     return folder
 
@@ -159,8 +165,8 @@ def _doubt(kind: _Kind, parts: Mapping[int, Any], kinds: Sequence[_Kind]) -> str
     writers = {
         number: rank
         for number, part in parts.items()
-        if (shard := next(_sharded(part), None))
-        and (rank := writer_of_mesh(shard[1].device_mesh)) is not None
+        if (named_dtensor := next(_named_dtensors(part), None))
+        and (rank := writer_of_mesh(named_dtensor[1].device_mesh)) is not None
     }
     for number, rank in sorted(writers.items()):
         if number != rank:
@@ -188,7 +194,7 @@ def _doubt(kind: _Kind, parts: Mapping[int, Any], kinds: Sequence[_Kind]) -> str
 
 def _check_ranks(source: str, kind: _Kind, parts: Mapping[int, Any]) -> None:
     """Raise ``IntegrityError`` if the file of a rank that has a part of a tensor is missing."""
-    for name, tensor in _sharded(parts[min(parts)]):
+    for name, tensor in _named_dtensors(parts[min(parts)]):
         if missing := {*ranks_of_mesh(tensor.device_mesh).flatten().tolist()} - parts.keys():
             raise IntegrityError(
                 f"{source}: rank {min(missing)} holds a part of {name!r}, and its file beside "
@@ -216,13 +222,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (is_plain and not value.ndim)
 
 
-class _Union:
+class _JoinedFiles:
     """Joins the contents of the files of all ranks.
 
     Attributes:
         value: The joined content. A value that is equal on all ranks is taken once. Values that
             differ are a list with that of each rank.
-        different: The paths of tensors that are such lists.
+        differing_paths: The paths of tensors that are such lists.
     """
 
     def __init__(self, parts: Mapping[int, Any], joiner: Joiner) -> None:
@@ -232,14 +238,14 @@ class _Union:
         self._tensors = joiner.make(
             {
                 name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                for name, tensor in _sharded(values[0])
+                for name, tensor in _named_dtensors(values[0])
             }
         )
-        self.different: list[str] = []
+        self.differing_paths: list[str] = []
         self.value = self._join("", values)
 
     def _join(self, path: str, values: Sequence[Any]) -> Any:
-        """Return the whole tensor at ``path``, made of the parts of all ranks."""
+        """Return the value at ``path`` that joins the ``values`` of all ranks."""
         reference = values[0]
         if isinstance(reference, DTensor):
             return self._whole(path, values)
@@ -260,7 +266,7 @@ class _Union:
         if _are_equal(values):
             return reference
         if any(isinstance(value, torch.Tensor) for value in values):
-            self.different.append(path)
+            self.differing_paths.append(path)
         return list(values)
 
     def _whole(self, path: str, values: Sequence[Any]) -> torch.Tensor:
@@ -288,16 +294,16 @@ class _Union:
         return whole
 
 
-def _sharded(value: Any, path: str = "") -> Iterator[tuple[str, DTensor]]:
+def _named_dtensors(value: Any, path: str = "") -> Iterator[tuple[str, DTensor]]:
     """Yield the DTensors in dicts and lists, with their paths."""
     if isinstance(value, DTensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _sharded(item, join(path, key))
+            yield from _named_dtensors(item, join(path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _sharded(item, join(path, str(index)))
+            yield from _named_dtensors(item, join(path, str(index)))
 
 
 def _are_equal(values: Sequence[Any]) -> bool:

@@ -1,7 +1,8 @@
 """Read a safetensors file or folder as one state: shards with an index, and parts of ranks.
 
 ``HuggingFaceStorageWriter(save_distributed=True)`` of torch writes a file for each rank. The header
-of such a file says where its tensors begin in the whole tensors, but not how large these are.
+of such a file says where its tensors begin in the whole tensors, but not how large these are. A
+*joiner* makes whole tensors of the parts.
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
             )
         return Contents(tensors | _ties(tensors, metadata))
     files = choose_files(source, "safetensors")
-    read = {
+    contents_by_file = {
         name: safetensors_reader.read_file(os.path.join(source, name), joiner.map_tensor)
         for name in files.names
     }
     parts = {
         name: (tensors, metadata)
-        for name, (tensors, metadata) in read.items()
+        for name, (tensors, metadata) in contents_by_file.items()
         if _SHARDING_KEY in metadata
     }
     if parts:
-        if len(parts) < len(read):
+        if len(parts) < len(contents_by_file):
             raise ConfigError(
                 f"{source} holds the parts of ranks and whole files: move "
-                f"{', '.join(sorted(read.keys() - parts.keys())[:3])} to another folder, or "
-                "import it by its name"
+                f"{', '.join(sorted(contents_by_file.keys() - parts.keys())[:3])} to another "
+                "folder, or import it by its name"
             )
         ranks = {match[1] if (match := _RANK_FILE.fullmatch(name)) else name for name in parts}
         note = (
@@ -72,11 +73,13 @@ def read_safetensors(source: str, joiner: Joiner) -> Contents:
         )
         file_names = [*parts, *files.tables]  # A table is an index of files, in JSON
         return Contents(_join(source, parts, joiner), file_names, [*files.notes, note])
-    state = merge(source, ((name, tensors) for name, (tensors, _) in read.items()))
+    state = merge(source, ((name, tensors) for name, (tensors, _) in contents_by_file.items()))
     common_metadata = {
-        key: value for _, metadata in read.values() for key, value in metadata.items()
+        key: value for _, metadata in contents_by_file.values() for key, value in metadata.items()
     }
-    return Contents(state | _ties(state, common_metadata), [*read, *files.tables], [*files.notes])
+    return Contents(
+        state | _ties(state, common_metadata), [*contents_by_file, *files.tables], [*files.notes]
+    )
 
 
 def _ties(state: State, metadata: Mapping[str, str]) -> State:
@@ -119,29 +122,29 @@ def choose_files(folder: str, suffix: str) -> WeightFiles:
     """
     present = sorted(name for name in os.listdir(folder) if name.endswith(f".{suffix}"))
     model_files = [name for name in present if not name.startswith(_ADAPTER)]
-    table, index_names = _read_index(folder, suffix)
-    if not table:
+    index_file, index_names = _read_index(folder, suffix)
+    if not index_file:
         return WeightFiles(model_files or present)
-    single_file = table.removesuffix(".index.json")
+    single_file = index_file.removesuffix(".index.json")
     missing = [name for name in index_names if not os.path.exists(os.path.join(folder, name))]
     if single_file in present and single_file not in index_names:
         if missing:
             note = (
-                f"{table} names {missing[0]}, which is missing: {single_file} is taken, as "
+                f"{index_file} names {missing[0]}, which is missing: {single_file} is taken, as "
                 "transformers does"
             )
             return WeightFiles([single_file], has_index=True, notes=(note,))
         note = (
-            f"the files of {table} are taken; transformers loads {single_file}, which is not: to "
-            f"import it, name {os.path.join(folder, single_file)}"
+            f"the files of {index_file} are taken; transformers loads {single_file}, which is not: "
+            f"to import it, name {os.path.join(folder, single_file)}"
         )
-        return WeightFiles(index_names, has_index=True, tables=(table,), notes=(note,))
+        return WeightFiles(index_names, has_index=True, tables=(index_file,), notes=(note,))
     if missing:
         raise IntegrityError(
-            f"{os.path.join(folder, missing[0])} is missing, which {table} names: bring it back, "
-            f"or remove {table} to import the files that are there"
+            f"{os.path.join(folder, missing[0])} is missing, which {index_file} names: bring it "
+            f"back, or remove {index_file} to import the files that are there"
         )
-    return WeightFiles(index_names, has_index=True, tables=(table,))
+    return WeightFiles(index_names, has_index=True, tables=(index_file,))
 
 
 def _read_index(folder: str, suffix: str) -> tuple[str, list[str]]:
@@ -160,8 +163,7 @@ def _read_index(folder: str, suffix: str) -> tuple[str, list[str]]:
     if len(index_files) > 1:
         raise ConfigError(
             f"{folder} holds more than one index: {', '.join(index_files)}: move one of them and "
-            "its "
-            "files to a folder of their own"
+            "its files to a folder of their own"
         )
     try:
         with open_file(os.path.join(folder, index_files[0]), is_part=False) as file:
@@ -185,15 +187,15 @@ def _join(
         IntegrityError: The part of a rank is missing, or parts overlap or leave gaps.
     """
     _check_ranks(folder, list(parts))
-    pieces: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = defaultdict(list)
+    pieces_by_key: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = defaultdict(list)
     for name, (tensors, metadata) in parts.items():
         for key, offsets in _offsets(name, metadata).items():
             if key not in tensors or len(offsets) != tensors[key].ndim:
                 raise IntegrityError(f"{name} has no part of {key!r} as its header says")
-            pieces[key].append((offsets, tensors[key]))
+            pieces_by_key[key].append((offsets, tensors[key]))
         if rest := tensors.keys() - _offsets(name, metadata).keys():
             raise IntegrityError(f"{name} does not say where its part of {min(rest)!r} is")
-    return {key: _whole(folder, key, placements, joiner) for key, placements in pieces.items()}
+    return {key: _whole(folder, key, pieces, joiner) for key, pieces in pieces_by_key.items()}
 
 
 def _check_ranks(folder: str, names: Sequence[str]) -> None:

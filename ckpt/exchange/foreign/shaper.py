@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.exchange.foreign import wrapper_names
 from ckpt.exchange.foreign.contents import EngineOptimizer, State
-from ckpt.exchange.foreign.flat_states import unflatten
+from ckpt.exchange.foreign.flat_states import unflatten_optimizers
 from ckpt.exchange.inert.torch_reader import has_bytes
 from ckpt.model.checksum import checksum
 from ckpt.staging.image import copyable
@@ -31,7 +31,7 @@ _BUFFER_NAME: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_t
 _ALIASES: Final = {"state_dict": "model", "module": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
-_BY_FILE: Final = "by the names given"
+_BY_GIVEN_NAMES: Final = "by the names given"
 _COMMON_WORDS: Final = frozenset(
     ("model", "module", "net", "network", "opt", "optim", "optimizer", "state", "dict")
 )
@@ -80,6 +80,12 @@ class Shaper:
     """Replace the state dicts of modules and optimizers at the top level of a state with objects
     that the manager saves as modules and optimizers.
 
+    Args:
+        report: Gets notes for the user, and a text for each entry of the state.
+        plain: The names of dicts of tensors that must stay dicts.
+        names: The names of the parameters that the user gives, in the order in which the optimizer
+            got them; None if there are none.
+
     Attributes:
         without_prefix: The modules whose names have lost the prefix of DDP.
         equal: The name of a tensor -> the name of one that is equal to it.
@@ -106,7 +112,7 @@ class Shaper:
             raise ConfigError(
                 f"--plain {unknown[0]}: the source holds {', '.join(map(repr, sorted(state)[:10]))}"
             )
-        state, notes = unflatten(state)
+        state, notes = unflatten_optimizers(state)
         self._report.notes += notes
         if _is_module(state) and not self._plain:
             state = {_MODEL: state}
@@ -137,14 +143,14 @@ class Shaper:
         """
         new_state: State = {}
         for name, value in state.items():
-            short = _ALIASES.get(name, name.removesuffix("_state_dict") or name)
+            new_name = _ALIASES.get(name, name.removesuffix("_state_dict") or name)
             if (
-                short != name
+                new_name != name
                 and (_is_module(value) or _is_optimizer(value))
-                and short not in state | new_state
+                and new_name not in state | new_state
             ):
-                self._report.notes.append(f"{name!r} is {short!r} now")
-                new_state[short] = value
+                self._report.notes.append(f"{name!r} is {new_name!r} now")
+                new_state[new_name] = value
             else:
                 new_state[name] = value
         return new_state
@@ -160,14 +166,14 @@ class Shaper:
             self.without_prefix.append(name)
         return {names[key]: value for key, value in values.items()}
 
-    def note_equal(self, digest: Callable[[torch.Tensor], str]) -> None:
+    def note_equal_tensors(self, digest: Callable[[torch.Tensor], str]) -> None:
         """Note in ``equal`` the tensors of modules that are equal to another one to the bit. Call
         it after ``shape``. ``digest`` returns a checksum of the elements of a tensor.
         """
         for name, entries in self._modules.items():
-            self._note_equal(name, entries, digest)
+            self._note_equal_in(name, entries, digest)
 
-    def _note_equal(
+    def _note_equal_in(
         self, name: str, entries: Mapping[str, Any], digest: Callable[[torch.Tensor], str]
     ) -> None:
         """Note the tensors of a module that are equal to another one to the bit.
@@ -176,7 +182,7 @@ class Shaper:
         the module that a restore fills. So both are saved, and a module that ties them may take
         either. Tensors of one dimension are left out: many are equal, and none are tied.
         """
-        keys: dict[tuple[torch.dtype, torch.Size, str], str] = {}
+        key_by_content: dict[tuple[torch.dtype, torch.Size, str], str] = {}
         for key, value in sorted(entries.items()):
             if (
                 isinstance(value, torch.Tensor)
@@ -184,7 +190,9 @@ class Shaper:
                 and value.ndim > 1
                 and value.numel()
             ):
-                equal_key = keys.setdefault((value.dtype, value.shape, digest(value)), key)
+                equal_key = key_by_content.setdefault(
+                    (value.dtype, value.shape, digest(value)), key
+                )
                 if equal_key != key:
                     self.equal[f"{name}/{key}"] = f"{name}/{equal_key}"
 
@@ -230,13 +238,16 @@ class Shaper:
             value: The state dict of the optimizer.
             ids: The names or numbers of its parameters, in order.
         """
+        # ``origin`` says in words how the names were found, or why they were not.
         names_by_module, origin = self._names_by_module(value, ids)
         if len(names_by_module) > 1:
-            names_by_module, origin = self._choose(name, names_by_module, origin)
-        if not names_by_module and (owners := self._owners(value, ids)):
-            modules = " and ".join(map(repr, dict.fromkeys(module for module, _ in owners)))
+            names_by_module, origin = self._choose_module(name, names_by_module, origin)
+        if not names_by_module and (modules_and_names := self._modules_and_names(value, ids)):
+            modules = " and ".join(
+                map(repr, dict.fromkeys(module for module, _ in modules_and_names))
+            )
             self._report.names[name] = f"optimizer of {len(ids)} parameters of {modules}, by name"
-            return [self._parameter(*owner) for owner in owners]
+            return [self._parameter(*owner) for owner in modules_and_names]
         if not names_by_module:
             self._report.names[name] = f"optimizer of {len(ids)} parameters, by place"
             self._report.notes.append(
@@ -257,14 +268,14 @@ class Shaper:
         parameter: nn.Parameter = entries[name]
         return parameter
 
-    def _owners(self, value: Mapping[str, Any], ids: list[Any]) -> list[tuple[str, str]]:
+    def _modules_and_names(self, value: Mapping[str, Any], ids: list[Any]) -> list[tuple[str, str]]:
         """Return the module and the name of each parameter of an optimizer over several modules.
         The result is empty if a parameter has no name, or if no module or several modules have it.
 
         A name may begin with that of the module: ``critic/0.weight``.
         """
         parameter_names, _ = self._names_of(value, ids) or ([], "")
-        owners: list[tuple[str, str]] = []
+        modules_and_names: list[tuple[str, str]] = []
         for parameter_name in parameter_names:
             matches = [
                 (module, name)
@@ -274,10 +285,10 @@ class Shaper:
             ]
             if len(matches) != 1:
                 return []
-            owners += matches
-        return owners
+            modules_and_names += matches
+        return modules_and_names
 
-    def _choose(
+    def _choose_module(
         self, name: str, names_by_module: dict[str, list[str]], origin: str
     ) -> tuple[dict[str, list[str]], str]:
         """Return the module of ``names_by_module`` that an optimizer is named after, with the
@@ -304,7 +315,7 @@ class Shaper:
         """
         if names_and_origin := self._names_of(value, ids):
             names, origin = names_and_origin
-            if origin == _BY_FILE:
+            if origin == _BY_GIVEN_NAMES:
                 self._check_shapes(names, ids, value["state"])
             names_by_module = {
                 module: names
@@ -320,7 +331,7 @@ class Shaper:
                 f"has {missing_name!r} among its parameters, which no module of the source has",
             )
         candidates = {
-            module: _in_order(entries, ids, value["state"])
+            module: _names_in_order(entries, ids, value["state"])
             for module, entries in self._modules.items()
         }
         names_by_module = {module: names for module, names in candidates.items() if names}
@@ -329,7 +340,7 @@ class Shaper:
         if len(value["param_groups"]) > 1:
             return {}, "names its parameters by number, and their groups have an order of their own"
         for module, names in names_by_module.items():
-            if pair := _exchangeable(self._modules[module], names, ids, value["state"]):
+            if pair := _exchangeable_names(self._modules[module], names, ids, value["state"]):
                 name_a, name_b = pair
                 return {}, (
                     f"names its parameters by number, and can have {name_a!r} and {name_b!r} of "
@@ -344,10 +355,10 @@ class Shaper:
         The arguments are those of ``_parameters``.
         """
         if all(isinstance(name, str) for name in ids):
-            return self._clean([str(name) for name in ids]), "by name"
+            return self._unwrap_names([str(name) for name in ids]), "by name"
         groups = value["param_groups"]
         if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
-            return self._clean(
+            return self._unwrap_names(
                 [name for group in groups for name in group["param_names"]]
             ), "by name"
         if self._names is None:
@@ -359,7 +370,7 @@ class Shaper:
             )
         if doubles := [name for name, count in Counter(self._names).items() if count > 1]:
             raise ConfigError(f"--param-names has {doubles[0]!r} twice: a parameter has one line")
-        return self._clean(self._names), _BY_FILE
+        return self._unwrap_names(self._names), _BY_GIVEN_NAMES
 
     def _check_shapes(self, names: Sequence[str], ids: list[Any], state: Mapping[Any, Any]) -> None:
         """Raise an error if the ``names`` that the user gives are in another order than ``ids``, as
@@ -374,7 +385,7 @@ class Shaper:
                     "parameters in optimizer.param_groups, which may not be that of the model"
                 )
 
-    def _clean(self, names: Sequence[str]) -> list[str]:
+    def _unwrap_names(self, names: Sequence[str]) -> list[str]:
         """Return the names of parameters as the modules have them.
 
         What wrappers have inserted, such as "module.", is removed if a module has the name without
@@ -440,7 +451,9 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:
+def _names_in_order(
+    entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]
+) -> list[str]:
     """Return the names of the parameters in a module's state dict, if these can be the parameters
     of an optimizer in the same order. Otherwise return an empty list.
 
@@ -453,16 +466,16 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
         ids: The names or numbers of the optimizer's parameters, in order.
         state: ``state`` of the optimizer's state dict.
     """
-    places: set[tuple[int, tuple[int, ...]]] = set()
+    known_places: set[tuple[int, tuple[int, ...]]] = set()
     names: list[str] = []
     for name, value in entries.items():
         if isinstance(value, torch.Tensor) and not _BUFFER_NAME.search(name):
             if not has_bytes(value):
                 return []
             place = (value.data_ptr(), tuple(value.shape))
-            if value.numel() == 0 or place not in places:  # A tied parameter counts once
+            if value.numel() == 0 or place not in known_places:  # A tied parameter counts once
                 names.append(name)
-            places.add(place)
+            known_places.add(place)
     if len(names) != len(ids):
         return []
     state_by_id = {str(key): values for key, values in state.items()}
@@ -481,49 +494,49 @@ def _order_error(
     The tensors of one key, such as ``exp_avg``, prove it if they have the shapes of the parameters
     that have one, but in another order. An optimizer may also keep tensors of other shapes.
 
-    The arguments are those of ``_exchangeable``.
+    The arguments are those of ``_exchangeable_names``.
     """
     state_by_id = {str(key): values for key, values in state.items()}
     all_values = [state_by_id.get(str(parameter_id), {}) for parameter_id in ids]
     for key in dict.fromkeys(chain.from_iterable(all_values)):
         tensors = [values.get(key) for values in all_values]
-        pairs = [
-            (place, list(entries[names[place]].shape), list(tensor.shape))
-            for place, tensor in enumerate(tensors)
+        shapes = [
+            (index, list(entries[names[index]].shape), list(tensor.shape))
+            for index, tensor in enumerate(tensors)
             if isinstance(tensor, torch.Tensor)
         ]
-        if sorted(shape for _, shape, _ in pairs) != sorted(shape for *_, shape in pairs):
+        if sorted(shape for _, shape, _ in shapes) != sorted(shape for *_, shape in shapes):
             continue
-        for place, shape, state_shape in pairs:
+        for index, shape, state_shape in shapes:
             if shape != state_shape:
                 return (
-                    f"the name {names[place]!r} to parameter {place + 1} of the optimizer, whose "
+                    f"the name {names[index]!r} to parameter {index + 1} of the optimizer, whose "
                     f"{key!r} has the shape {state_shape}, and not {shape}"
                 )
     return ""
 
 
-def _exchangeable(
+def _exchangeable_names(
     entries: Mapping[str, Any], names: Sequence[str], ids: list[Any], state: Mapping[Any, Any]
 ) -> tuple[str, str] | None:
     """Return two parameters whose state fits either of them, or None if there are none.
 
     Args:
         entries: The state dict of the module.
-        names: The names of the parameters, as ``_in_order`` returns them.
+        names: The names of the parameters, as ``_names_in_order`` returns them.
         ids: The numbers of the parameters, in the same order.
         state: ``state`` of the optimizer's state dict.
     """
     state_by_id = {str(key): values for key, values in state.items()}
-    groups: dict[torch.Size | None, list[tuple[str, bool]]] = defaultdict(list)
+    members_by_shape: dict[torch.Size | None, list[tuple[str, bool]]] = defaultdict(list)
     for name, parameter_id in zip(names, ids, strict=True):
         values = state_by_id.get(str(parameter_id), {})
         has_shape = any(isinstance(item, torch.Tensor) and item.ndim for item in values.values())
-        groups[entries[name].shape].append((name, bool(values)))
+        members_by_shape[entries[name].shape].append((name, bool(values)))
         if not has_shape and entries[name].ndim:  # Such a state fits a parameter of any shape
-            groups[None].append((name, bool(values)))
-    for pairs in groups.values():
-        if len(pairs) > 1 and any(has_state for _, has_state in pairs):
-            (name_a, _), (name_b, _), *_ = pairs
+            members_by_shape[None].append((name, bool(values)))
+    for members in members_by_shape.values():
+        if len(members) > 1 and any(has_state for _, has_state in members):
+            (name_a, _), (name_b, _), *_ = members
             return name_a, name_b
     return None

@@ -1,6 +1,8 @@
 """Read files of other programs, and return a nested state of tensors and plain values.
 
-A pickle is either loaded by ``torch.load(weights_only=True)``, or read as inert data.
+A pickle is either loaded by ``torch.load(weights_only=True)``, or read as inert data. A *joiner*
+makes whole tensors of the parts that files have. ``parse_folder`` tells whether a name is that of a
+step of ckpt.
 """
 
 from __future__ import annotations
@@ -198,7 +200,7 @@ def _read_torch(source: str, load: Callable[[str], Any]) -> Contents:
     a value of its own, under its name.
     """
     if os.path.isfile(source):
-        return Contents(_state(load(source)))
+        return Contents(_state_of(load(source)))
     if not any(name.endswith(_TORCH_SUFFIXES) for name in os.listdir(source)):
         raise ConfigError(f"{source} holds no {', '.join(_TORCH_SUFFIXES)} file")
     weights = choose_files(source, "bin")
@@ -206,7 +208,7 @@ def _read_torch(source: str, load: Callable[[str], Any]) -> Contents:
     names = weights.names if weights.has_index else files
     parts = {name: load(os.path.join(source, name)) for name in names}
     if len(parts) == 1 or weights.has_index:  # All files together hold one state
-        state = merge(source, ((name, _state(part)) for name, part in parts.items()))
+        state = merge(source, ((name, _state_of(part)) for name, part in parts.items()))
     else:
         stems = {name: os.path.splitext(name)[0] for name in parts}
         # With a.pt and a.bin, full names are used.
@@ -215,5 +217,5 @@ def _read_torch(source: str, load: Callable[[str], Any]) -> Contents:
     return Contents(state, [*parts, *weights.tables], [*weights.notes])
 
 
-def _state(content: Any) -> State:
+def _state_of(content: Any) -> State:
     return dict(content) if isinstance(content, Mapping) else {"value": content}

@@ -1,4 +1,8 @@
-"""Read a source of any kind: a file or folder of one of the formats, or a folder of a library."""
+"""Read a source of any kind: a file or folder of one of the formats, or a folder of a library.
+
+A *joiner* makes whole tensors of the parts that files have. A *universal* checkpoint is a kind of
+folder of DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,18 @@ from ckpt.exchange.foreign.deepspeed_files import engine_notes, read_universal
 from ckpt.exchange.foreign.folder_kind import (
     folder_notes,
     is_universal,
+    refused_file_text,
     refused_kind,
-    unreadable_file,
 )
 from ckpt.exchange.foreign.joined_tensors import Joiner
 from ckpt.exchange.foreign.library_folders import (
     is_lightning,
     library_of,
-    named_lightning,
     read_folder,
     read_lightning,
+    rename_objects_of_lightning,
 )
-from ckpt.exchange.foreign.rank_files import Load, check_whole, read_rank_files
+from ckpt.exchange.foreign.rank_files import Load, check_not_of_one_rank, read_rank_files
 from ckpt.exchange.foreign.source_formats import (
     Kind,
     check_nothing_lost,
@@ -106,7 +110,7 @@ def _read_format(source: str, kind: Kind, joiner: Joiner, load_once: Load) -> Co
     objects beside it that are not taken.
     """
     is_file = os.path.isfile(source)
-    if is_file and (text := unreadable_file(source)):
+    if is_file and (text := refused_file_text(source)):
         raise ConfigError(text)
     try:
         contents = read_source(source, kind, joiner, load_once)
@@ -115,10 +119,10 @@ def _read_format(source: str, kind: Kind, joiner: Joiner, load_once: Load) -> Co
             raise
         state, notes = state_and_notes
         contents = Contents(state, notes=notes)
-    check_whole(contents.state, source)
+    check_not_of_one_rank(contents.state, source)
     contents.notes += engine_notes(source, contents.state)
     if is_lightning(contents.state):
         contents.library = "lightning"
-        contents.state, notes = named_lightning(contents.state)
+        contents.state, notes = rename_objects_of_lightning(contents.state)
         contents.notes += notes
     return contents

@@ -3,7 +3,8 @@
 The table of contents, ``.snapshot_metadata``, is JSON. It has an entry for each value of each rank,
 under the rank's number and the path of the value. The elements of a tensor are the bytes of a file,
 or a range of bytes of a larger one. Small values are in the table itself, and other objects are
-files of ``torch.save``.
+files of ``torch.save``. The *location* of a value is the path of its file in the folder. A *joiner*
+makes whole tensors of parts, which fill boxes: regions of the tensor.
 """
 
 from __future__ import annotations
@@ -156,12 +157,12 @@ class _Reader:
         """Raise unless the values are in ranges of bytes that do not overlap, and are in their
         files. So a damaged table needs no more memory than the files have bytes.
         """
-        ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        ranges_by_location: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for path, entry in entries.items():
             for item in _stored_items(entry):
                 location, start, end = self._byte_range(path, item)
-                ranges[location].append((start, end))
-        for location, byte_ranges in ranges.items():
+                ranges_by_location[location].append((start, end))
+        for location, byte_ranges in ranges_by_location.items():
             position = 0
             for start, end in sorted(byte_ranges):
                 if start < position or end < start:
@@ -180,7 +181,7 @@ class _Reader:
         if kind == "Tensor":
             return self._part(path, entry)
         if kind == "ChunkedTensor":
-            return self._whole(path, entry["chunks"], _numbers(entry["shape"]))
+            return self._whole(path, entry["chunks"], _checked_numbers(entry["shape"]))
         if kind == "ShardedTensor":
             return self._whole(path, entry["shards"], _shape_of(entry["shards"]))
         if kind == "object":
@@ -191,12 +192,15 @@ class _Reader:
 
     def _whole(self, path: str, shards: Collection[Entry], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor that is made of parts."""
-        parts = {Box(_numbers(item["offsets"]), _numbers(item["sizes"])): item for item in shards}
+        parts = {
+            Box(_checked_numbers(item["offsets"]), _checked_numbers(item["sizes"])): item
+            for item in shards
+        }
         dtypes = {_dtype_of(path, item["tensor"]) for item in parts.values()}
         if fault := tiling_fault(shape, list(parts)):
             raise IntegrityError(f"{self._source}: the parts of {path!r} are wrong: {fault}")
         if len(dtypes) > 1 or any(
-            _numbers(item["tensor"]["shape"]) != box.shape for box, item in parts.items()
+            _checked_numbers(item["tensor"]["shape"]) != box.shape for box, item in parts.items()
         ):
             raise ValueError(f"the parts of {path!r} have other dtypes or shapes than it")
         whole = self._joiner.make({path: (dtypes.pop(), shape)})[path]
@@ -206,7 +210,7 @@ class _Reader:
 
     def _part(self, path: str, entry: Entry) -> torch.Tensor:
         """Return the tensor of an entry, whose elements are in one range of bytes of a file."""
-        dtype, shape = _dtype_of(path, entry), _numbers(entry["shape"])
+        dtype, shape = _dtype_of(path, entry), _checked_numbers(entry["shape"])
         location, start, end = self._byte_range(path, entry)
         if entry["serializer"] == _TORCH_SERIALIZER:
             name = os.path.join(self._source, location)
@@ -218,9 +222,9 @@ class _Reader:
         if start == end:
             return torch.empty(shape, dtype=getattr(torch, dtype))
         span = Span(os.path.join(self._source, location), start, dtype, shape, dense_strides(shape))
-        return self._joiner.map_tensor(span, self._map(location, path)[start:end])
+        return self._joiner.map_tensor(span, self._map_file(location, path)[start:end])
 
-    def _map(self, location: str, path: str) -> memoryview:
+    def _map_file(self, location: str, path: str) -> memoryview:
         if location not in self._maps:
             with open_file(os.path.join(self._source, location), path) as file:
                 self._maps[location] = map_file(file)
@@ -246,7 +250,9 @@ class _Reader:
         if start < 0 or end < start:
             raise ValueError(f"{path!r} is at the bytes {start} to {end}")
         if "shape" in entry:
-            nbytes = prod(_numbers(entry["shape"])) * DTYPES[_dtype_of(path, entry)].itemsize
+            nbytes = (
+                prod(_checked_numbers(entry["shape"])) * DTYPES[_dtype_of(path, entry)].itemsize
+            )
             if nbytes > end - start or (
                 nbytes != end - start and entry["serializer"] == _RAW_SERIALIZER
             ):
@@ -264,8 +270,11 @@ def _stored_items(entry: Entry) -> list[Entry]:
 
 def _shape_of(shards: Collection[Entry]) -> tuple[int, ...]:
     """Return the shape of the smallest tensor that has these parts."""
-    ends = [map(add, _numbers(item["offsets"]), _numbers(item["sizes"])) for item in shards]
-    return _numbers([max(column) for column in zip(*ends, strict=True)])
+    ends = [
+        map(add, _checked_numbers(item["offsets"]), _checked_numbers(item["sizes"]))
+        for item in shards
+    ]
+    return _checked_numbers([max(column) for column in zip(*ends, strict=True)])
 
 
 def _dtype_of(path: str, entry: Entry) -> str:
@@ -286,7 +295,7 @@ def _check_serializer(path: str, entry: Entry, serializer: str) -> None:
         )
 
 
-def _numbers(items: Collection[Any]) -> tuple[int, ...]:
+def _checked_numbers(items: Collection[Any]) -> tuple[int, ...]:
     """Return the shape or the offsets of a tensor. Raises ``ValueError`` if they are impossible."""
     numbers = tuple(items)
     if (

@@ -16,7 +16,7 @@ _BEGINNINGS: Final = (
     (b"\x7fELF", "a program"),
     (b"version https://git-lfs", "a pointer of Git LFS, not the file itself: git lfs pull"),
 )
-_MOST_BYTES: Final = 4096
+_HEAD_BYTES: Final = 4096
 
 
 def is_torch(path: str) -> bool:
@@ -39,7 +39,7 @@ def describe_file(path: str) -> str:
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
-            head = file.read(_MOST_BYTES)
+            head = file.read(_HEAD_BYTES)
     except OSError:
         return ""
     if not head.strip(b"\x00"):  # Damage may fill a file with zeros
@@ -55,13 +55,13 @@ def describe_file(path: str) -> str:
         return "an archive of numpy.savez" if b".npy" in head[:200] else "a zip archive"
     if head[257:262] == b"ustar":
         return "a tar archive: unpack it first"
-    return _text(head)
+    return _kind_of_text(head)
 
 
-def _text(head: bytes) -> str:
+def _kind_of_text(head: bytes) -> str:
     """Return the kind of text that ``head``, the begin of a file, is; empty if it is no text."""
     try:
-        text = head[: _MOST_BYTES - 4].decode().lstrip()
+        text = head[: _HEAD_BYTES - 4].decode().lstrip()
     except UnicodeDecodeError:
         return ""
     if not all(char.isprintable() or char.isspace() for char in text):

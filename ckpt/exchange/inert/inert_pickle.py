@@ -88,11 +88,13 @@ class _Machine:
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
         self._handlers: dict[str, Callable[[Any], None]] = {
-            "STACK_GLOBAL": lambda _: self._pop_two(lambda module, name: Inert(f"{module}.{name}")),
+            "STACK_GLOBAL": lambda _: self._combine_two(
+                lambda module, name: Inert(f"{module}.{name}")
+            ),
             "GLOBAL": lambda arg: self.stack.append(Inert(str(arg).replace(" ", "."))),
-            "REDUCE": lambda _: self._pop_two(_call),
-            "NEWOBJ": lambda _: self._pop_two(_call),
-            "BUILD": lambda _: self._pop_two(_with_state),
+            "REDUCE": lambda _: self._combine_two(_call),
+            "NEWOBJ": lambda _: self._combine_two(_call),
+            "BUILD": lambda _: self._combine_two(_with_state),
             "TUPLE": lambda _: self.stack.append(tuple(self._pop_to_mark())),
             "TUPLE1": lambda _: self._pack_tuple(1),
             "TUPLE2": lambda _: self._pack_tuple(2),
@@ -100,16 +102,16 @@ class _Machine:
             "EMPTY_LIST": lambda _: self.stack.append([]),
             "EMPTY_DICT": lambda _: self.stack.append({}),
             "MARK": lambda _: self._marks.append(len(self.stack)),
-            "APPEND": lambda _: self._extend([self.stack.pop()]),
-            "APPENDS": lambda _: self._extend(self._pop_to_mark()),
-            "SETITEM": lambda _: self._set([self.stack.pop(-2), self.stack.pop()]),
-            "SETITEMS": lambda _: self._set(self._pop_to_mark()),
+            "APPEND": lambda _: self._extend_list([self.stack.pop()]),
+            "APPENDS": lambda _: self._extend_list(self._pop_to_mark()),
+            "SETITEM": lambda _: self._update_dict([self.stack.pop(-2), self.stack.pop()]),
+            "SETITEMS": lambda _: self._update_dict(self._pop_to_mark()),
             "MEMOIZE": lambda _: self._remember(len(self._memo)),
             "BINPUT": self._remember,
             "LONG_BINPUT": self._remember,
             "BINGET": lambda arg: self.stack.append(self._memo[arg]),
             "LONG_BINGET": lambda arg: self.stack.append(self._memo[arg]),
-            "POP": lambda _: self._drop(),
+            "POP": lambda _: self._pop_or_unmark(),
             "BINPERSID": lambda _: self.stack.append(Inert(PERSISTENT, (self.stack.pop(),))),
         }
         for name in ("PROTO", "FRAME", "STOP"):
@@ -127,7 +129,7 @@ class _Machine:
         (result,) = self.stack
         return result
 
-    def _pop_two(self, join: Callable[[Any, Any], Any]) -> None:
+    def _combine_two(self, join: Callable[[Any, Any], Any]) -> None:
         upper, lower = self.stack.pop(), self.stack.pop()
         self.stack.append(join(lower, upper))
 
@@ -135,7 +137,7 @@ class _Machine:
         items = tuple(self.stack[-count:])
         self.stack[-count:] = [items]
 
-    def _drop(self) -> None:
+    def _pop_or_unmark(self) -> None:
         # The opcode POP drops a mark if that is on top.
         if self._marks and self._marks[-1] == len(self.stack):
             self._marks.pop()
@@ -148,12 +150,12 @@ class _Machine:
         del self.stack[start:]
         return items
 
-    def _extend(self, items: list[Any]) -> None:
+    def _extend_list(self, items: list[Any]) -> None:
         # Change the list in place, since the memo may reference it.
         if not isinstance(self.stack[-1], Inert):
             self.stack[-1].extend(items)
 
-    def _set(self, items: list[Any]) -> None:
+    def _update_dict(self, items: list[Any]) -> None:
         if not all(isinstance(key, _KEY_TYPES) for key in items[::2]):
             raise ValueError("a key that is a container")
         if not isinstance(self.stack[-1], Inert):

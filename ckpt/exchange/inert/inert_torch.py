@@ -2,7 +2,9 @@
 
 ``torch.load(weights_only=True)`` refuses a file as a whole if one value in it needs a class that
 torch does not allow, such as the states of NumPy's random generator. This module reads what torch,
-NumPy and Python write for tensors, arrays and plain values. Everything else stays an `Inert`.
+NumPy and Python write for tensors, arrays and plain values. Everything else stays an `Inert`: a
+class, a function or a call that is only named. A `Span` is the place of a tensor's elements in a
+file.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ def read_file(path: str) -> Any:
     with open_file(path) as file:
         check_torch_file(file, path)
         with _damage_errors(path):
-            content, entries = _read_archive(file, path)
-            return _Values(map_file(file), entries).of(content)
+            inert_value, entries = _read_archive(file, path)
+            return _ValueBuilder(map_file(file), entries).build(inert_value)
 
 
 @contextmanager
@@ -83,12 +85,12 @@ def _read_archive(file: IO[bytes], name: str) -> tuple[Any, dict[str, zipfile.Zi
     """Return the inert value in an archive of ``torch.save``, and the entries of the archive."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        order = archive.read(entries["byteorder"]) if "byteorder" in entries else b""
-        if order == b"big":
+        byte_order = archive.read(entries["byteorder"]) if "byteorder" in entries else b""
+        if byte_order == b"big":
             raise ValueError("it is from a machine with the other byte order")
-        content = read_inert(archive.read(entries["data.pkl"]), name)
-    check_nesting(content, name)
-    return content, entries
+        inert_value = read_inert(archive.read(entries["data.pkl"]), name)
+    check_nesting(inert_value, name)
+    return inert_value, entries
 
 
 # -- places ----------------------------------------------------------------------------------------
@@ -170,14 +172,14 @@ def read_spans(file: MappedFile, start: int, length: int, name: str) -> Any:
     """
     if not 0 <= start <= start + length <= file.memory.nbytes:
         raise IntegrityError(f"{file.path} is cut: it ends before {name!r} does")
-    text = f"{name} in {file.path}"
+    name_in_errors = f"{name} in {file.path}"
     memory = file.memory[start : start + length]
-    view = cast("IO[bytes]", _MemoryFile(memory))
-    check_torch_file(view, text)
-    with _damage_errors(text):
-        view.seek(0)
-        content, entries = _read_archive(view, text)
-        return _Spans(memory, entries, file.path, start).of(content)
+    memory_file = cast("IO[bytes]", _MemoryFile(memory))
+    check_torch_file(memory_file, name_in_errors)
+    with _damage_errors(name_in_errors):
+        memory_file.seek(0)
+        inert_value, entries = _read_archive(memory_file, name_in_errors)
+        return _SpanBuilder(memory, entries, file.path, start).build(inert_value)
 
 
 class _MemoryFile(io.RawIOBase):
@@ -213,13 +215,18 @@ class _MemoryFile(io.RawIOBase):
 # -- values ----------------------------------------------------------------------------------------
 
 
-class _Values:
-    """Makes values from inert data, with the bytes of one file."""
+class _ValueBuilder:
+    """Builds values from inert data, with the bytes of one file of ``torch.save``.
+
+    Args:
+        whole: The bytes of the file, which is a zip archive.
+        entries: The entries of the archive, by name.
+    """
 
     def __init__(self, whole: memoryview, entries: Mapping[str, zipfile.ZipInfo]) -> None:
         self._whole, self._entries = whole, entries
 
-    def of(self, value: Any) -> Any:
+    def build(self, value: Any) -> Any:
         """Return ``value`` with tensors and arrays in place of what stands for them.
 
         torch calls ``_rebuild_tensor_v2`` with the storage, the position of the first element, the
@@ -228,17 +235,17 @@ class _Values:
         """
         match value:
             case dict():
-                return {key: self.of(item) for key, item in value.items()}
+                return {key: self.build(item) for key, item in value.items()}
             case list():
-                return [self.of(item) for item in value]
+                return [self.build(item) for item in value]
             case tuple():
-                return tuple(self.of(item) for item in value)
+                return tuple(self.build(item) for item in value)
             case Inert(name="torch._utils._rebuild_tensor_v2"):
                 return self._tensor(value.args[:4], None, *value.args[6:7])
             case Inert(name="torch._utils._rebuild_tensor_v3"):
                 return self._tensor(value.args[:4], value.args[6].name, *value.args[7:8])
             case Inert(name="torch._utils._rebuild_parameter"):
-                return self.of(value.args[0])
+                return self.build(value.args[0])
             case Inert(name="torch.Size"):
                 return torch.Size(value.args[0])
             case Inert() if value.name.rpartition(".")[0] in _NUMPY_MODULES:
@@ -257,19 +264,19 @@ class _Values:
             bits: How torch marks a tensor that is still to be conjugated or negated.
         """
         storage, start, size, stride = view
-        place, nbytes, dtype = self._storage(storage, dtype_name)
+        position, nbytes, dtype = self._find_storage(storage, dtype_name)
         if not nbytes:
             return torch.empty(size, dtype=dtype)
-        raw = torch.frombuffer(self._whole[place : place + nbytes], dtype=torch.uint8)
+        raw = torch.frombuffer(self._whole[position : position + nbytes], dtype=torch.uint8)
         flat = (raw.clone() if raw.data_ptr() % dtype.itemsize else raw).view(dtype)
-        return _resolve(torch.as_strided(flat, size, stride, start), bits)
+        return _apply_bits(torch.as_strided(flat, size, stride, start), bits)
 
-    def _storage(self, storage: Any, dtype_name: str | None) -> tuple[int, int, torch.dtype]:
+    def _find_storage(self, storage: Any, dtype_name: str | None) -> tuple[int, int, torch.dtype]:
         """Return the position and the length of a storage in bytes, and the dtype of a tensor."""
         (persistent_id,) = storage.args  # ("storage", class, key, device, number of elements)
-        _, kind, key, _, count = persistent_id
-        own_dtype = _STORAGES[kind.name.rpartition(".")[2]]
-        nbytes = int(count) * own_dtype.itemsize
+        _, storage_class, key, _, element_count = persistent_id
+        storage_dtype = _STORAGES[storage_class.name.rpartition(".")[2]]
+        nbytes = int(element_count) * storage_dtype.itemsize
         entry = self._entries[f"data/{key}"]
         if not 0 <= nbytes <= entry.file_size:
             raise ValueError(f"the storage {key} is cut short")
@@ -280,15 +287,15 @@ class _Values:
         if position + nbytes > self._whole.nbytes:
             raise ValueError(f"the storage {key} is cut short")
         if dtype_name is None:
-            return position, nbytes, own_dtype
+            return position, nbytes, storage_dtype
         dtype = getattr(torch, dtype_name.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a tensor of {dtype_name[:40]!r}")  # noqa: TRY004
         return position, nbytes // dtype.itemsize * dtype.itemsize, dtype
 
 
-class _Spans(_Values):
-    """Finds the places of tensors in a file.
+class _SpanBuilder(_ValueBuilder):
+    """Builds values with a `Span` in place of each tensor.
 
     Args:
         whole: The bytes of the archive.
@@ -306,7 +313,7 @@ class _Spans(_Values):
     def _tensor(
         self, view: tuple[Any, ...], dtype_name: str | None, bits: Mapping[str, bool] | None = None
     ) -> Any:
-        """Return the place of a tensor's elements. The arguments are as in ``_Values``."""
+        """Return the place of a tensor's elements. The arguments are as in ``_ValueBuilder``."""
         if any((bits or {}).values()):
             raise UnsupportedValue(
                 self._path,
@@ -314,8 +321,8 @@ class _Spans(_Values):
                 "its bytes are not its values: ckpt import copies them",
             )
         storage, start, size, stride = view
-        place, nbytes, dtype = self._storage(storage, dtype_name)
-        shape, strides = _sizes(self.of(size)), _sizes(self.of(stride))
+        position, nbytes, dtype = self._find_storage(storage, dtype_name)
+        shape, strides = _checked_sizes(self.build(size)), _checked_sizes(self.build(stride))
         if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS or start < 0:
             raise ValueError("a tensor of other strides than dimensions")
         last_element = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -325,18 +332,18 @@ class _Spans(_Values):
             step if n > 1 else dense
             for n, step, dense in zip(shape, strides, dense_strides(shape), strict=True)
         )
-        offset = self._start + place + start * dtype.itemsize
+        offset = self._start + position + start * dtype.itemsize
         return Span(self._path, offset, str(dtype).removeprefix("torch."), shape, strides)
 
 
-def _sizes(numbers: Any) -> tuple[int, ...]:
+def _checked_sizes(numbers: Any) -> tuple[int, ...]:
     sizes = tuple(numbers)
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes):
         raise ValueError("a tensor of impossible sizes")
     return sizes
 
 
-def _resolve(tensor: torch.Tensor, bits: Mapping[str, bool] | None) -> torch.Tensor:
+def _apply_bits(tensor: torch.Tensor, bits: Mapping[str, bool] | None) -> torch.Tensor:
     """Return the value of a tensor that was saved with ``bits``, by which torch marks a tensor
     that is still to be conjugated or negated.
     """
@@ -347,7 +354,11 @@ def _resolve(tensor: torch.Tensor, bits: Mapping[str, bool] | None) -> torch.Ten
 
 
 def _from_numpy(value: Inert) -> Any:
-    """Return an array or a number of NumPy; ``value`` itself if it is neither."""
+    """Return an array or a number of NumPy; ``value`` itself if it is neither.
+
+    The last arguments of an array are from its state (see `Inert`): a version, the shape, the
+    dtype, whether the order is that of Fortran, and the bytes.
+    """
     match value:
         case Inert(name=name, args=(Inert() as dtype, data)) if name.endswith(".scalar"):
             return np.frombuffer(_array_bytes(data), _numpy_dtype(dtype), 1)[0]

@@ -25,7 +25,7 @@ _MOST_ITEMS: Final = 1 << 20
 dict, Python hashes all these items.
 """
 _MOST_DEPTH: Final = 100
-_REPEATS: Final = 16
+_MOST_REPEATS: Final = 16
 """The most times that a state may refer to each of its values, on average. ``_MOST_ITEMS`` further
 visits are allowed, so that small states always pass.
 """
@@ -85,7 +85,7 @@ def map_file(file: IO[bytes]) -> memoryview:
     path = f"/proc/self/fd/{file.fileno()}"  # Its name may be of another file now
     try:
         data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
-    except RuntimeError:  # torch has no others
+    except RuntimeError:  # torch raises no other type of error
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
@@ -169,16 +169,16 @@ def check_pickle(data: bytes | IO[bytes], name: str) -> None:
             case "POP" if marks and marks[-1] == len(stack):
                 marks.pop()
             case _:
-                count = len(opcode.stack_before)
+                popped_count = len(opcode.stack_before)
                 if pickletools.markobject in opcode.stack_before:
                     start = marks.pop() if marks else 0
                     items = stack[start:]
                     del stack[start:]
-                    count = opcode.stack_before.index(pickletools.markobject)
-                    if count:
-                        del stack[-count:]
+                    popped_count = opcode.stack_before.index(pickletools.markobject)
+                    if popped_count:
+                        del stack[-popped_count:]
                 else:
-                    items = stack[len(stack) - count :] if count else []
+                    items = stack[len(stack) - popped_count :] if popped_count else []
                     del stack[len(stack) - len(items) :]
                 item_count = 1 + sum(items) if opcode.name.startswith("TUPLE") else 1
                 if item_count > _MOST_ITEMS:
@@ -195,7 +195,7 @@ def check_nesting(state: Any, name: str) -> None:
     sizes: dict[int, int] = {}  # By id of a container: the values that a walk through it visits
     item_count = 0  # The number of items of all containers, where each container counts once
     stack: list[tuple[Any, bool, int]] = [(state, False, 0)]
-    open_ids: set[int] = set()
+    open_ids: set[int] = set()  # Of the containers around the present value
     while stack:
         value, is_walked, depth = stack.pop()
         if not isinstance(value, Mapping | list | tuple | set | frozenset):
@@ -211,5 +211,5 @@ def check_nesting(state: Any, name: str) -> None:
             item_count += len(items)
             stack.append((value, True, depth))
             stack += [(item, False, depth + 1) for item in items]
-    if sizes and sizes[id(state)] > _MOST_ITEMS + _REPEATS * item_count:
+    if sizes and sizes[id(state)] > _MOST_ITEMS + _MOST_REPEATS * item_count:
         raise UnsupportedValue(name, "state of containers that it refers to again and again")

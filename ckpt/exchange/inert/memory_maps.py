@@ -49,7 +49,7 @@ class MemoryMaps:
         address = tensor.data_ptr()
         entry = self._map_of(address)
         if entry is None:
-            self._read()
+            self._read_maps()
             entry = self._map_of(address)
         if entry is None or address + tensor.nbytes > entry.end:
             return None
@@ -62,7 +62,7 @@ class MemoryMaps:
         index = bisect_right(self._maps, address, key=lambda item: item.start) - 1
         return self._maps[index] if index >= 0 and address < self._maps[index].end else None
 
-    def _read(self) -> None:
+    def _read_maps(self) -> None:
         """Read the list of all maps. Neighbours that are one range of one file become one."""
         maps: list[_Map] = []
         with open(_MAPS, encoding="utf-8", errors="surrogateescape") as file:
@@ -71,16 +71,16 @@ class MemoryMaps:
                     *numbers, escaped_path = match.groups()
                     start, end, offset = (int(number, 16) for number in numbers)
                     path = _ESCAPE.sub(lambda code: chr(int(code[1], 8)), escaped_path)
-                    new = _Map(start, end, offset, path)
-                    last = maps[-1] if maps else None
+                    new_map = _Map(start, end, offset, path)
+                    last_map = maps[-1] if maps else None
                     if (
-                        last
-                        and (last.end, last.path) == (new.start, path)
-                        and (new.offset - last.offset == new.start - last.start)
+                        last_map
+                        and (last_map.end, last_map.path) == (new_map.start, path)
+                        and (new_map.offset - last_map.offset == new_map.start - last_map.start)
                     ):
-                        maps[-1] = last._replace(end=new.end)
+                        maps[-1] = last_map._replace(end=new_map.end)
                     else:
-                        maps.append(new)
+                        maps.append(new_map)
         self._maps = maps
 
 

@@ -57,25 +57,27 @@ def read_file(
         UnsupportedValue: A tensor has a type that torch does not have.
     """
     with open_file(path) as file:
-        whole = map_file(file)
+        file_data = map_file(file)
     try:
-        length = int.from_bytes(whole[:_LENGTH_BYTES], "little")
-        if len(whole) < _LENGTH_BYTES + length:
+        header_length = int.from_bytes(file_data[:_LENGTH_BYTES], "little")
+        if len(file_data) < _LENGTH_BYTES + header_length:
             raise ValueError("it ends within its header")
-        if length > _MOST_HEADER_BYTES:
+        if header_length > _MOST_HEADER_BYTES:
             raise ValueError(f"its header has more than {_MOST_HEADER_BYTES} bytes")
-        header: dict[str, Any] = json.loads(bytes(whole[_LENGTH_BYTES : _LENGTH_BYTES + length]))
+        header: dict[str, Any] = json.loads(
+            bytes(file_data[_LENGTH_BYTES : _LENGTH_BYTES + header_length])
+        )
         metadata = {
             str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()
         }
-        data = whole[_LENGTH_BYTES + length :]
-        _check_places([tuple(entry["data_offsets"]) for entry in header.values()], len(data))
+        tensor_data = file_data[_LENGTH_BYTES + header_length :]
+        _check_places([tuple(entry["data_offsets"]) for entry in header.values()], len(tensor_data))
         tensors: dict[str, torch.Tensor] = {}
         for name, entry in header.items():
-            span = _span(name, entry, path, len(whole) - len(data))
+            span = _span(name, entry, path, len(file_data) - len(tensor_data))
             begin = span.offset
             tensors[name] = (
-                make(span, whole[begin : begin + span.nbytes])
+                make(span, file_data[begin : begin + span.nbytes])
                 if span.nbytes
                 else torch.empty(span.shape, dtype=getattr(torch, span.dtype))
             )

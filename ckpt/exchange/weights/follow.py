@@ -1,4 +1,11 @@
-"""Follow the weights of a running job: the implementation of ``ckpt.follow``."""
+"""Follow the weights of a running job: the implementation of ``ckpt.follow``.
+
+A *candidate* is a committed step that may be read next, and its *ref* names the step and the
+attempt at it. After a *rollback*, the run goes on from an older step, on a new *branch*. A read (a
+``ChunkRead``) says which chunk of a tensor is read, and where. A *delta* has the differences of the
+chunks of a step from those of an earlier step, and a chain of deltas leads from one step to
+another. A *leaf* describes a tensor.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +110,16 @@ class Follower(Iterator[Version]):
 
     Close it with ``close`` or a ``with`` block.
 
+    It has the memory of two versions: the last one, and the one before, which is spare for the next
+    one.
+
+    Args:
+        roots: The tiers of the run, nearest first.
+        part: The part of the state that is read.
+        poll_seconds: The time between two looks for a new step.
+        timeout_seconds: How long to wait for a version; None to wait for ever.
+        stop: Ends the iteration when it is set.
+
     Thread safety: one thread at a time may use it. Several followers may follow one root.
     """
 
@@ -123,13 +140,13 @@ class Follower(Iterator[Version]):
                 self._stores.append(open_backend(root.url, root.options))
                 stack.callback(self._stores[-1].close)
             threads = max(store.capabilities.max_concurrency for store in self._stores)
-            self._listers = Workers("follow", len(self._stores))
-            self._workers = Workers("follow", max(1, min(threads, _MOST_THREADS)))
+            self._list_workers = Workers("follow", len(self._stores))
+            self._read_workers = Workers("follow", max(1, min(threads, _MOST_THREADS)))
             self._connections = stack.pop_all()
-        self._ref: StepRef | None = None
-        self._version: Version | None = None
-        self._memory: VersionMemory | None = None
-        self._spare: VersionMemory | None = None  # Of the version before, for the next one
+        self._last_ref: StepRef | None = None
+        self._last_version: Version | None = None
+        self._last_memory: VersionMemory | None = None
+        self._spare_memory: VersionMemory | None = None
         self._deltas = DeltaReader()
         self._damages: dict[StepRef, _Damage] = {}
         self._read_only_stores: list[StorageBackend] = []  # They take no pins
@@ -189,16 +206,16 @@ class Follower(Iterator[Version]):
             if self._is_first_look:
                 self._is_first_look = False
                 self._warn_if_empty()
-            rest = inf if deadline is None else deadline - time.monotonic()
-            if rest <= 0:
-                raise self._timeout(step_id)
-            self._stop.wait(min(rest, self._poll_seconds))
+            remaining_seconds = inf if deadline is None else deadline - time.monotonic()
+            if remaining_seconds <= 0:
+                raise self._timeout_error(step_id)
+            self._stop.wait(min(remaining_seconds, self._poll_seconds))
         return None
 
     def close(self) -> None:
         """Stop the threads and close the connections. Weights that were returned stay valid."""
-        self._listers.close()
-        self._workers.close()
+        self._list_workers.close()
+        self._read_workers.close()
         self._connections.close()
 
     def __enter__(self) -> Self:
@@ -207,15 +224,15 @@ class Follower(Iterator[Version]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _timeout(self, step_id: StepId | None) -> NoCheckpoint:
+    def _timeout_error(self, step_id: StepId | None) -> NoCheckpoint:
         urls = ", ".join(store.url for store in self._stores)
         step = step_id.step if isinstance(step_id, StepRef) else step_id
         subject = "new version" if step is None else f"version of step {step}"
-        seconds = f"no {subject} within {self._timeout_seconds:g} s"
-        if self._ref is None:
-            return NoCheckpoint(urls, f"{seconds}: {self._why_none(step_id)}")
+        text = f"no {subject} within {self._timeout_seconds:g} s"
+        if self._last_ref is None:
+            return NoCheckpoint(urls, f"{text}: {self._why_none(step_id)}")
         reason = "" if step_id is None else f": {self._why_none(step_id)}"
-        return NoCheckpoint(urls, f"{seconds}{reason}; the last one is step {self._ref.step}")
+        return NoCheckpoint(urls, f"{text}{reason}; the last one is step {self._last_ref.step}")
 
     def _why_none(self, step_id: StepId | None) -> str:
         """Return a text that says what the stores have instead of the version ``step_id``."""
@@ -241,6 +258,7 @@ class Follower(Iterator[Version]):
             try:
                 if step_refs(store):
                     return
+                # The store has no attempts, and no certain step is missing.
                 texts.append(str(NoCheckpoint(store.url, why_missing(store, [], None))))
             except StorageError:
                 return  # A warning has named it
@@ -251,7 +269,7 @@ class Follower(Iterator[Version]):
         it is not there.
         """
         try:
-            for candidate in candidates(self._stores, step_id, workers=self._listers):
+            for candidate in candidates(self._stores, step_id, workers=self._list_workers):
                 rollback = candidate.rollback
                 if (
                     step_id is not None
@@ -259,8 +277,8 @@ class Follower(Iterator[Version]):
                     and not rollback.keeps(candidate.ref)
                 ):
                     continue
-                if candidate.ref == self._ref:
-                    return None if step_id is None else self._version
+                if candidate.ref == self._last_ref:
+                    return None if step_id is None else self._last_version
                 if self._may_be_intact(candidate):
                     version = self._read_candidate(candidate)
                     if version is not None:
@@ -280,7 +298,9 @@ class Follower(Iterator[Version]):
         )
 
     def _note_damage(self, candidate: Candidate, error: Exception) -> None:
-        """Note that a step was damaged on all stores that answer, and log that once."""
+        """Note that a step was damaged on all stores that answer, and log that once. It is read
+        again after a pause, which doubles each time.
+        """
         ref, damage = candidate.ref, self._damages.get(candidate.ref)
         pause = self._poll_seconds if damage is None else damage.pause
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -291,8 +311,8 @@ class Follower(Iterator[Version]):
             "ckpt: step %d is passed over, and %s: %s",
             ref.step,
             "there is no version yet"
-            if self._ref is None
-            else f"the version of step {self._ref.step} stays",
+            if self._last_ref is None
+            else f"the version of step {self._last_ref.step} stays",
             error,
         )
 
@@ -305,52 +325,69 @@ class Follower(Iterator[Version]):
         reader = TieredReader(stores, ref, retry=RetryPolicy(), on_repair=partial(_warn, ref))
         try:
             with self._leases(stores, ref):
-                version = reader.try_manifests(partial(self._assemble, reader, ref))
+                # If the manifest of a store is damaged, ``_assemble`` is called with another one.
+                memory_and_version = reader.try_manifests(partial(self._assemble, reader, ref))
         except FormatUnsupported:
             raise
         except (IntegrityError, ObjectNotFound, LinkRefused) as error:
-            if any(is_committed(store, ref) for store in stores):
+            if any(is_committed(store, ref) for store in stores):  # Else it was removed
                 self._note_damage(candidate, error)
             return None
         self._damages.pop(ref, None)
         rollback = last_rollback(list_root(store).rollback for store in stores)
         if rollback is not None and rollback != candidate.rollback and not rollback.keeps(ref):
             return None
-        return self._replace_version(ref, *version)
+        return self._replace_version(ref, *memory_and_version)
 
     def _replace_version(self, ref: StepRef, memory: VersionMemory, version: Version) -> Version:
-        self._spare = self._memory if version.base_step is not None else None
-        self._ref, self._memory, self._version = ref, memory, version
+        self._spare_memory = self._last_memory if version.base_step is not None else None
+        self._last_ref, self._last_memory, self._last_version = ref, memory, version
         return version
 
     def _assemble(
         self, reader: TieredReader, ref: StepRef, source: SourceManifest
     ) -> tuple[VersionMemory, Version]:
-        """Fill memory with the version of a step. The memory of the last version stays as it is."""
+        """Fill memory with the version of a step. The memory of the last version stays as it is.
+
+        ``source`` is the step's manifest from the nearest store that has it.
+        """
         names = self._part.stored_names(source.manifest)
         stored_tensors = source.manifest.tensor_map()
         tensors = [stored_tensors[name] for name in sorted(names)]
         layout = layout_of(tensors)
-        base = self._memory if self._memory and self._memory.layout == layout else None
-        if base is None and self._memory is not None:
+        last_memory = (
+            self._last_memory if self._last_memory and self._last_memory.layout == layout else None
+        )
+        if last_memory is None and self._last_memory is not None:
             _log.info("ckpt: step %d has another layout: it is read as a whole", ref.step)
-        spare = self._spare if self._spare and self._spare.layout == layout else None
-        memory = spare or VersionMemory(tensors)
+        spare_memory = (
+            self._spare_memory
+            if self._spare_memory and self._spare_memory.layout == layout
+            else None
+        )
+        memory = spare_memory or VersionMemory(tensors)
+        # Read the parts of the manifest that describe these tensors.
         manifest = reader.with_fragments(source, memory.leaves).manifest
         plan = plan_restore(manifest, memory.leaves)
-        memory.begin(plan.reads)
+        memory.note_chunks(plan.reads)
         self._deltas.read_bytes = 0
-        missing = self._reuse(reader.sources, ref, memory, base, plan.reads)
-        rest = replace(plan, reads=tuple(missing))
-        reader.read(rest, memory.sink, workers=self._workers)
-        changes = {memory.name_of(read) for read in plan.reads if base is None or base.is_new(read)}
+        missing_reads = self._reuse(reader.sources, ref, memory, last_memory, plan.reads)
+        missing_plan = replace(plan, reads=tuple(missing_reads))
+        reader.read(missing_plan, memory.sink, workers=self._read_workers)
+        changes = {
+            memory.tensor_name(read)
+            for read in plan.reads
+            if last_memory is None or last_memory.lacks(read)
+        }
         return memory, Version(
             step=ref.step,
             attempt=ref.attempt,
             weights=self._part.build(source.manifest, memory.values),
-            base_step=self._ref.step if base is not None and self._ref is not None else None,
-            changes=self._part.names_of(manifest, changes if base is not None else names),
-            read_bytes=rest.read_bytes + self._deltas.read_bytes,
+            base_step=self._last_ref.step
+            if last_memory is not None and self._last_ref is not None
+            else None,
+            changes=self._part.names_of(manifest, changes if last_memory is not None else names),
+            read_bytes=missing_plan.read_bytes + self._deltas.read_bytes,
             nbytes=sum(tensor.nbytes for tensor in tensors),
         )
 
@@ -359,22 +396,28 @@ class Follower(Iterator[Version]):
         stores: Sequence[StorageBackend],
         ref: StepRef,
         memory: VersionMemory,
-        base: VersionMemory | None,
+        last_memory: VersionMemory | None,
         reads: Sequence[ChunkRead],
     ) -> list[ChunkRead]:
-        """Fill ``memory`` with the chunks that ``base``, the last version, has, and with those that
-        deltas make of them. Return the other chunks.
+        """Fill ``memory`` with the chunks that ``last_memory``, that of the last version, has, and
+        with those that deltas make of them. Return the other chunks.
         """
-        if base is None or self._ref is None:
+        if last_memory is None or self._last_ref is None:
             return list(reads)
-        sizes: dict[int, int] = {}
+        changed_bytes_by_rank: dict[int, int] = {}
         for read in reads:
-            if base.is_new(read):
-                sizes[read.rank] = sizes.get(read.rank, 0) + read.stored_nbytes
-        chains = self._deltas.chains(stores, ref, self._ref, sizes, self._workers)
-        results = self._workers.run_all(partial(memory.take, read, base, chains) for read in reads)
+            if last_memory.lacks(read):
+                changed_bytes_by_rank[read.rank] = (
+                    changed_bytes_by_rank.get(read.rank, 0) + read.stored_nbytes
+                )
+        chains = self._deltas.chains(
+            stores, ref, self._last_ref, changed_bytes_by_rank, self._read_workers
+        )
+        results = self._read_workers.run_all(
+            partial(memory.take_chunk, read, last_memory, chains) for read in reads
+        )
         self._deltas.forget(sum(leaf.nbytes for leaf in memory.leaves) // 2)
-        return [read for read, is_there in zip(reads, results, strict=True) if not is_there]
+        return [read for read, is_filled in zip(reads, results, strict=True) if not is_filled]
 
     @contextmanager
     def _leases(self, stores: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
@@ -398,18 +441,18 @@ def _why_not_read(
 ) -> str:
     """Return a text that says why the attempts on a store gave no version ``step_id``."""
     refs = [ref for ref in all_refs if step_id in (None, ref.step, ref)]
-    present = committed_among(store, refs)
-    if not present:
+    committed_refs = committed_among(store, refs)
+    if not committed_refs:
         if isinstance(step_id, StepRef):
             return f"attempt {step_id.attempt} at step {step_id.step} is not there"
         return why_missing(store, [*all_refs], step_id)
     choose = current_branch if step_id is None else on_branch
-    branch = choose(rollback, present)
-    if not branch:
-        return f"step {max(present).step} is on an abandoned branch"
+    refs_on_branch = choose(rollback, committed_refs)
+    if not refs_on_branch:
+        return f"step {max(committed_refs).step} is on an abandoned branch"
     return (
-        f"step {max(branch).step} was not read: a warning in the log says why, unless it was "
-        "committed just now"
+        f"step {max(refs_on_branch).step} was not read: a warning in the log says why, unless it "
+        "was committed just now"
     )
 
 

@@ -1,4 +1,7 @@
-"""Load the values of a checkpoint without a model: the implementation of ``ckpt.load``."""
+"""Load the values of a checkpoint without a model: the implementation of ``ckpt.load``.
+
+Names that are tied stand for one tensor, which has one of them as its *stored name*.
+"""
 
 from __future__ import annotations
 
@@ -139,6 +142,14 @@ def _check_device(device: torch.device | str) -> None:
 
 
 class _Loader:
+    """Reads tensors of a step into memory, and converts them.
+
+    Args:
+        reader: The reader of the step.
+        device: The device of the tensors.
+        dtype: The dtype of all floating-point tensors; None for the saved dtypes.
+    """
+
     def __init__(
         self,
         reader: StepReader,
@@ -151,9 +162,9 @@ class _Loader:
         manifest = self._reader.manifest
         return part.build(manifest, self.read(part.stored_names(manifest)))
 
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def read(self, stored_names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the tensors with these stored names."""
-        tensors = [self._reader.tensors[name] for name in sorted(names)]
+        tensors = [self._reader.tensors[name] for name in sorted(stored_names)]
         values = {tensor.name: empty_tensor(tensor) for tensor in tensors}
         self._reader.read(
             [
@@ -162,16 +173,17 @@ class _Loader:
                 if tensor.nbytes
             ]
         )
-        if names := [tensor.name for tensor in tensors if self._overflows(values, tensor)]:
+        if too_large := [tensor.name for tensor in tensors if self._overflows(values, tensor)]:
             _log.warning(
                 "ckpt: dtype=%s: values of %s are beyond the range of this dtype, and so infinite, "
                 "NaN or its largest value now: load these names in their own dtype",
                 self._dtype,
-                few(names),
+                few(too_large),
             )
-        return {tensor.name: self._finish(values.pop(tensor.name), tensor) for tensor in tensors}
+        return {tensor.name: self._convert(values.pop(tensor.name), tensor) for tensor in tensors}
 
     def _overflows(self, values: Mapping[str, torch.Tensor], tensor: Tensor) -> bool:
+        """Return True if a value of ``tensor`` is beyond the range of the dtype to convert to."""
         dtype = self._dtype
         if dtype is None or not is_float(tensor.dtype):
             return False
@@ -179,7 +191,7 @@ class _Loader:
         starts = range(0, flat.numel(), _COMPARED_ELEMENTS)
         return any(overflows(flat[start : start + _COMPARED_ELEMENTS], dtype) for start in starts)
 
-    def _finish(self, value: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    def _convert(self, value: torch.Tensor, tensor: Tensor) -> torch.Tensor:
         value = in_saved_order(value, tensor)
         dtype = self._dtype if is_float(tensor.dtype) else None
         return value.to(self._device, dtype or value.dtype)

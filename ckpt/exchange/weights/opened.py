@@ -1,4 +1,8 @@
-"""Read tensors of a checkpoint without a model: the implementation of ``ckpt.open``."""
+"""Read tensors of a checkpoint without a model: the implementation of ``ckpt.open``.
+
+A *selector* is the number of a step, or a name such as ``best:loss``. A *box* is a rectangular
+region of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +62,10 @@ class OpenCheckpoint:
         self._backend = open_backend(tier.url, tier.options)
         self.root = self._backend.url
         try:
-            modes = partial(modes_of_run, [tier], [self.root])
+            # Whether the lowest or the highest value of a metric is the best
+            find_metric_modes = partial(modes_of_run, [tier], [self.root])
             number = (
-                step_on([self._backend], selector, modes)
+                step_on([self._backend], selector, find_metric_modes)
                 if isinstance(selector, NamedStep)
                 else selector
             )
@@ -70,8 +75,8 @@ class OpenCheckpoint:
             self._backend.close()
             raise
         self.step = ref.step
-        threads = max(1, min(self._backend.capabilities.max_concurrency, _MOST_THREADS))
-        self._workers = Workers("open", threads)
+        thread_count = max(1, min(self._backend.capabilities.max_concurrency, _MOST_THREADS))
+        self._workers = Workers("open", thread_count)
         self.reader = StepReader(self._backend, ref, manifest, self._workers)
         self._closed = False
 
@@ -216,21 +221,23 @@ def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice
     """Return the box of a tensor of ``shape`` to read, and the index that selects the wanted
     elements from this box.
     """
-    box: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     box_index: list[int | slice] = []
     for size, item in zip(shape, _items(index, shape), strict=True):
         if isinstance(item, slice):
             start, stop, step = item.indices(size)
             if step < 1:
                 raise ConfigError("a slice with a negative step: read it forwards, then flip(0)")
-            box.append((start, max(0, stop - start)))
+            ranges.append((start, max(0, stop - start)))
             box_index.append(slice(None, None, step))
         else:
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of range for a dimension of {size}")
-            box.append((item % size, 1))  # A negative index counts from the end
+            ranges.append((item % size, 1))  # A negative index counts from the end
             box_index.append(0)
-    return Box(tuple(start for start, _ in box), tuple(n for _, n in box)), tuple(box_index)
+    return Box(tuple(start for start, _ in ranges), tuple(length for _, length in ranges)), tuple(
+        box_index
+    )
 
 
 def _items(index: Index, shape: Sequence[int]) -> list[int | slice]:

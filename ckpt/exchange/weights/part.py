@@ -1,4 +1,7 @@
-"""A part of the state of a checkpoint, and other names for its tensors."""
+"""A part of the state of a checkpoint, and other names for its tensors.
+
+Names that are tied stand for one tensor, which has one of them as its *stored name*.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ class Part:
         tensors = manifest.tensor_map()
         if self.name is not None and self.name in tensors:
             return {tensors[self.name].name}
-        return {tensors[item].name for item in _names_in(_build(manifest, self.name, _Name))}
+        # The part is built with the names of its tensors in their places.
+        return {
+            tensors[item].name for item in _names_in(_build_part(manifest, self.name, _TensorName))
+        }
 
     def build(self, manifest: Manifest, values: Mapping[str, torch.Tensor]) -> Any:
         """Return the part, with the tensors in ``values``, by their stored names.
@@ -78,11 +84,15 @@ class Part:
         tensors = manifest.tensor_map()
         if self.name is not None and self.name in tensors:
             return values[tensors[self.name].name]
-        return _build(manifest, self.name, lambda item: values.get(tensors[item].name))
+        return _build_part(manifest, self.name, lambda item: values.get(tensors[item].name))
 
     def names_of(self, manifest: Manifest, stored_names: Collection[str]) -> frozenset[str]:
         """Return all names of tensors, tied ones too, as the part has them."""
-        names = self._tensors(manifest) if self.names is None else self.stored_by_new_name(manifest)
+        names = (
+            self._stored_by_name(manifest)
+            if self.names is None
+            else self.stored_by_new_name(manifest)
+        )
         return frozenset(name for name, stored_name in names.items() if stored_name in stored_names)
 
     def stored_by_new_name(self, manifest: Manifest) -> dict[str, str]:
@@ -91,7 +101,7 @@ class Part:
 
         Tied names stand beside each other. Raises the errors of ``stored_names``.
         """
-        stored_names = self._tensors(manifest)
+        stored_names = self._stored_by_name(manifest)
         if not stored_names:
             raise EntryMissing(
                 [f"{self.name}/" if self.name else "tensor"],
@@ -103,17 +113,17 @@ class Part:
         if self.names is None:
             return {name: stored_names[name] for name in order}
         result: dict[str, str] = {}
-        owners: dict[str, str] = {}
-        for name, target in new_names(order, self.names, manifest.step).items():
-            owner = owners.setdefault(target, name)
-            if result.setdefault(target, stored_names[name]) != stored_names[name]:
+        first_names: dict[str, str] = {}
+        for name, new_name in new_names(order, self.names, manifest.step).items():
+            first_name = first_names.setdefault(new_name, name)
+            if result.setdefault(new_name, stored_names[name]) != stored_names[name]:
                 raise ConfigError(
-                    f"{owner!r} and {name!r} would both be {target!r}: give each a name of its own "
-                    "in names"
+                    f"{first_name!r} and {name!r} would both be {new_name!r}: give each a name of "
+                    "its own in names"
                 )
         return result
 
-    def _tensors(self, manifest: Manifest) -> dict[str, str]:
+    def _stored_by_name(self, manifest: Manifest) -> dict[str, str]:
         """Return the stored name of each tensor by its name in the part."""
         prefix = "" if self.name is None else f"{self.name}/"
         return {
@@ -164,8 +174,9 @@ def check_mapping(names: Mapping[Any, Any], origin: str = "names") -> None:
             )
 
 
-def _build(manifest: Manifest, name: str | None, make: MakeTensor) -> Any:
+def _build_part(manifest: Manifest, name: str | None, make: MakeTensor) -> Any:
     """Return the part ``name`` of the state, with what ``make`` returns in place of its tensors."""
+    # The values are as they were saved, and not changed so that ``torch.load`` takes them.
     tree = StateTree(manifest, make, (), by_name=False, safe=False, parameter_names=False).build()
     path, value = "", tree
     while name is not None and path != name:
@@ -178,14 +189,14 @@ def _build(manifest: Manifest, name: str | None, make: MakeTensor) -> Any:
     return value
 
 
-class _Name(str):
+class _TensorName(str):
     """The name of a tensor, in the place of the tensor."""
 
     __slots__ = ()
 
 
 def _names_in(value: Any) -> Iterator[str]:
-    if isinstance(value, _Name):
+    if isinstance(value, _TensorName):
         yield value
     for item in _items("", value).values():
         yield from _names_in(item)

@@ -2,9 +2,10 @@
 change.
 
 A version is filled chunk by chunk. A chunk that is equal in the earlier version is copied from
-there. A chunk whose difference is known is made from the earlier chunk and the difference. Each
-chunk is compared with its checksum in its memory, so neither damage of the store nor a write of the
-caller into an earlier version can get into a later one.
+there. A chunk whose difference is known is made from the earlier chunk and the difference, which a
+chain of deltas (``DeltaChains``) gives. A read (a ``ChunkRead``) says which chunk of a tensor is
+read. Each chunk is compared with its checksum in its memory, so neither damage of the store nor a
+write of the caller into an earlier version can get into a later one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class VersionMemory:
         sink: Puts chunks that were read into the tensors.
         values: The tensors by the names under which they are stored.
 
-    Thread safety: any thread may call ``take``, for different chunks.
+    Thread safety: any thread may call ``take_chunk``, for different chunks.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -55,15 +56,15 @@ class VersionMemory:
         )
         self._checksums: dict[tuple[int, Box], str] = {}
 
-    def begin(self, reads: Sequence[ChunkRead]) -> None:
+    def note_chunks(self, reads: Sequence[ChunkRead]) -> None:
         """Note that the memory gets the chunks of ``reads`` now."""
         self._checksums = {_place(read): read.checksum for read in reads}
 
-    def name_of(self, read: ChunkRead) -> str:
+    def tensor_name(self, read: ChunkRead) -> str:
         """Return the name of the tensor that a chunk belongs to."""
         return self.leaves[read.targets[0].leaf].name
 
-    def is_new(self, read: ChunkRead) -> bool:
+    def lacks(self, read: ChunkRead) -> bool:
         """Return True unless this memory has a chunk with the place and the checksum of ``read``.
 
         A chunk that is cut in another way counts as new.
@@ -76,29 +77,31 @@ class VersionMemory:
         """
         return self._checksums.get(_place(read))
 
-    def take(self, read: ChunkRead, base: VersionMemory, chains: DeltaChains) -> bool:
+    def take_chunk(self, read: ChunkRead, base: VersionMemory, chains: DeltaChains) -> bool:
         """Fill the place of a chunk from ``base``, and return True. Return False if the chunk must
         be read, because ``base`` does not have it and ``chains`` do not lead to it.
         """
-        place, source = self.sink.region(read), base.sink.region(read)
-        is_direct = place.flags.c_contiguous
+        target_region, base_region = self.sink.region(read), base.sink.region(read)
+        is_contiguous = target_region.flags.c_contiguous
         data: Bytes = (
-            place.reshape(-1).view(np.uint8) if is_direct else np.empty(read.nbytes, dtype=np.uint8)
+            target_region.reshape(-1).view(np.uint8)
+            if is_contiguous
+            else np.empty(read.nbytes, dtype=np.uint8)
         )
         # The cut of a tensor may differ from that of the base, so the bytes may be equal although
         # the base has no chunk of this place.
         may_be_equal = base.checksum_at(read) in (None, read.checksum)
         if not may_be_equal and not chains.has(read.chunk_id):
             return False
-        data.view(place.dtype).reshape(place.shape)[...] = source
+        data.view(target_region.dtype).reshape(target_region.shape)[...] = base_region
         is_intact = may_be_equal and checksum(data.data) == read.checksum
         if not is_intact and chains.has(read.chunk_id):
             is_applied = chains.apply(read.chunk_id, data.data)
             is_intact = is_applied and checksum(data.data) == read.checksum
         if not is_intact:
             return False
-        if not is_direct:
-            place[...] = data.view(place.dtype).reshape(place.shape)
+        if not is_contiguous:
+            target_region[...] = data.view(target_region.dtype).reshape(target_region.shape)
         return True
 
 
