@@ -314,7 +314,9 @@ def no_incompatible_keys() -> Any:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def hookless_copy_of(
+    optimizer: Optimizer, settings: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Return a new optimizer of the same class as ``optimizer``, and a deep copy of ``settings``.
 
     The new optimizer has deep copies of the attributes of ``optimizer``, but no hooks, parameter
@@ -354,7 +356,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------
 
 
-def is_zero(optimizer: Optimizer) -> bool:
+def is_zero_redundancy(optimizer: Optimizer) -> bool:
     """Return True if ``optimizer`` is torch's ``ZeroRedundancyOptimizer``."""
     api = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return api is not None and isinstance(optimizer, api.ZeroRedundancyOptimizer)

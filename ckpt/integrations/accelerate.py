@@ -41,7 +41,7 @@ from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
 from ckpt.state.tensors.per_rank import PerRank, RngState
-from ckpt.state.walk.state_objects import declares_state
+from ckpt.state.walk.state_objects import inherits_stateful
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.tiers import Tiers, as_tiers
 
@@ -340,7 +340,7 @@ def _entry_of(value: Any) -> Any:
     ``torch.distributed.checkpoint`` are returned unchanged. For any other object, each rank saves
     its own value (`PerRank`).
     """
-    if isinstance(value, nn.Module | Optimizer | PerRank) or declares_state(value):
+    if isinstance(value, nn.Module | Optimizer | PerRank) or inherits_stateful(value):
         return value
     return PerRank(value, on_resize=same_or_first)
 

@@ -275,10 +275,10 @@ class _ModelParts(ModuleStandIn):
         self.parts = nn.ModuleList(parts)
         self._items: ModuleItems | None = None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Do nothing, since the sharded parameters of FSDP2 stay the same objects."""
 
-    def settle(self) -> None:
+    def take_restored_values(self) -> None:
         """Do nothing, since a restore fills the tensors of the parts themselves."""
 
     def items(self, path: str) -> ModuleItems:

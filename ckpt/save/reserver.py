@@ -11,7 +11,7 @@ from ckpt.config import SaveConfig
 from ckpt.save.saver import Saver
 from ckpt.state.walk.collect import WalkResult
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.prepare import PlanCache, growth_of
+from ckpt.state.walk.prepare import PlanCache, first_step_growth
 from ckpt.state.walk.state_objects import has_optimizer
 
 _log = logging.getLogger("ckpt")
@@ -45,7 +45,7 @@ class Reserver:
         """Begin to reserve the memory in the background. See ``CheckpointManager.prepare``."""
         collection = self._collect(state)
         preparation = self._plans.prepare(collection)
-        growth = growth_of(collection, preparation.leaves)
+        growth = first_step_growth(collection, preparation.leaves)
         nbytes = preparation.plan.size + growth
         if self._config.deltas is not None:
             self._saver.expect_deltas(preparation.plan)

@@ -18,7 +18,7 @@ from ckpt import LocalShards
 from ckpt.model.box import Box
 from ckpt.model.manifest import Manifest
 from ckpt.state.tensors.layout import leaf_of, memories
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.local_shards import TensorOrShards
 from tests.kit.examples import examples
 from tests.model.boxes import partition, shapes
 from tests.state.ranks import mesh_of, mesh_shapes, placements, rank_of
@@ -57,7 +57,7 @@ def layouts(
 
 def laid_out(
     whole: torch.Tensor, layout: tuple[str, Any], mesh_shape: tuple[int, ...], rank: int
-) -> Source:
+) -> TensorOrShards:
     """Return what ``rank`` holds of it, in memory of its own that is not always contiguous."""
     kind, how = layout
     if kind == "placed":

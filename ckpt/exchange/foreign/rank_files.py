@@ -35,7 +35,7 @@ from ckpt.model.box import Box, tiling_fault
 from ckpt.model.mesh_boxes import local_regions
 from ckpt.model.values import join
 from ckpt.staging.image import copyable
-from ckpt.state.tensors.layout import boxes_of, local
+from ckpt.state.tensors.layout import boxes_of, to_local
 from ckpt.torch_private import ranks_of_mesh, writer_of_mesh
 
 _FILE_NAME: Final = re.compile(
@@ -277,7 +277,7 @@ class _JoinedFiles:
         for rank, part in zip(self._ranks, values, strict=True):
             if not isinstance(part, DTensor) or part.shape != whole.shape:
                 raise IntegrityError(f"{path!r} of rank {rank} is no part of the same tensor")
-            local_part, boxes = local(part), boxes_of(path, part, rank)
+            local_part, boxes = to_local(part), boxes_of(path, part, rank)
             if (
                 sum(box.numel for box in boxes) != local_part.numel()
                 or local_part.dtype != whole.dtype

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.exchange.foreign.deepspeed_files import COUNTER_NAMES
 from ckpt.integrations.deepspeed.zero_layout import Partition, Piece, partitions_of, span_of_shard
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.state.tensors.sharded import ranks_of
 from ckpt.state.walk.module_entries import Entry, ModuleItems, Part
 from ckpt.state.walk.modules import entries
@@ -122,10 +122,10 @@ class ZeroModel(ModuleStandIn):
     def __init__(self, zero: _Zero) -> None:
         super().__init__()
         self._zero = zero
-        self._frozen_parts: dict[int, tuple[int, Source]] = {}
+        self._frozen_parts: dict[int, tuple[int, TensorOrShards]] = {}
         self._last_items: tuple[tuple[int, ...], str, ModuleItems] | None = None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Do nothing, since each call of ``items`` takes the present tensors of the engine."""
 
     def items(self, path: str) -> ModuleItems:
@@ -191,11 +191,11 @@ class ZeroModel(ModuleStandIn):
         """Return the named buffers of the engine's module."""
         return self._zero.engine.module.named_buffers(*args, **options)  # type: ignore[no-any-return]
 
-    def keyed_by(self) -> nn.Module:
+    def key_module(self) -> nn.Module:
         """Return the engine's module."""
         return self._zero.engine.module  # type: ignore[no-any-return]
 
-    def settle(self) -> None:
+    def take_restored_values(self) -> None:
         """Compute the 16-bit weights from the master weights. All ranks must call this."""
         optimizer = self._zero.optimizer
         if hasattr(optimizer, "update_lp_params"):
@@ -223,7 +223,7 @@ class ZeroOptimizer(OptimizerStandIn):
         self._new_flats: dict[tuple[Partition, object], torch.Tensor] = {}
         self._steps: dict[Partition, float] = {}
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Take the present groups and the present state of the inner optimizer."""
         self._new_flats.clear()
         self.param_groups[:] = [
@@ -270,12 +270,12 @@ class ZeroOptimizer(OptimizerStandIn):
 
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> Source:
+    ) -> TensorOrShards:
         """Return zeros for the value ``key`` of a parameter's state, which the inner optimizer does
         not have yet.
 
-        The zeros are a part of a flat tensor, which ``settle`` puts into the inner optimizer. The
-        step counter is a tensor of its own.
+        The zeros are a part of a flat tensor, which ``take_restored_values`` puts into the inner
+        optimizer. The step counter is a tensor of its own.
 
         Raises:
             RestoreError: The checkpoint has the value with another shape than the parameter.
@@ -333,7 +333,7 @@ class ZeroOptimizer(OptimizerStandIn):
                 type(scheduler).__name__,
             )
 
-    def settle(self) -> None:
+    def take_restored_values(self) -> None:
         """Set the hyperparameters and the state of the inner optimizer to the restored values."""
         for group, base in zip(self.param_groups, self._zero.base.param_groups, strict=True):
             base.update({key: value for key, value in group.items() if key != "params"})

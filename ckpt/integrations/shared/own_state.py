@@ -8,9 +8,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.state.walk.modules import check_kind, unwrap
+from ckpt.state.walk.modules import check_kind, unwrap_optimizer
 from ckpt.state.walk.stand_in import OptimizerStandIn
-from ckpt.torch_private import is_zero
+from ckpt.torch_private import is_zero_redundancy
 
 
 class OwnState:
@@ -42,8 +42,8 @@ def saved_as(optimizers: Iterable[Any], path: str, *, is_sharded: bool = False) 
 
 def _saved_as(optimizer: Any, path: str, *, is_sharded: bool) -> Any:
     """Return what a state holds of one optimizer, as ``saved_as`` describes it."""
-    inner = unwrap(optimizer)
-    if is_zero(inner) or isinstance(inner, OptimizerStandIn):
+    inner = unwrap_optimizer(optimizer)
+    if is_zero_redundancy(inner) or isinstance(inner, OptimizerStandIn):
         return optimizer
     if type(inner).state_dict is Optimizer.state_dict:
         return optimizer

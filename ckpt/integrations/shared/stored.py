@@ -27,7 +27,7 @@ from ckpt.state.match.manifest_tree import MakeTensor
 from ckpt.state.match.sink import TensorSink
 from ckpt.state.match.targets import read_apart
 from ckpt.state.tensors.layout import empty_in_order
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.local_shards import TensorOrShards
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import open_tiers
 
@@ -133,7 +133,10 @@ def _contents_text(store: StorageBackend, step: int | None) -> str:
 
 
 def fill_targets(
-    reader: TieredReader, outline: SourceManifest, leaves: Sequence[Leaf], targets: Sequence[Source]
+    reader: TieredReader,
+    outline: SourceManifest,
+    leaves: Sequence[Leaf],
+    targets: Sequence[TensorOrShards],
 ) -> None:
     """Read the boxes of ``leaves`` into ``targets``. Each leaf has one target.
 

@@ -1,12 +1,15 @@
 """Restore with ``broadcast=True``: if several ranks want the same chunk, one of them reads
 and verifies the chunk, and sends it to the other ranks over gloo.
 
+A chunk is a part of a saved tensor. It has the same key, a number, on all ranks. The sink of a
+restore writes chunks to their targets, the regions of tensors that they fill.
+
 The restore proceeds in rounds. In each round, a rank reads its next parcels (groups of chunks)
-while the parcels of the previous round are sent. The next round begins only after all ranks have
-agreed that the round has succeeded. So if a rank finds damage, no other rank waits for it in a
-collective. If another rank ends or hangs during a collective, the wait for it ends after
-``TIMEOUT``. Ranks verify the chunks that they receive by the same checksums as the chunks that they
-read.
+while the parcels of the previous round are sent, some of them at once (a *flight*). The next round
+begins only after all ranks have agreed that the round has succeeded. So if a rank finds damage, no
+other rank waits for it in a collective. If another rank ends or hangs during a collective, the wait
+for it ends after ``TIMEOUT``. Ranks verify the chunks that they receive by the same checksums as
+the chunks that they read.
 """
 
 from __future__ import annotations
@@ -79,13 +82,14 @@ class Broadcast:
     ) -> None:
         self._plan, self._sink, self._read, self._workers = plan, sink, read, workers
         self._reads = by_key(plan.reads)
+        """The reads of the plan, by the keys of their chunks."""
         self._rank = dist.get_rank()
         self._created_groups: list[Any] = []  # Torch's stubs also allow an int as a group
         self._process_groups: list[tuple[Group, Any]] = []
         """Each group of ranks that share chunks, with its process group."""
         self._own_keys: frozenset[int] = frozenset()
         """The keys of the chunks that this rank does not share with others."""
-        self._rounds = 0
+        self._round_count = 0
         self._filled_buffers: dict[Parcel, _ParcelBuffer] = {}
         """The parcels that this rank has read and not yet sent."""
         self._free_memory: list[memoryview] = []
@@ -99,19 +103,22 @@ class Broadcast:
     def run(self, agree: Agree) -> None:
         """Read all chunks of the plan into the sink.
 
+        ``agree(name, work)`` does the work on every rank, and raises on all ranks if the work has
+        failed on any rank.
+
         Raises:
             Exception: A rank has failed. The error is the one that ``agree`` raises. Some targets
                 may then have been overwritten.
         """
         try:
-            agree("meet", partial(self._collective, self._meet))
-            with Workers("share", 1) as reader:
-                for number in range(self._rounds + 1):
-                    agree(f"round/{number}", partial(self._round, number, reader))
+            agree("meet", partial(self._collective, self._plan_sharing))
+            with Workers("share", 1) as read_thread:
+                for number in range(self._round_count + 1):
+                    agree(f"round/{number}", partial(self._run_round, number, read_thread))
         finally:
-            self._disband()
+            self._destroy_groups()
 
-    def _meet(self) -> None:
+    def _plan_sharing(self) -> None:
         """Exchange the keys of the chunks that the ranks want, decide which ranks share which
         chunks, and make a process group for each set of ranks that share chunks.
         """
@@ -119,6 +126,7 @@ class Broadcast:
         self._created_groups.append(world)
         keys_by_rank = _gather_keys(np.array(list(self._reads), dtype=np.int64), world)
         sizes = {key: read.nbytes for key, read in self._reads.items()}
+        # Say which rank reads which of the chunks that several ranks want, and in which rounds
         shares = share(sizes, keys_by_rank, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
         round_count = torch.tensor([max(shares.rounds, 1)], device="cpu")
         dist.all_reduce(round_count, op=dist.ReduceOp.MAX, group=world)
@@ -127,7 +135,7 @@ class Broadcast:
             self._process_groups.append(
                 (group, world if has_all_ranks else self._new_group(group.ranks))
             )
-        self._own_keys, self._rounds = shares.own_keys, int(round_count.item())
+        self._own_keys, self._round_count = shares.own_keys, int(round_count.item())
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         """Return a new process group of ``ranks``, which these ranks alone create."""
@@ -137,11 +145,13 @@ class Broadcast:
         self._created_groups.append(group)
         return group
 
-    def _round(self, number: int, reader: Workers) -> None:
+    def _run_round(self, number: int, read_thread: Workers) -> None:
         """Read this rank's parcels of round ``number``, and meanwhile exchange the parcels of the
         round before.
         """
-        future = reader.submit(self._fill, number) if number < self._rounds else None
+        future = (
+            read_thread.submit(self._read_parcels, number) if number < self._round_count else None
+        )
         if number:
             self._collective(partial(self._exchange_round, number - 1))
         if future is not None:
@@ -149,7 +159,7 @@ class Broadcast:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _fill(self, number: int) -> None:
+    def _read_parcels(self, number: int) -> None:
         """Read this rank's parcels of round ``number``. In the first round, also read the chunks
         that this rank does not share with others.
         """
@@ -158,18 +168,21 @@ class Broadcast:
                 [self._reads[key] for key in self._reads if key in self._own_keys], self._sink
             )
         own_buffers = [
-            self._buffer(parcel)
+            self._buffer_for(parcel)
             for group, _ in self._process_groups
             if number < len(group.rounds)
             for parcel in group.rounds[number]
             if parcel.reader == self._rank
         ]
         if own_buffers:
-            places = {
-                mark: place for buffer in own_buffers for mark, place in buffer.places.items()
+            chunk_memories = {
+                target: memory
+                for buffer in own_buffers
+                for target, memory in buffer.chunk_memories.items()
             }
             self._read_part(
-                [read for buffer in own_buffers for read in buffer.reads], _BufferSink(places)
+                [read for buffer in own_buffers for read in buffer.reads],
+                _BufferSink(chunk_memories),
             )
         self._filled_buffers.update({buffer.parcel: buffer for buffer in own_buffers})
 
@@ -196,7 +209,7 @@ class Broadcast:
             buffers = [
                 self._filled_buffers.pop(parcel)
                 if parcel in self._filled_buffers
-                else self._buffer(parcel)
+                else self._buffer_for(parcel)
                 for parcel in flight
             ]
             works = [
@@ -234,7 +247,7 @@ class Broadcast:
         """Verify the chunk ``read`` in ``buffer`` if another rank has sent it. Copy it to the sink,
         unless ``buffer`` shares the memory of the target.
         """
-        data = buffer.places[_chunk_mark(read)]
+        data = buffer.chunk_memories[_first_target(read)]
         if buffer.parcel.reader != self._rank and checksum(data) != read.checksum:
             raise RestoreError(
                 f"what rank {buffer.parcel.reader} read of the file of rank {read.rank} has not "
@@ -245,7 +258,7 @@ class Broadcast:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _buffer(self, parcel: Parcel) -> _ParcelBuffer:
+    def _buffer_for(self, parcel: Parcel) -> _ParcelBuffer:
         """Return ``parcel`` with memory for its chunks: the memory of the target, if the parcel has
         a single chunk and the target has contiguous host memory for it, else a buffer.
         """
@@ -274,13 +287,13 @@ class Broadcast:
             # The connections of a process group end when nothing refers to it any more, and the
             # frames of the error do.
             traceback.clear_frames(error.__traceback__)
-            self._disband()
+            self._destroy_groups()
             if not isinstance(error, RuntimeError):
                 raise
             line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise ConnectionLost(f"it could not share with others what it read: {line}") from error
 
-    def _disband(self) -> None:
+    def _destroy_groups(self) -> None:
         """Forget all parcels, and destroy the process groups."""
         self._process_groups.clear()
         self._filled_buffers.clear()
@@ -296,18 +309,18 @@ class _ParcelBuffer:
         reads: The reads of its chunks.
         memory: The memory, which may be longer than the parcel.
         in_place: True if the memory is that of the target.
-        places: The memory of each chunk, by the chunk's first target (``_chunk_mark``).
+        chunk_memories: The memory of each chunk, by the chunk's first target.
     """
 
     def __init__(
         self, parcel: Parcel, reads: Sequence[ChunkRead], memory: memoryview, *, in_place: bool
     ) -> None:
         self.parcel, self.reads, self.memory, self.in_place = parcel, reads, memory, in_place
-        self.places: dict[Target, memoryview] = {}
+        self.chunk_memories: dict[Target, memoryview] = {}
         self._nbytes = 0
         for read in reads:
             start, self._nbytes = self._nbytes, self._nbytes + read.nbytes
-            self.places[_chunk_mark(read)] = memory[start : self._nbytes]
+            self.chunk_memories[_first_target(read)] = memory[start : self._nbytes]
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -320,17 +333,17 @@ class _BufferSink:
     A parcel is a group of chunks that one rank reads and broadcasts to the others.
     """
 
-    def __init__(self, places: Mapping[Target, memoryview]) -> None:
-        self._places = places
+    def __init__(self, chunk_memories: Mapping[Target, memoryview]) -> None:
+        self._chunk_memories = chunk_memories
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        return self._places[_chunk_mark(read)]
+        return self._chunk_memories[_first_target(read)]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        self._places[_chunk_mark(read)][:] = data
+        self._chunk_memories[_first_target(read)][:] = data
 
 
-def _chunk_mark(read: ChunkRead) -> Target:
+def _first_target(read: ChunkRead) -> Target:
     """Return the first target of the chunk, which identifies it in this restore.
 
     The offset of the chunk in its file cannot identify it, since the offset depends on the codec of

@@ -5,8 +5,16 @@ bytes into the tensors. Then it sets all other values.
 
 A restore fills existing tensors in place. It makes tensors that do not exist yet: the state of an
 optimizer that has not stepped, and the tensors in the saved ``state_dict()`` of an object whose
-present tensors are not filled in place (see ``_live_state``). Plain values replace the present
-values, and the ``load_state_dict`` of objects is called.
+present tensors are not filled in place (see ``_state_to_fill``). Plain values replace the present
+values, and the ``load_state_dict`` of objects is called. A value is *live* if it is not plain.
+
+The ``path`` of a value is its name in the state, and its ``source`` is its name in the checkpoint.
+A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
+dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
+its content under "v", or the name of its tensor under "n".
+
+A stand-in is an object that takes the place of a module or optimizer of a framework, and an adapter
+is a function that returns an object with a ``state_dict()`` for a value that has none.
 """
 
 from __future__ import annotations
@@ -35,31 +43,37 @@ from ckpt.state.match.selection import (
     WHOLE_STATE,
     RenameRules,
     Selection,
-    removed_from,
+    modules_without_prefix,
     with_prefix,
 )
 from ckpt.state.match.targets import (
     forget_copies,
     has_live,
     has_sharded,
-    holds_names,
+    is_matched_by_parts,
     release_gathered,
 )
 from ckpt.state.tensors.arrays import is_fillable
 from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.state.tensors.per_rank import PerRank
-from ckpt.state.tensors.sharded import as_source
+from ckpt.state.tensors.sharded import tensor_or_shards
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.modules import Parameters, check_load, items_of, state_dict_errors, unwrap
+from ckpt.state.walk.modules import (
+    Parameters,
+    check_load,
+    items_of,
+    state_dict_errors,
+    unwrap_optimizer,
+)
 from ckpt.state.walk.stand_in import Checkable, ModuleStandIn, Refillable, StandIn
 from ckpt.state.walk.state_objects import (
-    check_all_bounded,
-    check_mode,
-    declares_state,
+    check_walk_times,
     has_only_values,
+    inherits_stateful,
     is_stateful,
     refresh_stand_ins,
+    refuse_fake_mode,
     walk_objects,
     walk_tensors,
 )
@@ -118,28 +132,31 @@ class _Match:
         selection: Selection,
         last_walk: LastWalk,
     ) -> None:
-        self._state, self._rank, self._world = state, rank, world_size
+        self._state, self._rank, self._world_size = state, rank, world_size
         # Each plain value is looked at once. It may be large, and it is replaced as a whole.
         live = {key: value for key, value in state.items() if not has_only_values(value)}
         self._plain_names = {join("", key) for key in state.keys() - live.keys()}
-        check_all_bounded(live)
+        check_walk_times(live)
         self._live, self._objects = live, list(walk_objects(live))
-        check_mode(live, self._objects)
+        refuse_fake_mode(live, self._objects)
         refresh_stand_ins(self._objects)
         for _, value in self._objects:
             if isinstance(value, nn.Module):
                 release_gathered(value)
         self._checkpoint = SavedState(manifest)
-        selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
+        selection = replace(selection, rename_rules=self._with_import_rules(selection.rename_rules))
         parameters = _parameters_of(live, self._objects, last_walk)
         self._matcher = Matcher(self._checkpoint, selection, parameters)
         self._actions = self._matcher.actions
+        """The calls that the restore makes after it has read all tensors."""
         self._is_in_object = False
-        self._targets: list[nn.Module | Optimizer] = []
+        """True inside of an object whose tensors may be replaced by tensors of other shapes."""
+        self._loaded_objects: list[nn.Module | Optimizer] = []
+        """The modules and optimizers that were matched so far."""
 
-    def _rename_rules(self, rules: RenameRules) -> RenameRules:
+    def _with_import_rules(self, rules: RenameRules) -> RenameRules:
         """Return ``rules`` with those for an imported checkpoint (see ``with_prefix``)."""
-        if not removed_from(self._checkpoint):
+        if not modules_without_prefix(self._checkpoint):
             return rules
         entries = {
             path: [entry.fqn for entry in items_of(path, value).entries]
@@ -151,87 +168,99 @@ class _Match:
     def run(self) -> StateMatch:
         """Match all values, and return the work of the restore."""
         modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]
-        self._actions.append(self._matcher.real.change_places)
-        self._mapping(self._state, "", "")
+        self._actions.append(self._matcher.meta_replacements.swap_in)
+        self._match_mapping(self._state, "", "")
         self._fill_slots([module for _, module in modules])
         state_match = self._matcher.finish()
         state_match.actions += [
-            value.settle for value in self._targets if isinstance(value, StandIn)
+            value.take_restored_values
+            for value in self._loaded_objects
+            if isinstance(value, StandIn)
         ]
         state_match.actions += self._matcher.last_actions
         state_match.actions.append(forget_copies)
         state_match.meta_names = tuple(
             name
             for path, module in modules
-            for name in self._matcher.real.left_out(path, _keyed_by(module))
+            for name in self._matcher.meta_replacements.remaining_names(
+                path, _module_of_keys(module)
+            )
         )
         return state_match
 
     def _fill_slots(self, modules: Sequence[nn.Module]) -> None:
-        """Choose the tensors of optimizers to fill (see ``match.optimizer_slots``)."""
+        """Choose the tensors to fill in the slots of optimizers (see ``match.optimizer_slots``).
+
+        A slot is a place in an optimizer that gets a saved tensor. The holders tell which places of
+        the state have the memory of a tensor.
+        """
         if not self._matcher.slots:
             return
         optimizers = [
-            (path, unwrap(value))
+            (path, unwrap_optimizer(value))
             for path, value in self._objects
-            if isinstance(value, Optimizer) and not declares_state(value)
+            if isinstance(value, Optimizer) and not inherits_stateful(value)
         ]
         other_tensors = (tensor for _, tensor in walk_tensors(self._live))
         holders = Holders(optimizers, chain(tensors_of(modules), other_tensors))
         fill_slots(
-            self._matcher.slots, holders, dict(self._matcher.fills), self._matcher.values.buffers
+            self._matcher.slots,
+            holders,
+            dict(self._matcher.targets_by_memory),
+            self._matcher.remaker.buffers,
         )
 
     # -- containers --------------------------------------------------------------------------------
 
-    def _child(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
+    def _match_child(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
         """Match one value of a container with the value in the checkpoint that has its name.
 
-        ``put`` replaces the value in its container.
+        ``put`` replaces the value in its container. A container that the selection does not take is
+        still matched if the selection reaches values inside of it.
         """
-        source = self._matcher.source(name)
+        source = self._matcher.source_of(name)
         node = self._checkpoint.node(source)
-        is_container = name not in self._plain_names and holds_names(value)
-        if not self._matcher.takes(name) and not (
+        is_container = name not in self._plain_names and is_matched_by_parts(value)
+        if not self._matcher.restores(name) and not (
             is_container and self._matcher.selection.reaches(name)
         ):
-            self._matcher.claim(name, source, silent=True)
-            self._exclude(value, name)
+            self._matcher.record_match(name, source, hide_renaming=True)
+            self._record_excluded(value, name)
         elif node is not ABSENT:
-            self._item(value, node, name, source, put)
+            self._match_value(value, node, name, source, put)
         elif is_container and self._matcher.selection.rename_rules:
             # With a renaming, the checkpoint may have the values inside of this one elsewhere.
-            with self._matcher.as_one(name, source):
-                self._item(value, node, name, source, put)
+            with self._matcher.missing_as_one(name, source):
+                self._match_value(value, node, name, source, put)
         else:
-            self._matcher.lack(name, source)
+            self._matcher.record_missing(name, source)
 
-    def _exclude(self, value: Any, name: str) -> None:
+    def _record_excluded(self, value: Any, name: str) -> None:
         """Record that the tensors of ``value``, which is not restored, keep their values."""
         for path, tensor in walk_tensors(value, name):
-            self._matcher.exclude_tensor(path, tensor)
+            self._matcher.record_excluded_tensor(path, tensor)
         for path, module in walk_objects(value, name):
             if isinstance(module, nn.Module):
                 for tensor in tensors_of([module]):
-                    self._matcher.exclude_tensor(path, tensor)
+                    self._matcher.record_excluded_tensor(path, tensor)
 
-    def _mapping(self, target: MutableMapping[Any, Any], path: str, source: str) -> None:
+    def _match_mapping(self, target: MutableMapping[Any, Any], path: str, source: str) -> None:
         """Match the values of a dict one by one."""
-        self._matcher.open(path, source)
+        self._matcher.open_container(path, source)
         for key, value in target.items():
-            self._child(value, join(path, key), partial(target.__setitem__, key))
+            self._match_child(value, join(path, key), partial(target.__setitem__, key))
 
-    def _sequence(
+    def _match_sequence(
         self, target: Sequence[Any], node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
         """Match the values of a list or tuple one by one. A tuple is replaced by a new one."""
         items = node["v"] if tag(node) == "tuple" else node
         if node is not ABSENT and not (isinstance(items, list) and len(items) == len(target)):
             raise KindMismatch(path, kind(node), f"{type(target).__name__} of {len(target)}")
-        self._matcher.open(path, source)
+        self._matcher.open_container(path, source)
         new_items = list(target)
         for index, value in enumerate(target):
-            self._child(value, join(path, str(index)), partial(new_items.__setitem__, index))
+            self._match_child(value, join(path, str(index)), partial(new_items.__setitem__, index))
         if isinstance(target, list):
             self._actions.append(lambda: target.__setitem__(slice(None), new_items))
         else:
@@ -239,7 +268,7 @@ class _Match:
 
     # -- one value ---------------------------------------------------------------------------------
 
-    def _item(
+    def _match_value(
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
         """Match ``node`` with ``target``, the value at ``path`` of the state. ``put`` replaces this
@@ -249,18 +278,18 @@ class _Match:
         elsewhere in the checkpoint.
         """
         if path in self._plain_names:
-            self._matcher.claim(path, source)
-            self._leaf(target, node, path, source, put)
+            self._matcher.record_match(path, source)
+            self._match_whole_value(target, node, path, source, put)
             return
         if not is_stateful(target):
             target = adapt(target)
         match target:
             case nn.Module():
                 match_module(self._matcher, target, node, path, source)
-                self._targets.append(target)
-            case Optimizer() if not declares_state(target):
-                match_optimizer(self._matcher, unwrap(target), node, path, source)
-                self._targets.append(target)
+                self._loaded_objects.append(target)
+            case Optimizer() if not inherits_stateful(target):
+                match_optimizer(self._matcher, unwrap_optimizer(target), node, path, source)
+                self._loaded_objects.append(target)
             case MutableMapping() if not is_stateful(target) and has_live(target):
                 if (
                     node is not ABSENT
@@ -268,22 +297,22 @@ class _Match:
                     and tag(node) not in ("module", "object")
                 ):
                     raise KindMismatch(path, kind(node), "dict")
-                self._mapping(target, path, source)
+                self._match_mapping(target, path, source)
             case list() | tuple() if has_live(target):
-                self._sequence(target, node, path, source, put)
-            case _ if (live := self._live_state(target, node, path)) is not None:
-                self._object(target, live, path, source)
+                self._match_sequence(target, node, path, source, put)
+            case _ if (live := self._state_to_fill(target, node, path)) is not None:
+                self._match_object(target, live, path, source)
             case _:
-                self._matcher.claim(path, source)
-                self._leaf(target, node, path, source, put)
+                self._matcher.record_match(path, source)
+                self._match_whole_value(target, node, path, source, put)
 
-    def _live_state(self, target: Any, node: Node, path: str) -> MutableMapping[str, Any] | None:
+    def _state_to_fill(self, target: Any, node: Node, path: str) -> MutableMapping[str, Any] | None:
         """Return the ``state_dict()`` (or ``targets()``) of an object whose tensors a restore fills
         in place, or None for any other value.
 
-        Such an object is ``Stateful`` (see ``declares_state``), or its ``state_dict()`` has sharded
-        tensors and ``torch.distributed`` is initialized. In both cases, ``node`` must have tensors
-        inside.
+        Such an object is ``Stateful`` (see ``inherits_stateful``), or its ``state_dict()`` has
+        sharded tensors and ``torch.distributed`` is initialized. In both cases, ``node`` must have
+        tensors inside.
         """
         if not (
             is_stateful(target)
@@ -291,7 +320,7 @@ class _Match:
             and holds_tensors(node)
         ):
             return None
-        is_declared = declares_state(target)
+        is_declared = inherits_stateful(target)
         if not is_declared and not (dist.is_available() and dist.is_initialized()):
             return None
         with state_dict_errors(path, target):
@@ -300,19 +329,21 @@ class _Match:
             return None
         return live
 
-    def _object(self, target: Any, live: MutableMapping[str, Any], path: str, source: str) -> None:
+    def _match_object(
+        self, target: Any, live: MutableMapping[str, Any], path: str, source: str
+    ) -> None:
         """Match the values of ``live``, the ``state_dict()`` of ``target``. After the restore has
         set them, it passes this dict to ``target.load_state_dict``, as
         ``torch.distributed.checkpoint.load`` does.
         """
         # The tensors of a ``Refillable`` object keep their shapes. In any other object, the restore
-        # replaces a tensor that was saved with another shape (see ``_leaf``).
+        # replaces a tensor that was saved with another shape (see ``_match_whole_value``).
         was_in_object, self._is_in_object = self._is_in_object, not isinstance(target, Refillable)
-        self._mapping(live, path, source)
+        self._match_mapping(live, path, source)
         self._is_in_object = was_in_object
         self._actions.append(lambda: target.load_state_dict(live))
 
-    def _leaf(
+    def _match_whole_value(
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
         """Match a value whose inner values are not matched by names of their own."""
@@ -322,20 +353,20 @@ class _Match:
             target = None
         match target:
             case torch.Tensor() | LocalShards():
-                tensor = as_source(target) if isinstance(target, torch.Tensor) else target
+                tensor = tensor_or_shards(target) if isinstance(target, torch.Tensor) else target
                 fill_tensor(self._matcher, path, source, tensor, node)
             case np.ndarray():
-                self._array(target, node, path, source, put)
+                self._match_array(target, node, path, source, put)
             case PerRank():
                 if not (isinstance(node, list) and self._checkpoint.is_imported):
-                    self._matcher.expect(node, path, "per_rank")
-                self._per_rank(target, node, path, source)
+                    self._matcher.require_tag(node, path, "per_rank")
+                self._match_per_rank(target, node, path, source)
             case _ if is_stateful(target):
                 check_load(path, target)
                 # An imported checkpoint has a plain mapping for such an object.
                 if not is_mapping(node):
-                    self._matcher.expect(node, path, "object")
-                make_value = self._matcher.values.prepare(
+                    self._matcher.require_tag(node, path, "object")
+                make_value = self._matcher.remaker.prepare(
                     node["v"] if tag(node) == "object" else node, path
                 )
                 load = target.load_state_dict
@@ -343,7 +374,7 @@ class _Match:
                     target.check_saved(make_value())
                 self._actions.append(lambda: load(make_value()))
             case _:
-                self._plain(target, node, path, put)
+                self._match_plain(target, node, path, put)
 
     def _is_resized(self, target: Any, node: Node) -> bool:
         """Return True if ``target`` is no sharded tensor, and was saved with another shape."""
@@ -356,14 +387,14 @@ class _Match:
         record = self._checkpoint.tensors.get(node["n"])
         return record is not None and record.shape != tuple(target.shape)
 
-    def _plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
+    def _match_plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
         """Request that the saved plain value replaces ``target``."""
         if tag(node) in _LIVE_TAGS or (tag(node) in ("tensor", "array") and target is not None):
             raise KindMismatch(path, kind(node), type(target).__name__)
-        make_value = self._matcher.values.prepare(node, path)
+        make_value = self._matcher.remaker.prepare(node, path)
         self._actions.append(lambda: put(make_value()))
 
-    def _array(
+    def _match_array(
         self,
         target: np.ndarray[Any, Any],
         node: Node,
@@ -372,64 +403,70 @@ class _Match:
         put: Callable[[Any], None],
     ) -> None:
         """Request that an array is filled, or is replaced if its memory cannot be filled."""
-        self._matcher.expect(node, path, "array", "tensor")
+        self._matcher.require_tag(node, path, "array", "tensor")
         array = target
         if not is_fillable(target):
             array = np.empty_like(target, subok=False)
             if node["n"] in self._checkpoint.tensors:
                 self._actions.append(lambda: put(array))
-        self._matcher.want(path, source, torch.from_numpy(array), node["n"])
+        self._matcher.request_read(path, source, torch.from_numpy(array), node["n"])
 
-    def _per_rank(self, target: PerRank, node: Node, path: str, saved_path: str) -> None:
+    def _match_per_rank(self, target: PerRank, node: Node, path: str, saved_path: str) -> None:
         """Match a ``PerRank`` value with the value at the path ``saved_path`` of the checkpoint. In
         an imported checkpoint, ``node`` is a list of the values of all ranks, as an export writes
         it.
         """
-        saved_world = len(node) if isinstance(node, list) else self._checkpoint.manifest.world_size
-        source: int | None = self._rank
-        if saved_world != self._world:
-            source = self._source_rank(target, path, saved_world)
-        if source is None:
+        saved_world_size = (
+            len(node) if isinstance(node, list) else self._checkpoint.manifest.world_size
+        )
+        source_rank: int | None = self._rank
+        if saved_world_size != self._world_size:
+            source_rank = self._source_rank(target, path, saved_world_size)
+        if source_rank is None:
             return
         values = (
-            {saved_path: node[source]}
+            {saved_path: node[source_rank]}
             if isinstance(node, list)
-            else self._checkpoint.per_rank(source)
+            else self._checkpoint.per_rank(source_rank)
         )
         if saved_path not in values:
-            self._matcher.lack(f"{path} of rank {source}", f"{saved_path} of rank {source}")
+            self._matcher.record_missing(
+                f"{path} of rank {source_rank}", f"{saved_path} of rank {source_rank}"
+            )
             return
-        self._checkpoint.adopt(saved_path, values[saved_path])
-        self._item(
+        self._checkpoint.set_per_rank_node(saved_path, values[saved_path])
+        self._match_value(
             target.value,
             values[saved_path],
             path,
             saved_path,
-            lambda new: setattr(target, "value", new),
+            lambda new_value: setattr(target, "value", new_value),
         )
 
-    def _source_rank(self, target: PerRank, path: str, saved_world: int) -> int | None:
+    def _source_rank(self, target: PerRank, path: str, saved_world_size: int) -> int | None:
         """Return the rank whose saved value this rank takes, or None to keep the present value."""
         policy = target.on_resize
         if callable(policy):
-            source = policy(self._rank, self._world, saved_world)
-            if source is not None and not 0 <= source < saved_world:
-                raise ConfigError(f"on_resize of {path!r} chose rank {source} of {saved_world}")
-            return source
+            source_rank = policy(self._rank, self._world_size, saved_world_size)
+            if source_rank is not None and not 0 <= source_rank < saved_world_size:
+                raise ConfigError(
+                    f"on_resize of {path!r} chose rank {source_rank} of {saved_world_size}"
+                )
+            return source_rank
         if policy == "error":
             raise ConfigError(
-                f"{path!r} is a PerRank value of {saved_world} rank(s), this world has "
-                f"{self._world}: say whose it takes with "
+                f"{path!r} is a PerRank value of {saved_world_size} rank(s), this world has "
+                f"{self._world_size}: say whose it takes with "
                 'PerRank(..., on_resize="same_rank" | "first" | function)'
             )
         if policy == "first":
             return 0
-        return self._rank if self._rank < saved_world else None
+        return self._rank if self._rank < saved_world_size else None
 
 
-def _keyed_by(module: nn.Module) -> nn.Module:
+def _module_of_keys(module: nn.Module) -> nn.Module:
     """Return the module in whose state dict the items of ``module`` have their keys."""
-    return module.keyed_by() if isinstance(module, ModuleStandIn) else module
+    return module.key_module() if isinstance(module, ModuleStandIn) else module
 
 
 def _parameters_of(
@@ -444,6 +481,6 @@ def _parameters_of(
         for path, value in objects
         if isinstance(value, nn.Module)
     )
-    optimizers = [unwrap(value) for _, value in objects if isinstance(value, Optimizer)]
-    parameters.look_for(optimizers, walk_tensors(state))
+    optimizers = [unwrap_optimizer(value) for _, value in objects if isinstance(value, Optimizer)]
+    parameters.add_loose(optimizers, walk_tensors(state))
     return parameters

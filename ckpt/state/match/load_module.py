@@ -3,8 +3,18 @@
 A restore fills the tensors of a module in place. Then, if the module has load hooks, methods of its
 own or extra state, it calls ``load_state_dict`` with the whole state dict, as a program without
 ckpt does. The tensors in this dict are those of the module itself, so torch copies nothing. Only
-tensors that a pre-hook or a method gets are read into memory of their own, since such code may
-compare them with the present ones, keep these, or give the module another size.
+tensors that a pre-hook or a method gets are read apart, into memory of their own, since such code
+may compare them with the present ones, keep these, or give the module another size.
+
+A reader is a module whose own code gets a state dict, and is called by its prefix in the keys. An
+entry is an item of a state dict; its piece is None unless the value is one range of elements or one
+box of a larger tensor, such as a parameter of FSDP1. ``name`` is a name in the state, and
+``source`` is the name of the same value in the checkpoint. A stand-in is an object that takes the
+place of a module of a framework.
+
+A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
+dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
+its content under "v", or the name of its tensor under "n".
 """
 
 from __future__ import annotations
@@ -21,14 +31,14 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import RestoreError, ShapeMismatch, UnsupportedValue
 from ckpt.model.values import VERSIONS, Node, decode
-from ckpt.state.match.load_trial import Size, check_sizes
+from ckpt.state.match.load_trial import SizeChange, check_sizes
 from ckpt.state.match.matcher import Matcher, fill_tensor
 from ckpt.state.match.materialise import is_meta
-from ckpt.state.match.module_load_code import has_setter, is_converted, load_code
-from ckpt.state.match.optimizer_load_code import of_own_code
+from ckpt.state.match.module_load_code import converts_entries, load_code, sets_extra_state
+from ckpt.state.match.optimizer_load_code import own_code_errors
 from ckpt.state.match.remake import torch_value
 from ckpt.state.match.saved_nodes import ABSENT, is_mapping, tag
-from ckpt.state.tensors.layout import PLAIN
+from ckpt.state.tensors.layout import PLAIN_CLASSES
 from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.state.walk.module_entries import FIRST_VERSION, Entry, Part
 from ckpt.state.walk.modules import canonical, items_of
@@ -39,7 +49,7 @@ _EXTRA_STATE: Final = "_extra_state"  # The last part of the key under which tor
 _Versions = Mapping[str, Mapping[str, Any]]
 
 
-def match_module(match: Matcher, module: nn.Module, node: Node, path: str, source: str) -> None:
+def match_module(matcher: Matcher, module: nn.Module, node: Node, path: str, source: str) -> None:
     """Match a module with a saved module or a plain dict of tensors, by canonical names.
 
     ``node`` is ``ABSENT`` if the checkpoint has no value called ``source``, and the renaming may
@@ -51,75 +61,81 @@ def match_module(match: Matcher, module: nn.Module, node: Node, path: str, sourc
         UnsupportedValue: Code of the module cannot run, since FSDP1 holds its parameters.
     """
     if node is not ABSENT and not is_mapping(node):
-        match.expect(node, path, "module")
-    match.open(path, source)
-    loader = _Loader(match, module, path)
-    for fqn in loader.items.omissions:
-        match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
-    for entry in loader.items.entries:
+        matcher.require_tag(node, path, "module")
+    matcher.open_container(path, source)
+    module_loader = _ModuleLoader(matcher, module, path)
+    for fqn in module_loader.items.omissions:
+        matcher.record_match(
+            f"{path}/{fqn}", matcher.source_of(f"{path}/{fqn}"), hide_renaming=True
+        )
+    for entry in module_loader.items.entries:
         name = f"{path}/{entry.fqn}"
-        entry_source = match.source(name)
-        entry_node = match.checkpoint.node(entry_source)
-        if not match.takes(name):
-            match.claim(name, entry_source, silent=True)
-            match.exclude_tensor(name, entry.value)
+        entry_source = matcher.source_of(name)
+        entry_node = matcher.checkpoint.node(entry_source)
+        if not matcher.restores(name):
+            matcher.record_match(name, entry_source, hide_renaming=True)
+            matcher.record_excluded_tensor(name, entry.value)
         elif entry_node is ABSENT:
-            match.lack_tensor(name, entry_source, entry.value)
+            matcher.record_missing_tensor(name, entry_source, entry.value)
         else:
-            match.claim(name, entry_source)
-            loader.take(entry, name, entry_source, entry_node)
-    loader.end(node)
+            matcher.record_match(name, entry_source)
+            module_loader.match_entry(entry, name, entry_source, entry_node)
+    module_loader.request_load(node)
 
 
-class _Loader:
-    """Matches one module.
+class _ModuleLoader:
+    """Matches one module, and runs the code by which it loads its state dict.
 
     Attributes:
         items: The items of the module.
     """
 
-    def __init__(self, match: Matcher, module: nn.Module, path: str) -> None:
-        self._match, self._path = match, path
-        self.items = match.parameters.of(module) or items_of(path, module)
-        self._module = module.keyed_by() if isinstance(module, ModuleStandIn) else module
+    def __init__(self, matcher: Matcher, module: nn.Module, path: str) -> None:
+        self._matcher, self._path = matcher, path
+        self.items = matcher.parameters.of(module) or items_of(path, module)
+        self._module = module.key_module() if isinstance(module, ModuleStandIn) else module
         self._tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        # The state dict of such a module is what it has without its hooks, which do not run.
         self._is_hookless = is_fsdp1(self._module) or (
             isinstance(module, ModuleStandIn) and not module.fills_module
         )
         self._code = load_code(self._module, without_hooks=self._is_hookless)
         self._modules = dict(self._module.named_modules(remove_duplicate=False))
-        self._values: dict[str, Callable[[], Any]] = {}
+        self._value_makers: dict[str, Callable[[], Any]] = {}
+        """The functions that return the restored values which are no tensors of the module."""
         self._restored_keys: set[str] = set()
-        self._sizes: dict[str, Size] = {}
+        self._size_changes: dict[str, SizeChange] = {}
 
-    def take(self, entry: Entry, name: str, source: str, node: Node) -> None:
+    def match_entry(self, entry: Entry, name: str, source: str, node: Node) -> None:
         """Match ``entry``, which is ``name`` in the state, with its node in the checkpoint."""
         self._restored_keys.add(entry.key)
         value = entry.value
         if id(value) not in self._tensors and not isinstance(value, LocalShards):
             # This is extra state, which may be any value.
-            if self._match.selection.strict and not self._has_taker(entry.key):
+            if self._matcher.selection.strict and not self._has_taker(entry.key):
                 raise RestoreError(
                     f"{name!r} is added by state_dict() of {type(self._module).__qualname__}, and "
                     "no code takes it in load_state_dict(): write such code, or restore with "
                     "strict=False"
                 )
             self._check_copy(entry.key, name, source, node)
-            self._values[entry.key] = self._match.values.prepare(node, name)
-        elif self._is_apart(entry, node):
+            self._value_makers[entry.key] = self._matcher.remaker.prepare(node, name)
+        elif self._is_read_apart(entry, node):
             self._read_apart(entry, name, source, node)
         else:
-            fill_tensor(self._match, name, source, Part(name, entry.piece).all_of(value), node)
+            fill_tensor(
+                self._matcher, name, source, Part(name, entry.piece).parameter_elements(value), node
+            )
 
     def _has_taker(self, key: str) -> bool:
         """Return True if the module takes the value ``key``, which is none of its tensors: with
         code of its own, or as a copy of its parameter or buffer, which torch copies back.
         """
-        if self._code.reader(key) is not None:
+        if self._code.outermost_reader(key) is not None:
             return True
         owner, _, name = key.rpartition(".")
         if name == _EXTRA_STATE:
-            return owner in self._modules and has_setter(self._modules[owner])
+            return owner in self._modules and sets_extra_state(self._modules[owner])
         return self._original_tensor(key) is not None
 
     def _original_tensor(self, key: str) -> torch.Tensor | None:
@@ -134,54 +150,60 @@ class _Loader:
         """Raise ``ShapeMismatch`` if the value ``key`` is a copy of a tensor of the module, no code
         of the module takes it, and it was saved with another shape.
         """
-        original = None if self._code.reader(key) is not None else self._original_tensor(key)
+        original = (
+            None if self._code.outermost_reader(key) is not None else self._original_tensor(key)
+        )
         if original is None or is_lazy(original) or tag(node) not in ("tensor", "array"):
             return
-        record = self._match.checkpoint.tensors.get(node["n"])
+        record = self._matcher.checkpoint.tensors.get(node["n"])
         if record is not None and record.shape != tuple(original.shape):
             raise ShapeMismatch(name, record.shape, tuple(original.shape), source)
 
-    def _is_apart(self, entry: Entry, node: Node) -> bool:
+    def _is_read_apart(self, entry: Entry, node: Node) -> bool:
         """Return True if the saved tensor is read into memory of its own."""
         return (
-            self._code.reader(entry.key) is not None
-            and (type(entry.value) in PLAIN or is_lazy(entry.value))
+            self._code.outermost_reader(entry.key) is not None
+            and (type(entry.value) in PLAIN_CLASSES or is_lazy(entry.value))
             and entry.piece is None
             and not is_meta(entry.value)
             and tag(node) in ("tensor", "array")
-            and node["n"] in self._match.checkpoint.tensors
+            and node["n"] in self._matcher.checkpoint.tensors
         )
 
     def _read_apart(self, entry: Entry, name: str, source: str, node: Node) -> None:
-        """Request that the saved tensor is read into memory of its own (see ``_is_apart``)."""
-        target, record = entry.value, self._match.checkpoint.tensors[node["n"]]
+        """Request that the saved tensor is read into memory of its own (see ``_is_read_apart``)."""
+        target, record = entry.value, self._matcher.checkpoint.tensors[node["n"]]
         if is_lazy(target) or tuple(target.shape) != record.shape:
             present = () if is_lazy(target) else tuple(target.shape)
-            self._sizes[entry.key] = Size(name, source, record.shape, present)
+            self._size_changes[entry.key] = SizeChange(name, source, record.shape, present)
         tensor = torch.empty(record.shape, dtype=target.dtype, device=target.device)
-        self._match.want(name, source, tensor, node["n"], of=None if is_lazy(target) else target)
-        self._values[entry.key] = lambda: tensor
+        self._matcher.request_read(
+            name, source, tensor, node["n"], state_tensor=None if is_lazy(target) else target
+        )
+        self._value_makers[entry.key] = lambda: tensor
 
-    def end(self, node: Node) -> None:
+    def request_load(self, node: Node) -> None:
         """Request the call of the module's code, if it has any."""
-        if not self._restored_keys or not (self._code or self._values):
+        if not self._restored_keys or not (self._code or self._value_makers):
             return
         versions = self._versions(node)
-        if self._sizes:
-            check_sizes(self._module, self._code, self._sizes, self._state_dict(versions))
+        if self._size_changes:
+            check_sizes(self._module, self._code, self._size_changes, self._state_dict(versions))
         if not self._is_hookless:
-            self._match.actions.append(partial(self._load, versions, ""))
+            self._matcher.actions.append(partial(self._load, versions, ""))
             return
         prefixes = self._outermost_readers()
         for prefix in prefixes:
             self._check_loadable(prefix)
-            self._match.actions.append(partial(self._load, versions, prefix))
-        self._match.actions.append(partial(self._set_extra, prefixes))
-        self._match.last_actions.append(partial(self._run_post_hooks, prefixes))
+            self._matcher.actions.append(partial(self._load, versions, prefix))
+        self._matcher.actions.append(partial(self._set_extra_state, prefixes))
+        self._matcher.last_actions.append(partial(self._run_post_hooks, prefixes))
 
     def _outermost_readers(self) -> tuple[str, ...]:
         """Return the readers that are inside of no other reader."""
-        return tuple(reader for reader in self._code.readers if self._code.reader(reader) == reader)
+        return tuple(
+            reader for reader in self._code.readers if self._code.outermost_reader(reader) == reader
+        )
 
     def _check_loadable(self, prefix: str) -> None:
         """Raise ``UnsupportedValue`` if the module at ``prefix`` cannot load its part of the state
@@ -194,7 +216,7 @@ class _Loader:
             or any(
                 entry.piece is not None or isinstance(entry.value, LocalShards) for entry in entries
             )
-            or any(map(is_converted, owner.modules()))
+            or any(map(converts_entries, owner.modules()))
         ):
             name = canonical(self._module)(prefix).rstrip(".")
             raise UnsupportedValue(
@@ -214,7 +236,9 @@ class _Loader:
         state_dict: Any = OrderedDict(
             (
                 entry.key[len(prefix) :],
-                self._values[entry.key]() if entry.key in self._values else _present_value(entry),
+                self._value_makers[entry.key]()
+                if entry.key in self._value_makers
+                else _present_value(entry),
             )
             for entry in items.entries
             if entry.key.startswith(prefix)
@@ -231,7 +255,7 @@ class _Loader:
         """Let the module at ``prefix`` load its state dict, and check that it takes all keys."""
         module = self._module.get_submodule(prefix[:-1])
         kind = type(module).__qualname__
-        with of_own_code(self._path, kind, "load_state_dict()"):
+        with own_code_errors(self._path, kind, "load_state_dict()"):
             state_dict = self._state_dict(versions, prefix)
             if prefix:
                 result: Any = nn.Module.load_state_dict(module, state_dict, strict=False)
@@ -239,7 +263,7 @@ class _Loader:
                 options = {"strict": False} if _takes_strict(module) else {}
                 result = module.load_state_dict(state_dict, **options)
         keys = [*getattr(result, "missing_keys", ()), *getattr(result, "unexpected_keys", ())]
-        if keys and self._match.selection.strict:
+        if keys and self._matcher.selection.strict:
             raise RestoreError(
                 f"{self._path!r} was read, but load_state_dict() of {kind} did not take "
                 f"{', '.join(map(repr, keys[:5]))}: correct its hooks, or restore with "
@@ -256,13 +280,13 @@ class _Loader:
             RestoreError: A part of the entries of a module is restored, and the versions differ.
         """
         saved_versions, default = self._saved_versions(node)
-        present, shares = self.items.versions or {}, self._shares()
+        present_versions, shares = self.items.versions or {}, self._restored_shares()
         canonical_of = canonical(self._module)
         versions: dict[str, Mapping[str, Any]] = {}
         for key, child in self._modules.items():
             prefix = f"{key}." if key else ""
             fqn = canonical_of(prefix).rstrip(".")
-            present_version = present.get(fqn, {"version": version_of(child)})
+            present_version = present_versions.get(fqn, {"version": version_of(child)})
             saved_version = (
                 present_version
                 if saved_versions is None
@@ -273,7 +297,7 @@ class _Loader:
                 0 < share < 1
                 and saved_version
                 and saved_version != present_version
-                and self._code.reader(prefix) is not None
+                and self._code.outermost_reader(prefix) is not None
             ):
                 raise RestoreError(
                     f"{self._path}/{fqn} was saved by {dict(saved_version)} of "
@@ -284,22 +308,22 @@ class _Loader:
             versions[key] = dict(saved_version if share == 1 else present_version)
         return versions
 
-    def _shares(self) -> dict[str, float]:
+    def _restored_shares(self) -> dict[str, float]:
         """Return the share of the entries of each module that the restore takes, by the module's
         key. For a module that has none, the entries of the modules inside count.
         """
-        own, inner = Counter[str](), Counter[str]()
-        own_taken, inner_taken = Counter[str](), Counter[str]()
+        own_counts, inner_counts = Counter[str](), Counter[str]()
+        restored_counts, inner_restored_counts = Counter[str](), Counter[str]()
         for key in (entry.key for entry in self.items.entries):
-            owner, is_taken = key.rpartition(".")[0], key in self._restored_keys
-            own[owner] += 1
-            own_taken[owner] += is_taken
+            owner, is_restored = key.rpartition(".")[0], key in self._restored_keys
+            own_counts[owner] += 1
+            restored_counts[owner] += is_restored
             while owner:
                 owner = owner.rpartition(".")[0]
-                inner[owner] += 1
-                inner_taken[owner] += is_taken
-        shares = {key: inner_taken[key] / total for key, total in inner.items()}
-        return shares | {key: own_taken[key] / total for key, total in own.items()}
+                inner_counts[owner] += 1
+                inner_restored_counts[owner] += is_restored
+        shares = {key: inner_restored_counts[key] / count for key, count in inner_counts.items()}
+        return shares | {key: restored_counts[key] / count for key, count in own_counts.items()}
 
     def _saved_versions(self, node: Node) -> tuple[_Versions | None, Mapping[str, Any]]:
         """Return the versions that were saved, by the names of modules, and the version of every
@@ -316,23 +340,23 @@ class _Loader:
         versions = decode(node["m"], torch_value) if "m" in node else {}
         return (versions if isinstance(versions, Mapping) else {}), {}
 
-    def _set_extra(self, prefixes: tuple[str, ...]) -> None:
+    def _set_extra_state(self, prefixes: tuple[str, ...]) -> None:
         """Give each module outside of ``prefixes`` its extra state directly.
 
         The hooks of FSDP1 would change the keys of a state dict once more.
         """
-        with of_own_code(self._path, type(self._module).__qualname__, "set_extra_state()"):
-            for key, make in self._values.items():
+        with own_code_errors(self._path, type(self._module).__qualname__, "set_extra_state()"):
+            for key, make_value in self._value_makers.items():
                 if key.startswith(prefixes):
                     continue
                 owner, _, name = key.rpartition(".")
                 module = self._module.get_submodule(owner)
-                if name == _EXTRA_STATE and has_setter(module):
-                    module.set_extra_state(make())
+                if name == _EXTRA_STATE and sets_extra_state(module):
+                    module.set_extra_state(make_value())
 
     def _run_post_hooks(self, prefixes: tuple[str, ...]) -> None:
         """Run the post-hooks of the modules outside of ``prefixes``."""
-        with of_own_code(self._path, type(self._module).__qualname__, "load_state_dict()"):
+        with own_code_errors(self._path, type(self._module).__qualname__, "load_state_dict()"):
             for prefix, child, hook in self._code.post_hooks:
                 if not prefix.startswith(prefixes):
                     hook(child, no_incompatible_keys())

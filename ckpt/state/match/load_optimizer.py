@@ -1,7 +1,19 @@
 """Match an optimizer of the state with a saved optimizer.
 
 The saved state of a parameter is found by the parameter's name. If a renaming gives the parameter
-another name in the checkpoint, its state is looked up under that name.
+another name in the checkpoint, its state is looked up under that name. A parameter that the saved
+state did not have has a positional name, made of its group and its position there.
+
+A part is one named parameter in a tensor of a parameter group. A flat parameter of FSDP1 has
+several parts, each of which is a *piece*, a range of the parameter's elements. A wrapper tensor is
+one whose elements are in other tensors, such as a quantised moment. A slot is a place in an
+optimizer that gets a saved tensor, and a view is the place of a saved tensor in a buffer. A record
+is the description of a tensor or a parameter in the checkpoint. A stand-in is an object that takes
+the place of an optimizer of a framework.
+
+A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
+dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
+its content under "v", or the name of its tensor under "n".
 """
 
 from __future__ import annotations
@@ -10,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import is_not
 from typing import Any, Final
 
@@ -24,31 +37,31 @@ from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, names_below, unescape
 from ckpt.state.match.matcher import Matcher, fill_tensor
 from ckpt.state.match.materialise import is_meta
-from ckpt.state.match.optimizer_load_code import Completion, place
-from ckpt.state.match.optimizer_slots import Slot, can_fill, in_group, in_state
+from ckpt.state.match.optimizer_load_code import Completion, move_to_parameter
+from ckpt.state.match.optimizer_slots import Slot, can_fill, setting_identity, state_value_identity
 from ckpt.state.match.remake import tensor_named
 from ckpt.state.match.saved_nodes import ABSENT, SavedParameter, is_mapping, tag
 from ckpt.state.match.trial_step import state_of_step
 from ckpt.state.tensors.layout import empty_in_order, is_plain
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.local_shards import TensorOrShards
 from ckpt.state.tensors.wrapped import is_wrapper
 from ckpt.state.walk.module_entries import Part
 from ckpt.state.walk.modules import (
-    PLACELESS,
-    PLACING_SETTINGS,
+    POSITIONAL,
+    STEP_DEVICE_SETTINGS,
     check_kind,
     check_owners,
     check_state,
     fits,
     in_present_order,
     is_on_device,
+    key_text,
     new_state,
     part_groups,
-    part_of,
-    placeless,
+    positional_name,
     state_name,
 )
-from ckpt.state.walk.optimizer_state import keeper_of, member_like
+from ckpt.state.walk.optimizer_state import local_state_of, member_like
 from ckpt.state.walk.stand_in import OptimizerStandIn
 
 _IMPLEMENTATION_SETTINGS: Final = frozenset(
@@ -68,7 +81,7 @@ _SCHEDULER_SETTINGS: Final = frozenset(
 
 
 def match_optimizer(
-    match: Matcher, optimizer: Optimizer, node: Node, path: str, source: str
+    matcher: Matcher, optimizer: Optimizer, node: Node, path: str, source: str
 ) -> None:
     """Match an optimizer with ``node``, a saved optimizer.
 
@@ -81,7 +94,7 @@ def match_optimizer(
     state and its settings.
 
     Args:
-        match: The matching that the work is added to.
+        matcher: The matching that the work is added to.
         optimizer: The optimizer in the state.
         node: The saved optimizer. It is ``ABSENT`` if the renaming may find the values of the
             optimizer elsewhere in the checkpoint.
@@ -100,31 +113,29 @@ def match_optimizer(
     """
     if node is not ABSENT:
         if is_mapping(node):
-            groups = part_groups(optimizer, match.parameters)
-            names = [
-                match.source(part.path) for group in groups for parts in group for part in parts
-            ]
-            match.checkpoint.adopt_dict(source, names)
-            node = match.checkpoint.node(source)
-        match.expect(node, path, "optimizer")
+            groups = part_groups(optimizer, matcher.parameters)
+            names = [matcher.source_of(part.path) for parts in chain(*groups) for part in parts]
+            matcher.checkpoint.read_optimizer_dict(source, names)
+            node = matcher.checkpoint.node(source)
+        matcher.require_tag(node, path, "optimizer")
     check_kind(path, optimizer)
-    loader = _Loader(match, optimizer, path, source)
-    if loader.targets and (mismatch := loader.kind_mismatch()) is not None:
-        if match.selection.strict:
+    optimizer_loader = _OptimizerLoader(matcher, optimizer, path, source)
+    if optimizer_loader.targets and (mismatch := optimizer_loader.kind_mismatch()) is not None:
+        if matcher.selection.strict:
             raise OptimizerMismatch(path, *mismatch)
-        # The optimizer keeps its present state and settings. Since nothing is claimed here, the
+        # The optimizer keeps its present state and settings. Since no match is recorded, the
         # report lists the saved optimizer as unexpected.
         return
-    match.open(path, source)
-    loader.load(node)
+    matcher.open_container(path, source)
+    optimizer_loader.match_values(node)
     if (
         isinstance(optimizer, OptimizerStandIn)
         and node is not ABSENT
         and "extra" in node
-        and match.takes(f"{path}/extra")
+        and matcher.restores(f"{path}/extra")
     ):
-        extra = match.values.prepare(node["extra"])
-        match.actions.append(lambda: optimizer.load_extra(extra()))
+        extra = matcher.remaker.prepare(node["extra"])
+        matcher.actions.append(lambda: optimizer.load_extra(extra()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,11 +147,11 @@ class _Target:
         restored_group: The group with those settings after the restore that place ``step``.
         parameter: The tensor in the parameter group.
         part: The parameter, or the part of it.
-        is_here: True if this rank keeps any state of the part.
+        has_local_state: True if this rank keeps any state of the part.
         name: The common prefix of the names of the optimizer's values for the part, such as
             ``optimizer/model/weight``.
         source: The prefix of the names of these values in the checkpoint.
-        weight: The name of the parameter itself in the checkpoint.
+        parameter_source: The name of the parameter itself in the checkpoint.
         record: The saved settings and values; None if the checkpoint has none.
     """
 
@@ -148,87 +159,93 @@ class _Target:
     restored_group: Mapping[str, Any]
     parameter: torch.Tensor
     part: Part
-    is_here: bool
+    has_local_state: bool
     name: str
     source: str
-    weight: str
+    parameter_source: str
     record: SavedParameter | None
 
 
-class _Loader:
+class _OptimizerLoader:
     """Matches one optimizer.
+
+    Its completion runs the code by which the optimizer loads a state dict, after the restore. The
+    copies of present states, the new states, and the states that a trial step has made are kept by
+    the identity (``id``) of the parameter.
 
     Attributes:
         targets: The parameters that the checkpoint has, and that have state or settings to restore.
     """
 
-    def __init__(self, match: Matcher, optimizer: Optimizer, path: str, source: str) -> None:
-        self._match, self._optimizer, self._path = match, optimizer, path
-        self._keeper = keeper_of(path, optimizer)
+    def __init__(self, matcher: Matcher, optimizer: Optimizer, path: str, source: str) -> None:
+        self._matcher, self._optimizer, self._path = matcher, optimizer, path
+        self._local_state = local_state_of(path, optimizer)
         check_owners(path, optimizer)
-        check_state(path, optimizer, self._keeper.state)
-        self._completion = Completion(path, optimizer, self._keeper)
+        check_state(path, optimizer, self._local_state.by_parameter)
+        self._completion = Completion(path, optimizer, self._local_state)
         self._present_copies: dict[int, dict[Any, Any]] = {}
         self._new_states: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._trial_states: dict[int, Mapping[Any, Any]] = {}
-        takes_settings = match.takes(f"{path}/param_groups")
-        self._all_targets = list(self._find_targets(source, takes_settings))
+        restores_settings = matcher.restores(f"{path}/param_groups")
+        self._all_targets = list(self._find_targets(source, restores_settings))
         self.targets = [
             target
             for target in self._all_targets
-            if target.record and (self._takes(target) or takes_settings)
+            if target.record and (self._restores(target) or restores_settings)
         ]
 
-    def _find_targets(self, source: str, takes_settings: bool) -> Iterator[_Target]:
+    def _find_targets(self, source: str, restores_settings: bool) -> Iterator[_Target]:
         """Yield the parts of all parameters of the optimizer, which is ``source`` in the
-        checkpoint. ``takes_settings`` is True if the restore sets the settings of the groups.
+        checkpoint. ``restores_settings`` is True if the restore sets the settings of the groups.
         """
-        groups = part_groups(self._optimizer, self._match.parameters)
+        groups = part_groups(self._optimizer, self._matcher.parameters)
         for group_index, (group, group_parts) in enumerate(
             zip(self._optimizer.param_groups, groups, strict=True)
         ):
-            pairs = enumerate(zip(group["params"], group_parts, strict=True))
+            numbered_parameters = enumerate(zip(group["params"], group_parts, strict=True))
             for position, parameter, part in (
                 (position, parameter, part)
-                for position, (parameter, parts) in pairs
+                for position, (parameter, parts) in numbered_parameters
                 for part in parts
             ):
                 part_path = part.path
-                is_here = part.has_elements and self._keeper.keeps(parameter)
-                if part_path.startswith(PLACELESS) and is_meta(parameter):
+                has_local_state = part.has_elements and self._local_state.keeps(parameter)
+                if part_path.startswith(POSITIONAL) and is_meta(parameter):
                     raise RestoreError(
                         f"{self._path!r} owns a parameter on the meta device that no module of "
                         "the state has: build the optimizer after its model was made real, or "
                         "give the model too"
                     )
                 name = f"{self._path}/{part_path}"
-                weight = self._match.source(part_path)
-                origin = self._match.source(name)
+                parameter_source = self._matcher.source_of(part_path)
+                state_source = self._matcher.source_of(name)
                 # If no rule of the renaming names this state, it is renamed like its parameter.
-                if origin in (name, f"{source}/{part_path}"):
-                    origin = f"{source}/{weight}"
-                record = self._match.checkpoint.parameter(origin)
-                if record is None and part.piece is None and self._may_have_place(parameter):
+                if state_source in (name, f"{source}/{part_path}"):
+                    state_source = f"{source}/{parameter_source}"
+                record = self._matcher.checkpoint.parameter(state_source)
+                if record is None and part.piece is None and self._may_load_by_position(parameter):
                     # If the saved state did not have the parameter, the name in the checkpoint has
                     # the parameter's position in the optimizer in place of the parameter's path.
-                    position_name = f"{source}/{placeless(group_index, position)}"
-                    record = self._match.checkpoint.parameter(position_name)
-                    origin = position_name if record else origin
+                    position_name = f"{source}/{positional_name(group_index, position)}"
+                    record = self._matcher.checkpoint.parameter(position_name)
+                    state_source = position_name if record else state_source
                 restored_group: Mapping[str, Any] = group
-                if record is not None and takes_settings:
-                    placement = {key: record.settings.get(key) for key in PLACING_SETTINGS}
+                if record is not None and restores_settings:
+                    placement = {key: record.settings.get(key) for key in STEP_DEVICE_SETTINGS}
                     restored_group = {**group, **placement}
+                names = name, state_source, parameter_source
                 yield _Target(
-                    group, restored_group, parameter, part, is_here, name, origin, weight, record
+                    group, restored_group, parameter, part, has_local_state, *names, record
                 )
 
-    def _may_have_place(self, parameter: torch.Tensor) -> bool:
+    def _may_load_by_position(self, parameter: torch.Tensor) -> bool:
         """Return True if the checkpoint may have the state of ``parameter`` by its position.
 
         An imported state dict often has no names. Its state then goes to the parameters by their
         positions, as ``Optimizer.load_state_dict`` takes it.
         """
-        return self._match.checkpoint.is_imported or not self._match.parameters.in_module(parameter)
+        checkpoint, parameters = self._matcher.checkpoint, self._matcher.parameters
+        return checkpoint.is_imported or not parameters.in_module(parameter)
 
     def kind_mismatch(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
         """Return None if the saved optimizer may be of the same kind as this one.
@@ -241,9 +258,9 @@ class _Loader:
         saved_keys: set[str] = set()
         settings: set[str] = set()
         for target in self.targets:
-            saved_keys |= self._keys(target)
+            saved_keys |= self._saved_key_texts(target)
             settings |= set(target.record.settings) if target.record else set()
-        own_keys = {part_of(key) for state in self._keeper.state.values() for key in state}
+        own_keys = set(map(key_text, chain(*self._local_state.by_parameter.values())))
         if own_keys and saved_keys and own_keys - saved_keys and saved_keys - own_keys:
             return "state", sorted(saved_keys - own_keys), sorted(own_keys - saved_keys)
         saved_settings = (
@@ -263,38 +280,38 @@ class _Loader:
             )
         return None
 
-    def load(self, node: Node) -> None:
+    def match_values(self, node: Node) -> None:
         """Match the state and the settings with those of ``node``, the saved optimizer."""
-        match = self._match
-        match.actions.append(self._completion.begin)
+        matcher = self._matcher
+        matcher.actions.append(self._completion.begin)
         self._match_all()
-        takes_settings = match.takes(f"{self._path}/param_groups")
+        restores_settings = matcher.restores(f"{self._path}/param_groups")
         if not isinstance(self._optimizer, OptimizerStandIn) and (
-            takes_settings or any(map(self._takes, self._all_targets))
+            restores_settings or any(map(self._restores, self._all_targets))
         ):
-            match.actions.append(self._restore_order)
-            values = node.get("values", {}) if node is not ABSENT and takes_settings else {}
-            match.actions.append(partial(self._completion.end, match.values.prepare(values)))
+            matcher.actions.append(self._restore_order)
+            values = node.get("values", {}) if node is not ABSENT and restores_settings else {}
+            matcher.actions.append(partial(self._completion.end, matcher.remaker.prepare(values)))
 
-    def _takes(self, target: _Target) -> bool:
+    def _restores(self, target: _Target) -> bool:
         """Return True if the selection takes the state of ``target``."""
-        return self._match.takes(target.name, target.name.removeprefix(f"{self._path}/"))
+        return self._matcher.restores(target.name, target.name.removeprefix(f"{self._path}/"))
 
     def _match_all(self) -> None:
         """Match the state of each parameter, and the settings of each parameter group."""
-        match = self._match
+        matcher = self._matcher
         for target in self._all_targets:
-            if not self._takes(target):
-                match.claim(target.name, target.source, silent=True)
+            if not self._restores(target):
+                matcher.record_match(target.name, target.source, hide_renaming=True)
             elif target.record is None:
-                match.lack(target.name, target.source, target.weight)
+                matcher.record_missing(target.name, target.source, target.parameter_source)
             else:
                 # What loads by position is no renaming, since its source has no name.
-                by_position = PLACELESS in target.source and PLACELESS not in target.name
-                match.claim(target.name, target.source, silent=by_position)
-                if target.is_here:
+                by_position = POSITIONAL in target.source and POSITIONAL not in target.name
+                matcher.record_match(target.name, target.source, hide_renaming=by_position)
+                if target.has_local_state:
                     self._match_state(target, target.record)
-        if match.takes(f"{self._path}/param_groups"):
+        if matcher.restores(f"{self._path}/param_groups"):
             for group in self._optimizer.param_groups:
                 self._match_group(
                     group,
@@ -312,9 +329,9 @@ class _Loader:
         places = {
             id(target.parameter): target.record.place
             for target in self._all_targets
-            if target.record and self._takes(target)
+            if target.record and self._restores(target)
         }
-        state = self._keeper.state
+        state = self._local_state.by_parameter
         order = sorted(state, key=lambda parameter: places.get(id(parameter), len(places)))
         if any(map(is_not, order, state)):
             new_state = {parameter: state[parameter] for parameter in order}
@@ -332,148 +349,134 @@ class _Loader:
                 f"{self._path}/param_groups: parameters with different settings in the checkpoint "
                 "share a group here: group them as they were saved"
             )
-        node, tensor_settings = values[0], dict[str, Source]()
-        tensors = {} if tag(node) else {k: v for k, v in node.items() if tag(v) == "tensor"}
-        for key, item in tensors.items():
-            self._match.slots.append(self._setting_slot(group, key, item["n"], tensor_settings))
-        make_settings = self._match.values.prepare(
-            {k: v for k, v in node.items() if k not in tensors}
+        node, tensor_settings = values[0], dict[str, TensorOrShards]()
+        items = () if tag(node) else node.items()
+        tensor_nodes = {key: item for key, item in items if tag(item) == "tensor"}
+        for key, item in tensor_nodes.items():
+            self._matcher.slots.append(self._setting_slot(group, key, item["n"], tensor_settings))
+        make_settings = self._matcher.remaker.prepare(
+            {key: item for key, item in node.items() if key not in tensor_nodes}
         )
-        members = self._enum_members(group, node)
+        enum_members = _enum_members(self._path, group, node)
 
         def apply() -> None:
             """Set the settings of the group."""
-            settings = {**make_settings(), **tensor_settings, **members}
-            if tensors:
+            settings = {**make_settings(), **tensor_settings, **enum_members}
+            if tensor_nodes:  # Keep the saved order of the keys
                 settings = {key: settings[key] for key in node}
             if not isinstance(self._optimizer, OptimizerStandIn):
-                self._completion.drop(group, settings)
+                self._completion.remove_unsaved_settings(group, settings)
             group.update(settings)
 
-        self._match.actions.append(apply)
-
-    def _enum_members(self, group: Mapping[str, Any], node: Mapping[str, Node]) -> dict[str, Any]:
-        """Return the settings that are members of an enum in ``group``, as the checkpoint has them.
-
-        Raises:
-            RestoreError: The enum does not have the saved value.
-        """
-        members: dict[str, Any] = {}
-        for key in group.keys() & node.keys():
-            try:
-                member = member_like(group[key], node[key])
-            except ValueError as error:
-                raise RestoreError(
-                    f"{self._path}/param_groups: {key!r} has a value in the checkpoint that its "
-                    f"enum does not have: {error}. Build the optimizer as it was saved"
-                ) from None
-            if member is not node[key]:
-                members[key] = member
-        return members
+        self._matcher.actions.append(apply)
 
     def _setting_slot(
-        self, group: dict[str, Any], key: str, stored_name: str, settings: dict[str, Source]
+        self, group: dict[str, Any], key: str, stored_name: str, settings: dict[str, TensorOrShards]
     ) -> Slot:
         """Return the slot for the setting ``key`` of a parameter group. ``stored_name`` is the name
         of the saved tensor. The slot puts its tensor into ``settings``.
         """
-        match = self._match
-        record, present = tensor_named(match.checkpoint.tensors, stored_name), group.get(key)
-        view = match.checkpoint.manifest.views.get(record.name)
+        matcher = self._matcher
+        record, present = tensor_named(matcher.checkpoint.tensors, stored_name), group.get(key)
+        view = matcher.checkpoint.manifest.views.get(record.name)
         device = present.device if isinstance(present, torch.Tensor) else torch.device("cpu")
         # A captured graph reads the learning rate at its address, so the tensor is filled in place.
-        fills = (
-            not self._completion.is_apart
+        fills_present = (
+            not self._completion.needs_new_tensors
             and fits(present, record, None)
             and can_fill(present, view)
         )
         dtype = getattr(torch, record.dtype)
 
-        def put(tensor: Source) -> None:
+        def put(tensor: TensorOrShards) -> None:
             settings[key] = tensor
-            match.want(stored_name, stored_name, tensor)
+            matcher.request_read(stored_name, stored_name, tensor)
 
         return Slot(
-            place=in_group(group, key),
+            identity=setting_identity(group, key),
             record=record,
             view=view,
             device=device,
-            present=present if fills else None,
+            present=present if fills_present else None,
             make=lambda: empty_in_order(record.shape, record.order, dtype=dtype, device=device),
             put=put,
         )
 
-    def _keys(self, target: _Target) -> set[str]:
-        """Return the keys of the saved state of a part, in the form that ``part_of`` returns."""
+    def _saved_key_texts(self, target: _Target) -> set[str]:
+        """Return the keys of the saved state of a part, in the form that ``key_text`` returns."""
         names = [
-            *names_below(self._match.checkpoint.names, target.source),
+            *names_below(self._matcher.checkpoint.names, target.source),
             *(target.record.values if target.record else ()),
         ]
         return {name[len(target.source) + 1 :].partition("/")[0] for name in names}
 
     def _match_state(self, target: _Target, record: SavedParameter) -> None:
-        """Match the state of one parameter, or of one part of it, with the saved values."""
-        match, start = self._match, len(target.source) + 1
+        """Match the state of one parameter, or of one part of it, with the saved values. The name
+        of a value is that of the target, and then the text of its key.
+        """
+        matcher, key_start = self._matcher, len(target.source) + 1
         new_values = self._new_states[id(target.parameter)]
-        makers: dict[Any, Callable[[], Any]] = {}
+        value_makers: dict[Any, Callable[[], Any]] = {}
         present_state = self._present_state(target.parameter)
-        keys = {part_of(key): key for key in present_state}
-        for source in names_below(match.checkpoint.names, target.source):
-            part = source[start:]
-            if "/" in part:
+        keys = {key_text(key): key for key in present_state}
+        for source in names_below(matcher.checkpoint.names, target.source):
+            key_part = source[key_start:]
+            if "/" in key_part:
                 continue  # The tensor is inside of a container, whose node is in ``record.values``
-            name = f"{target.name}/{part}"
-            key = _state_key(name, part, keys)
+            name = f"{target.name}/{key_part}"
+            key = _state_key(name, key_part, keys)
             value = new_values.get(key)
-            if value is not None and target.part.of(target.name, value) is value:
+            if value is not None and target.part.elements_of(target.name, value) is value:
                 continue  # The value, a step counter for instance, belongs to all parts
             if is_wrapper(present_state.get(key)):
                 # The saved value is a plain tensor, so this call raises ``KindMismatch``.
-                fill_tensor(match, name, source, present_state[key], match.checkpoint.node(source))
+                fill_tensor(
+                    matcher, name, source, present_state[key], matcher.checkpoint.node(source)
+                )
             if target.part.piece is None and isinstance(target.parameter, torch.Tensor):
-                match.slots.append(self._state_slot(target, key, present_state.get(key), source))
+                matcher.slots.append(self._state_slot(target, key, present_state.get(key), source))
                 continue
             present = new_values.get(key, present_state.get(key))
-            tensor = self._target_tensor(target, key, present, match.checkpoint.tensors[source])
+            tensor = self._target_tensor(target, key, present, matcher.checkpoint.tensors[source])
             new_values[key] = tensor
-            match.want(name, source, target.part.of(target.name, tensor))
+            matcher.request_read(name, source, target.part.elements_of(target.name, tensor))
         for source, node in record.values.items():
-            part = source[start:]
-            key = _state_key(f"{target.name}/{part}", part, keys)
+            key_part = source[key_start:]
+            key = _state_key(f"{target.name}/{key_part}", key_part, keys)
             if tag(node) == "subclass":
                 present = new_values.get(key, present_state.get(key))
                 new_values[key] = self._wrapper_tensor(target, key, present)
-                fill_tensor(match, f"{target.name}/{part}", source, new_values[key], node)
+                fill_tensor(matcher, f"{target.name}/{key_part}", source, new_values[key], node)
             else:
-                makers[key] = match.values.prepare(node)
+                value_makers[key] = matcher.remaker.prepare(node)
 
         def apply() -> None:
             # A parameter on the meta device is real by now, if the restore fills it.
-            values = {key: make() for key, make in makers.items()}
+            values = {key: make() for key, make in value_makers.items()}
             if isinstance(target.parameter, torch.Tensor) and not is_meta(target.parameter):
-                values = place(values, target.restored_group, target.parameter)
+                values = move_to_parameter(values, target.restored_group, target.parameter)
             new_values.update(values)
             if new_values:
-                self._keeper.state[target.parameter] = {
-                    key: new_values[key] for key in in_order(new_values, record.keys, part_of)
+                self._local_state.by_parameter[target.parameter] = {
+                    key: new_values[key] for key in in_order(new_values, record.keys, key_text)
                 }
             else:
-                self._keeper.state.pop(target.parameter, None)
+                self._local_state.by_parameter.pop(target.parameter, None)
 
-        match.actions.append(apply)
+        matcher.actions.append(apply)
 
     def _present_state(self, parameter: torch.Tensor) -> Mapping[Any, Any]:
         """Return the present state of ``parameter``, whose tensors the restore may fill in place.
 
         If code of the optimizer may look at the present state, it is a copy.
         """
-        current = self._keeper.state.get(parameter, {})
-        if not self._completion.is_apart:
-            return current
+        present_state = self._local_state.by_parameter.get(parameter, {})
+        if not self._completion.needs_new_tensors:
+            return present_state
         if id(parameter) not in self._present_copies:
             self._present_copies[id(parameter)] = {
                 key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-                for key, value in current.items()
+                for key, value in present_state.items()
             }
         return self._present_copies[id(parameter)]
 
@@ -481,47 +484,50 @@ class _Loader:
         """Return the slot for the value ``key`` of the state of a parameter, which is ``source`` in
         the checkpoint. ``present`` is the present value.
         """
-        match = self._match
-        stored_tensor = match.checkpoint.tensors[source]
-        record = self._as_wanted(target, present, stored_tensor)
-        parameter = match.real.like(target.name, target.parameter)
-        placed_alike = is_plain(parameter) and record.dtype == stored_tensor.dtype
-        view = match.checkpoint.manifest.views.get(stored_tensor.name) if placed_alike else None
+        matcher = self._matcher
+        stored_record = matcher.checkpoint.tensors[source]
+        record = self._target_record(target, present, stored_record)
+        parameter = matcher.meta_replacements.real_like(target.name, target.parameter)
+        may_share_buffer = is_plain(parameter) and record.dtype == stored_record.dtype
+        views = matcher.checkpoint.manifest.views if may_share_buffer else {}
+        view = views.get(stored_record.name)
         new_values = self._new_states[id(target.parameter)]
         name = f"{target.name}/{source[len(target.source) + 1 :]}"
 
-        def put(tensor: Source) -> None:
+        def put(tensor: TensorOrShards) -> None:
             new_values[key] = tensor
-            match.want(name, source, tensor)
+            matcher.request_read(name, source, tensor)
 
-        fills = self._fits_present(target, key, present, record) and can_fill(present, view)
+        fills_present = self._fits_present(target, key, present, record) and can_fill(present, view)
         on_device = is_on_device(key, target.restored_group)
         device = parameter.device if on_device else torch.device("cpu")
         return Slot(
-            place=in_state(self._optimizer, target.parameter, key),
+            identity=state_value_identity(self._optimizer, target.parameter, key),
             record=record,
             view=view,
-            device=present.device if fills else device,
-            present=present if fills else None,
+            device=present.device if fills_present else device,
+            present=present if fills_present else None,
             make=lambda: self._new_tensor(target, key, record),
             put=put,
         )
 
-    def _target_tensor(self, target: _Target, key: object, present: Any, record: Tensor) -> Source:
+    def _target_tensor(
+        self, target: _Target, key: object, present: Any, record: Tensor
+    ) -> TensorOrShards:
         """Return the tensor that is filled with the saved value ``record``: the present value
         ``present`` if it has the right dtype and shape, else a new tensor.
         """
-        record = self._as_wanted(target, present, record)
+        record = self._target_record(target, present, record)
         if self._fits_present(target, key, present, record):
-            tensor: Source = present
+            tensor: TensorOrShards = present
             return tensor
         return self._new_tensor(target, key, record)
 
-    def _as_wanted(self, target: _Target, present: Any, record: Tensor) -> Tensor:
+    def _target_record(self, target: _Target, present: Any, record: Tensor) -> Tensor:
         """Return ``record``, a value of the state, with the dtype and the order that it gets."""
-        weight = self._match.checkpoint.tensors.get(target.weight)
-        target_record = in_present_order(record, weight, target.parameter)
-        if self._match.selection.cast:
+        parameter_record = self._matcher.checkpoint.tensors.get(target.parameter_source)
+        target_record = in_present_order(record, parameter_record, target.parameter)
+        if self._matcher.selection.cast:
             target_record = msgspec.structs.replace(
                 target_record, dtype=self._target_dtype(target, present, target_record)
             )
@@ -533,17 +539,17 @@ class _Loader:
         A present ``step`` is not filled if the saved settings, which replace those of the group,
         place it on another device.
         """
-        moves = is_on_device(key, target.restored_group) != is_on_device(key, target.group)
-        return fits(present, record, target.part.piece) and not is_meta(present) and not moves
+        is_moved = is_on_device(key, target.restored_group) != is_on_device(key, target.group)
+        return fits(present, record, target.part.piece) and not is_meta(present) and not is_moved
 
-    def _new_tensor(self, target: _Target, key: object, record: Tensor) -> Source:
+    def _new_tensor(self, target: _Target, key: object, record: Tensor) -> TensorOrShards:
         """Return a new tensor for the value ``key`` of the state, which ``record`` fills."""
-        parameter = self._match.real.like(target.name, target.parameter)
+        parameter = self._matcher.meta_replacements.real_like(target.name, target.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
             return self._optimizer.new_state(
                 parameter, key, getattr(torch, record.dtype), record.shape
             )
-        is_plain_key = target.record is not None and part_of(key) in target.record.plain
+        is_plain_key = target.record is not None and key_text(key) in target.record.plain
         if isinstance(parameter, DTensor) and not is_plain_key and record.shape:
             value = None if record.shape == parameter.shape else self._trial_value(target, key)
             if isinstance(value, torch.Tensor) and fits(value, record, target.part.piece):
@@ -552,11 +558,11 @@ class _Loader:
             parameter, target.restored_group, key, record, target.part.piece, is_plain=is_plain_key
         )
 
-    def _wrapper_tensor(self, target: _Target, key: object, present: Any) -> Source:
+    def _wrapper_tensor(self, target: _Target, key: object, present: Any) -> TensorOrShards:
         """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).
 
         This is the present value ``present``. If ``present`` is no tensor, it is the tensor that a
-        trial step makes (see ``own_step``), since ckpt cannot make a wrapper tensor by itself.
+        trial step makes (see ``state_of_step``), since ckpt cannot make a wrapper tensor by itself.
 
         Raises:
             RestoreError: The trial step fails, or does not make a tensor for ``key``.
@@ -573,15 +579,15 @@ class _Loader:
         return tensor
 
     def _trial_value(self, target: _Target, key: object) -> object:
-        """Return the value that a trial step (see ``own_step``) makes for ``key`` in the state of a
-        parameter; None if it makes none.
+        """Return the value that a trial step (see ``state_of_step``) makes for ``key`` in the state
+        of a parameter; None if it makes none.
 
         Raises:
             RestoreError: The trial step fails.
         """
         if (state := self._trial_states.get(id(target.parameter))) is None:
             name = state_name(self._path, target.part.path, key)
-            parameter = self._match.real.like(target.name, target.parameter)
+            parameter = self._matcher.meta_replacements.real_like(target.name, target.parameter)
             state = state_of_step(name, self._optimizer, target.group, parameter)
             self._trial_states[id(target.parameter)] = state
         return state.get(key)
@@ -593,14 +599,33 @@ class _Loader:
         and parameter were saved with the same dtype and shape, this is the dtype of the parameter.
         Otherwise, this is the saved dtype.
         """
-        if isinstance(present, Source):
+        if isinstance(present, TensorOrShards):
             return str(present.dtype).removeprefix("torch.")
-        weight = self._match.checkpoint.tensors.get(target.weight)
-        is_same = weight is not None and (weight.dtype, weight.shape) == (
-            record.dtype,
-            record.shape,
-        )
+        parameter_record = self._matcher.checkpoint.tensors.get(target.parameter_source)
+        parameter_form = parameter_record and (parameter_record.dtype, parameter_record.shape)
+        is_same = parameter_form == (record.dtype, record.shape)
         return str(target.parameter.dtype).removeprefix("torch.") if is_same else record.dtype
+
+
+def _enum_members(path: str, group: Mapping[str, Any], node: Mapping[str, Node]) -> dict[str, Any]:
+    """Return the settings that are members of an enum in ``group``, as the checkpoint has them.
+    ``path`` is the name of the optimizer.
+
+    Raises:
+        RestoreError: The enum does not have the saved value.
+    """
+    enum_members: dict[str, Any] = {}
+    for key in group.keys() & node.keys():
+        try:
+            member = member_like(group[key], node[key])
+        except ValueError as error:
+            raise RestoreError(
+                f"{path}/param_groups: {key!r} has a value in the checkpoint that its "
+                f"enum does not have: {error}. Build the optimizer as it was saved"
+            ) from None
+        if member is not node[key]:
+            enum_members[key] = member
+    return enum_members
 
 
 def _without_names(settings: Node) -> Node:

@@ -2,7 +2,8 @@
 
 Some modules resize themselves when they load a state dict, such as the observers of quantisation,
 and others refuse tensors of another size. Only their own code can tell, so it loads the state dict
-into a copy of the module whose tensors have no memory.
+into a copy of the module whose tensors have no memory. A tensor without memory is on the meta
+device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from ckpt.errors import ShapeMismatch
 from ckpt.model.values import VERSIONS
 from ckpt.state.match.module_load_code import LoadCode
-from ckpt.state.tensors.layout import PLAIN
+from ckpt.state.tensors.layout import PLAIN_CLASSES
 from ckpt.torch_private import forget_post_hooks, module_hooks
 
 _ZEROS_UP_TO: Final = 1
@@ -29,7 +30,7 @@ _ZEROS_UP_TO: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class SizeChange:
     """A tensor that has another shape in the checkpoint than in the state.
 
     Attributes:
@@ -46,7 +47,10 @@ class Size:
 
 
 def check_sizes(
-    module: nn.Module, code: LoadCode, sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
+    module: nn.Module,
+    code: LoadCode,
+    sizes: Mapping[str, SizeChange],
+    state_dict: Mapping[str, Any],
 ) -> None:
     """Raise ``ShapeMismatch`` if the code of ``module`` refuses one of ``sizes``.
 
@@ -59,15 +63,17 @@ def check_sizes(
         sizes: The tensors of ``state_dict`` that have another size in ``module``, by their keys.
         state_dict: The state dict to load. Its values need not be read yet.
     """
-    for prefix in {code.reader(key) for key in sizes} - {None}:
-        inner_sizes = {key: size for key, size in sizes.items() if code.reader(key) == prefix}
+    for prefix in {code.outermost_reader(key) for key in sizes} - {None}:
+        inner_sizes = {
+            key: size for key, size in sizes.items() if code.outermost_reader(key) == prefix
+        }
         if (key := _find_refusal(module, str(prefix), inner_sizes, state_dict)) is not None:
             size = inner_sizes[key]
             raise ShapeMismatch(size.name, size.saved_shape, size.present_shape, size.source)
 
 
 def _find_refusal(
-    module: nn.Module, prefix: str, sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
+    module: nn.Module, prefix: str, sizes: Mapping[str, SizeChange], state_dict: Mapping[str, Any]
 ) -> str | None:
     """Return the key of a size that the module at ``prefix`` refuses; None if it takes all of them,
     or if something else makes its code fail.
@@ -77,22 +83,26 @@ def _find_refusal(
     """
     owner = module.get_submodule(prefix[:-1])
     tensors = {id(tensor): tensor for tensor in chain(owner.parameters(), owner.buffers())}
-    is_plain = PLAIN.issuperset(map(type, tensors.values()))
-    if not is_plain or any(map(_refers_to_module, owner.modules())):
+    are_plain = PLAIN_CLASSES.issuperset(map(type, tensors.values()))
+    if not are_plain or any(map(_refers_to_module, owner.modules())):
         return None
-    by_name = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
-    # A tensor of another size has no memory at all (see ``_part``).
-    bare_ids = {id(by_name[name]) for key in sizes if (name := key[len(prefix) :]) in by_name}
+    tensors_by_name = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+    # A tensor of another size has no memory at all (see ``_part_of_state_dict``).
+    resized_ids = {
+        id(tensors_by_name[name])
+        for key in sizes
+        if (name := key[len(prefix) :]) in tensors_by_name
+    }
     memo = {
-        key: _without_memory(tensor, zeros_up_to=0 if key in bare_ids else _ZEROS_UP_TO)
+        key: _without_memory(tensor, zeros_up_to=0 if key in resized_ids else _ZEROS_UP_TO)
         for key, tensor in tensors.items()
     }
 
     def takes(keys: Iterable[str]) -> bool:
         """Return True if the module loads ``keys`` in their saved sizes."""
         present = {key: size for key, size in sizes.items() if key not in keys}
-        values = {**state_dict, **_in_present_size(present, state_dict)}
-        part = _part(prefix, values, sizes, vars(state_dict)[VERSIONS])
+        values = {**state_dict, **_tensors_in_present_size(present, state_dict)}
+        part = _part_of_state_dict(prefix, values, sizes, vars(state_dict)[VERSIONS])
         return _loads(owner, part, dict(memo), is_inner=bool(prefix))
 
     if takes(sizes) or not takes(()):
@@ -100,21 +110,21 @@ def _find_refusal(
     return next((key for key in sizes if not takes([key])), next(iter(sizes)))
 
 
-def _part(
+def _part_of_state_dict(
     prefix: str,
     values: Mapping[str, Any],
-    bare_keys: Collection[str],
+    resized_keys: Collection[str],
     versions: Mapping[str, Mapping[str, Any]],
 ) -> Any:
     """Return the part of the state dict ``values`` for the module at ``prefix``.
 
-    ``bare_keys`` are the keys whose tensors have no memory, however small they are: torch copies
+    ``resized_keys`` are the keys whose tensors have no memory, however small they are: torch copies
     no tensor without memory into one that has some.
     """
     part: Any = OrderedDict(
         (
             key[len(prefix) :],
-            _without_memory(value, zeros_up_to=0 if key in bare_keys else _ZEROS_UP_TO),
+            _without_memory(value, zeros_up_to=0 if key in resized_keys else _ZEROS_UP_TO),
         )
         for key, value in values.items()
         if key.startswith(prefix)
@@ -131,8 +141,8 @@ def _part(
     return part
 
 
-def _in_present_size(
-    sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
+def _tensors_in_present_size(
+    sizes: Mapping[str, SizeChange], state_dict: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return tensors without memory in the present shapes of ``sizes``."""
     return {

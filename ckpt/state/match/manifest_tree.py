@@ -5,6 +5,11 @@ A module becomes an ``OrderedDict`` whose keys are canonical names, and which ha
 the modules inside as an attribute, as ``Module.state_dict`` gives them. An optimizer becomes
 ``{"state": ..., "param_groups": ...}``. Its parameters have numbers, as in
 ``Optimizer.state_dict``, or names, as in ``torch.distributed.checkpoint``.
+
+A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
+dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
+its content under "v", or the name of its tensor under "n".
+A wrapper tensor is one whose elements are in other tensors.
 """
 
 from __future__ import annotations
@@ -90,7 +95,7 @@ class StateTree:
     ) -> None:
         self._manifest, self._make, self._globs = manifest, make, globs
         self._by_name, self._safe = by_name, safe
-        self._has_names = parameter_names and not by_name
+        self._adds_names = parameter_names and not by_name
         self._names = sorted(manifest.tensor_map())
         self._module_paths: list[str] = []
         self.notes = Notes()
@@ -114,75 +119,77 @@ class StateTree:
         """Return the value of a node in the nested state; ``_ABSENT`` if nothing is included."""
         match node:
             case list():
-                return self._present_items(
+                return self._included_items(
                     [self._convert(item, join(path, str(i))) for i, item in enumerate(node)], path
                 )
             case {"$": str(tag)}:
                 return self._convert_tagged(tag, node, path)
             case dict():
-                return self._mapping(
+                return self._included_mapping(
                     {key: self._convert(item, join(path, key)) for key, item in node.items()}, path
                 )
             case _:
-                return self._plain(node, path)
+                return self._convert_plain(node, path)
 
     def _convert_tagged(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
         """Do the work of ``_convert`` for a node with ``tag``."""
         match tag:
             case "tensor":
-                return self._tensor(node["n"])
+                return self._convert_tensor(node["n"])
             case "array":
-                return self._tensor(node["n"], was="a NumPy array")
+                return self._convert_tensor(node["n"], former_kind="a NumPy array")
             case "subclass":
-                return self._subclass(node, path)
+                return self._convert_wrapper(node, path)
             case "module":
-                return self._module(node, path)
+                return self._convert_module(node, path)
             case "optimizer":
-                return self._optimizer(node, path)
+                return self._convert_optimizer(node, path)
             case "object":
                 return self._convert(node["v"], path)
             case "per_rank":
-                return self._per_rank(path)
+                return self._convert_per_rank(path)
             case "dict" | "OrderedDict" | "Counter":
-                pairs = {
+                converted_items = {
                     key: self._convert(item, join(path, key))
                     for key, item in ((decode(key, torch_value), item) for key, item in node["v"])
                 }
-                mapping = self._mapping(pairs, path, _MAPPINGS[tag])
+                mapping = self._included_mapping(converted_items, path, _MAPPINGS[tag])
                 # A state dict has an attribute with module versions, which is under "m".
                 if "m" in node and isinstance(mapping, OrderedDict):
                     versions = self._convert(node["m"], join(path, VERSIONS))
                     vars(mapping).update({} if versions is _ABSENT else {VERSIONS: versions})
                 return mapping
             case "tuple":
-                items = self._present_items(
+                items = self._included_items(
                     [self._convert(item, join(path, str(i))) for i, item in enumerate(node["v"])],
                     path,
                 )
                 return items if items is _ABSENT else tuple(items)
             case _:
-                return self._plain(decode(node, torch_value), path)
+                return self._convert_plain(decode(node, torch_value), path)
 
     # -- leaves ------------------------------------------------------------------------------------
 
-    def _tensor(self, name: str, was: str = "") -> Any:
-        """Return the object that represents a tensor. ``was`` says what it was in the state."""
+    def _convert_tensor(self, name: str, former_kind: str = "") -> Any:
+        """Return the object that represents a tensor. ``former_kind`` says what the value was in
+        the state if it was no tensor.
+        """
         if not is_selected(name, self._globs):
             return _ABSENT
-        if was:
-            self.notes.changes.append((name, f"{was}: a tensor now"))
+        if former_kind:
+            self.notes.changes.append((name, f"{former_kind}: a tensor now"))
         return self._make(name)
 
-    def _subclass(self, node: Mapping[str, Node], path: str) -> Any:
+    def _convert_wrapper(self, node: Mapping[str, Node], path: str) -> Any:
         """Return a wrapper tensor as a dict of the tensors inside of it."""
         inner = {key: self._convert(item, join(path, key)) for key, item in node["inner"].items()}
-        tensors = self._mapping(inner, path)
+        tensors = self._included_mapping(inner, path)
         if tensors is not _ABSENT:
-            was = f"a {node['class']}: a dict of the tensors inside of it now"
-            self.notes.changes.append((path, was))
+            change = f"a {node['class']}: a dict of the tensors inside of it now"
+            self.notes.changes.append((path, change))
         return tensors
 
-    def _plain(self, value: Any, path: str) -> Any:
+    def _convert_plain(self, value: Any, path: str) -> Any:
         """Return a plain value; ``_ABSENT`` if it is not included."""
         if not is_selected(path, self._globs):
             return _ABSENT
@@ -196,25 +203,25 @@ class StateTree:
             return set(value)
         return value
 
-    def _present_items(self, items: list[Any], path: str) -> Any:
+    def _included_items(self, items: list[Any], path: str) -> Any:
         """Return the ``items`` that are included; ``_ABSENT`` if a list has none any more."""
         present = [item for item in items if item is not _ABSENT]
         return present if present or (not items and is_selected(path, self._globs)) else _ABSENT
 
-    def _mapping(self, items: Mapping[Any, Any], path: str, kind: type = dict) -> Any:
+    def _included_mapping(self, items: Mapping[Any, Any], path: str, kind: type = dict) -> Any:
         """Return the ``items`` that are included; ``_ABSENT`` if a dict has none any more."""
         present = {key: item for key, item in items.items() if item is not _ABSENT}
         return (
             kind(present) if present or (not items and is_selected(path, self._globs)) else _ABSENT
         )
 
-    def _per_rank(self, path: str) -> Any:
+    def _convert_per_rank(self, path: str) -> Any:
         """Return the ``PerRank`` value at ``path`` as a list of the values of all ranks."""
         values: list[Any] = []
         for rank in range(self._manifest.world_size):
             tree = parse(self._manifest.per_rank[str(rank)], "per_rank")
             values.append(self._convert(tree[path], path))
-        items = self._present_items(values, path)
+        items = self._included_items(values, path)
         if items is not _ABSENT:
             ranks = "each rank" if len(values) == 1 else f"each of {len(values)} ranks"
             self.notes.changes.append((path, f"a value of {ranks}: a list now"))
@@ -222,19 +229,19 @@ class StateTree:
 
     # -- modules and optimizers --------------------------------------------------------------------
 
-    def _module(self, node: Mapping[str, Node], path: str) -> Any:
+    def _convert_module(self, node: Mapping[str, Node], path: str) -> Any:
         """Return a module as its state dict."""
         values: Mapping[str, Node] = node["values"]
         inner_names = {  # The tensors inside of an extra state, which are no entries of the module
             inner for fqn in values for inner in names_below(self._names, f"{path}/{fqn}")
         }
         entries = {
-            name[len(path) + 1 :]: self._tensor(name)
+            name[len(path) + 1 :]: self._convert_tensor(name)
             for name in names_below(self._names, path)
             if name not in inner_names
         }
         entries |= {fqn: self._convert(item, f"{path}/{fqn}") for fqn, item in values.items()}
-        mapping = self._mapping(entries, path, OrderedDict)
+        mapping = self._included_mapping(entries, path, OrderedDict)
         if isinstance(mapping, OrderedDict) and "versions" in node:
             versions = decode(node["versions"], torch_value)
             vars(mapping)[VERSIONS] = {
@@ -243,9 +250,13 @@ class StateTree:
             }
         return mapping
 
-    def _optimizer(self, node: Mapping[str, Node], path: str) -> Any:
-        """Return an optimizer as its state dict."""
-        value_nodes: Mapping[str, Node] = node["state"]
+    def _convert_optimizer(self, node: Mapping[str, Node], path: str) -> Any:
+        """Return an optimizer as its state dict.
+
+        The id of a parameter is its name or its number in this state dict. ``order`` is the saved
+        order of the parameters in the state, and of the keys in the state of each.
+        """
+        value_nodes: Mapping[str, Node] = node["state"]  # Of the values that are no tensors
         state: dict[Any, Any] = {}
         groups: list[Any] = []
         id_by_parameter: dict[str, Any] = {}
@@ -258,7 +269,7 @@ class StateTree:
                 ids.append(name if self._by_name else number)
                 prefix = f"{path}/{parameter}"
                 entries: dict[str | int, Any] = {
-                    unescape(full_name[len(prefix) + 1 :]): self._tensor(full_name)
+                    unescape(full_name[len(prefix) + 1 :]): self._convert_tensor(full_name)
                     for full_name in names_below(self._names, prefix)
                     if "/" not in full_name[len(prefix) + 1 :]
                 }
@@ -269,12 +280,12 @@ class StateTree:
                     for full_name in names_below(value_names, prefix)
                 }
                 keys = in_order(entries, order.of_parameter(parameter), partial(join, ""))
-                entry = self._mapping({key: entries[key] for key in keys}, path)
+                entry = self._included_mapping({key: entries[key] for key in keys}, path)
                 if entry is not _ABSENT and entry:
                     state[ids[-1]] = entry
                     id_by_parameter[parameter] = ids[-1]
             values = self._convert(group["values"], f"{path}/param_groups/{index}")
-            name_list = {"param_names": names} if self._has_names else {}
+            name_list = {"param_names": names} if self._adds_names else {}
             if values is not _ABSENT:
                 groups.append({**values, "params": ids, **name_list})
         state = {

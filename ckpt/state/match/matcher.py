@@ -1,5 +1,14 @@
 """Collect the results of a matching: the tensors to read and their targets, the calls to make after
 the reads, and the names without a counterpart.
+
+A leaf describes a tensor without its data: its name, dtype and shape, and the boxes (rectangular
+regions) that this rank holds. A record is the description of a tensor in the checkpoint. A wrapper
+tensor is one whose elements are in other tensors, and a layer is one wrapper tensor with the
+tensors inside of it.
+
+A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
+dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
+its content under "v", or the name of its tensor under "n".
 """
 
 from __future__ import annotations
@@ -23,14 +32,14 @@ from ckpt.errors import (
 from ckpt.model.dtype import converts
 from ckpt.model.values import Node, join
 from ckpt.plan.leaf import Leaf
-from ckpt.state.match.materialise import RealTensors
+from ckpt.state.match.materialise import MetaReplacements
 from ckpt.state.match.optimizer_slots import Slot
 from ckpt.state.match.remake import Remaker
 from ckpt.state.match.saved_nodes import SavedState, kind, tag
 from ckpt.state.match.selection import Selection
 from ckpt.state.match.targets import has_memory, memory_of, read_apart
 from ckpt.state.tensors.layout import leaf_of
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.local_shards import TensorOrShards
 from ckpt.state.tensors.wrapped import Layer, is_wrapper, take_apart
 from ckpt.state.walk.modules import Parameters
 
@@ -62,7 +71,7 @@ class StateMatch:
     """
 
     leaves: list[Leaf] = field(default_factory=list[Leaf])
-    targets: list[Source] = field(default_factory=list[Source])
+    targets: list[TensorOrShards] = field(default_factory=list[TensorOrShards])
     names: list[str] = field(default_factory=list[str])
     actions: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     missing: tuple[str, ...] = ()
@@ -77,12 +86,12 @@ class StateMatch:
         """Return those of ``left_alone`` and ``missing`` that are among ``names``, or hold one of
         them.
         """
-        filled_names = {
+        names_and_containers = {
             "/".join(parts[: count + 1])
             for parts in (name.split("/") for name in names)
             for count in range(len(parts))
         }
-        return [name for name in (*self.left_alone, *self.missing) if name in filled_names]
+        return [name for name in (*self.left_alone, *self.missing) if name in names_and_containers]
 
     def apply(self) -> None:
         """Make the calls in ``actions``. Call this after all targets were filled.
@@ -101,6 +110,10 @@ class StateMatch:
 class Matcher:
     """Collects the results of a matching. ``finish`` returns them.
 
+    Surplus names are names of the checkpoint without a counterpart in the state. Names that the
+    checkpoint lacks are left alone if its save left them out on purpose, else missing. A pattern is
+    idle as long as it has matched no name.
+
     In all methods, ``name`` is a name in the state, and ``source`` is the name of the same value in
     the checkpoint.
 
@@ -117,34 +130,44 @@ class Matcher:
         self, checkpoint: SavedState, selection: Selection, parameters: Parameters
     ) -> None:
         self.checkpoint, self.selection, self.parameters = checkpoint, selection, parameters
-        self.values = Remaker(checkpoint.tensors, checkpoint.manifest.views, self._want)
+        self.remaker = Remaker(
+            checkpoint.tensors, checkpoint.manifest.views, self._request_inner_read
+        )
         self.slots: list[Slot] = []
-        self.real = RealTensors()
+        """The places in optimizers that get a saved tensor."""
+        self.meta_replacements = MetaReplacements()
+        """The real tensors that take the place of those on the meta device."""
         self.actions: list[Callable[[], None]] = []
         self.last_actions: list[Callable[[], None]] = []
-        self._containers: dict[str, list[str]] = {}
-        self._claims: set[str] = set()
+        """The calls that the restore makes after all ``actions``."""
+        self._open_containers: dict[str, list[str]] = {}
+        """The source of each container that is matched value by value -> its names in the state."""
+        self._matched_sources: set[str] = set()
         self._missing: dict[str, str] = {}
+        """The names that the checkpoint lacks -> their sources."""
         self._left_alone: dict[str, None] = {}
+        """The names that the save left out on purpose, as a set in order."""
         self._idle_patterns = {
             *(selection.only or ()),
             *selection.exclude,
             *selection.rename_rules.patterns,
         }
-        self.fills: dict[Hashable, tuple[str, Source | None]] = {}
+        self.targets_by_memory: dict[Hashable, tuple[str, TensorOrShards | None]] = {}
         """The memory of each target -> the name that its bytes are stored under, and the target.
         The target is None if a module may change the value as it loads it.
         """
         self._missing_tensors: dict[str, torch.Tensor] = {}
         self._excluded_memory: dict[Hashable, str] = {}
-        self._fill_names: dict[Hashable, str] = {}
+        """The memory of each tensor that the selection excludes -> its name."""
+        self._names_by_memory: dict[Hashable, str] = {}
+        """The memory of each target -> its name in the state."""
         self._names: list[str] = []
         self._leaves: list[Leaf] = []
-        self._targets: list[Source] = []
+        self._targets: list[TensorOrShards] = []
         self._renames: dict[str, str] = {}
         self._conversions: list[tuple[str, str, str]] = []
 
-    def source(self, name: str) -> str:
+    def source_of(self, name: str) -> str:
         """Return the name in the checkpoint for a name of the state, by the rules of the renaming.
         Record that the rule for ``name``, if there is one, was used.
         """
@@ -153,7 +176,7 @@ class Matcher:
             self._idle_patterns.discard(pattern)
         return source
 
-    def takes(self, name: str, parameter: str = "") -> bool:
+    def restores(self, name: str, parameter: str = "") -> bool:
         """Return True if the restore fills ``name``. Record that the patterns which match ``name``
         were used.
 
@@ -163,21 +186,21 @@ class Matcher:
         self._idle_patterns.difference_update(self.selection.matches(name))
         return self.selection.takes(name) and not self.selection.excludes(parameter)
 
-    def open(self, name: str, source: str) -> None:
+    def open_container(self, name: str, source: str) -> None:
         """Record that the container ``source`` of the checkpoint is matched with the container
         ``name`` of the state, value by value.
         """
-        self._containers.setdefault(source, []).append(name)
+        self._open_containers.setdefault(source, []).append(name)
 
-    def claim(self, name: str, source: str, *, silent: bool = False) -> None:
+    def record_match(self, name: str, source: str, *, hide_renaming: bool = False) -> None:
         """Record that ``source`` has a counterpart in the state. If the two names differ, the
-        report lists them as a renaming, unless ``silent`` is True.
+        report lists them as a renaming, unless ``hide_renaming`` is True.
         """
-        self._claims.add(source)
-        if source != name and not silent:
+        self._matched_sources.add(source)
+        if source != name and not hide_renaming:
             self._renames[name] = source
 
-    def lack(self, name: str, source: str, parameter: str = "") -> None:
+    def record_missing(self, name: str, source: str, parameter: str = "") -> None:
         """Record that the checkpoint has no value for ``name``, if the restore fills ``name``.
 
         The report lists ``name`` as left alone if the save left it out on purpose, else as missing.
@@ -188,23 +211,23 @@ class Matcher:
             parameter: If ``name`` is a value of an optimizer's state, the name of its parameter in
                 the checkpoint.
         """
-        if not self.takes(name):
+        if not self.restores(name):
             return
         if self.checkpoint.left_out(source, parameter):
             self._left_alone[name] = None
         else:
             self._missing[name] = source
 
-    def lack_tensor(self, name: str, source: str, target: object) -> None:
+    def record_missing_tensor(self, name: str, source: str, target: object) -> None:
         """Record that the checkpoint has no value for the entry ``name`` of a module.
 
         The entry is not missing if the restore fills its memory as another entry.
         """
-        self.lack(name, source)
+        self.record_missing(name, source)
         if isinstance(target, torch.Tensor):
             self._missing_tensors[name] = target
 
-    def exclude_tensor(self, name: str, target: object) -> None:
+    def record_excluded_tensor(self, name: str, target: object) -> None:
         """Record that ``target``, which is ``name`` or inside of it, keeps its values if the
         selection excludes ``name``.
         """
@@ -212,84 +235,88 @@ class Matcher:
             self._excluded_memory.setdefault(memory_of(target), name)
 
     @contextmanager
-    def as_one(self, name: str, source: str) -> Generator[None]:
+    def missing_as_one(self, name: str, source: str) -> Generator[None]:
         """Return a context manager for a block that matches the values inside of ``name``. If the
         checkpoint has none of them, only ``name`` itself is recorded as missing.
         """
-        missing, claim_count = dict(self._missing), len(self._claims)
+        missing, match_count = dict(self._missing), len(self._matched_sources)
         yield
-        if len(self._missing) > len(missing) and len(self._claims) == claim_count:
+        if len(self._missing) > len(missing) and len(self._matched_sources) == match_count:
             self._missing = missing
-            self.lack(name, source)
+            self.record_missing(name, source)
 
-    def expect(self, node: Node, path: str, *tags: str) -> None:
+    def require_tag(self, node: Node, path: str, *tags: str) -> None:
         """Raise ``KindMismatch`` unless ``node``, the node of ``path``, has one of ``tags``."""
         if tag(node) not in tags:
             raise KindMismatch(path, kind(node), tags[0])
 
-    def want(
+    def request_read(
         self,
         name: str,
         source: str,
-        target: Source,
+        target: TensorOrShards,
         stored_as: str = "",
         *,
-        of: Source | None = None,
+        state_tensor: TensorOrShards | None = None,
     ) -> None:
         """Request that the restore reads the tensor ``source`` of the checkpoint into ``target``,
         the tensor ``name`` of the state.
 
         ``stored_as`` is the name under which the bytes are stored, if it is not ``source``. If the
-        checkpoint has no such tensor, ``name`` is recorded as missing (see ``lack``). ``of`` is the
-        tensor of the state, if ``target`` only holds its value until the module loads it.
+        checkpoint has no such tensor, ``name`` is recorded as missing (see ``record_missing``).
+        ``state_tensor`` is the tensor of the state, if ``target`` only holds its value until the
+        module loads it.
 
         Raises:
             ShapeMismatch: The target has another shape.
             DtypeMismatch: The target has another dtype, and the restore may not convert the saved
                 dtype to it.
             RestoreError: The memory of the target is already the target of another saved tensor, or
-                the target is on the meta device and cannot be replaced (see ``RealTensors.like``).
+                the target is on the meta device and cannot be replaced (see
+                ``MetaReplacements.real_like``).
             UnsupportedValue: The target cannot be filled (see ``leaf_of``).
         """
         record_name = stored_as or self.checkpoint.stored_as(source)
-        if (tensor := self.checkpoint.tensors.get(record_name)) is None:
-            self.lack(name, source)
+        if (record := self.checkpoint.tensors.get(record_name)) is None:
+            self.record_missing(name, source)
             return
         if isinstance(target, torch.Tensor):
-            target = self.real.to_fill(name, target)
+            target = self.meta_replacements.tensor_to_fill(name, target)
         leaf = leaf_of(name, target, ())
-        stored_name = self.checkpoint.bytes_of(record_name)
-        memory = memory_of(target if of is None else of)
+        stored_name = self.checkpoint.name_of_bytes(record_name)
+        memory = memory_of(target if state_tensor is None else state_tensor)
         # A module that loads a value itself may change it, so that nothing else can have it.
-        first_name, _ = self.fills.setdefault(memory, (stored_name, target if of is None else None))
+        first_name, _ = self.targets_by_memory.setdefault(
+            memory, (stored_name, target if state_tensor is None else None)
+        )
         if first_name != stored_name:
             raise RestoreError(
                 f"{name!r} ({stored_name!r} in the checkpoint) and what {first_name!r} is for "
                 "share their "
                 "memory in the target, but were saved apart: untie them first"
             )
-        if leaf.shape != tensor.shape:
-            raise ShapeMismatch(name, tensor.shape, leaf.shape, source)
-        if leaf.dtype != tensor.dtype:
-            if not (self.selection.cast and converts(tensor.dtype, leaf.dtype)):
+        if leaf.shape != record.shape:
+            raise ShapeMismatch(name, record.shape, leaf.shape, source)
+        if leaf.dtype != record.dtype:
+            if not (self.selection.cast and converts(record.dtype, leaf.dtype)):
                 advice = (
                     _CAST_ADVICE
-                    if converts(tensor.dtype, leaf.dtype)
+                    if converts(record.dtype, leaf.dtype)
                     else "one cannot become the other without loss"
                 )
-                raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, advice)
-            self._conversions.append((name, tensor.dtype, leaf.dtype))
-            leaf = replace(leaf, dtype=tensor.dtype)
-        self._fill_names.setdefault(memory, name)
+                raise DtypeMismatch(name, record.dtype, leaf.dtype, source, advice)
+            self._conversions.append((name, record.dtype, leaf.dtype))
+            leaf = replace(leaf, dtype=record.dtype)
+        self._names_by_memory.setdefault(memory, name)
         self._names.append(name)
         self._leaves.append(leaf if name == record_name else replace(leaf, name=record_name))
         self._targets.append(target)
 
-    def _want(self, name: str, target: torch.Tensor) -> None:
+    def _request_inner_read(self, name: str, target: torch.Tensor) -> None:
         """Request the read of the tensor ``name`` into ``target``, which is inside of a plain value
         that the restore makes.
         """
-        self.want(name, name, target)
+        self.request_read(name, name, target)
 
     def finish(self) -> StateMatch:
         """End the matching, and return its results.
@@ -300,7 +327,7 @@ class Matcher:
                 the selection excludes has its memory in common with one that is filled.
         """
         self._check_excluded()
-        self._find_tied()
+        self._match_tied()
         if self._missing and self.selection.strict:
             raise EntryMissing(
                 list(self._missing),
@@ -308,9 +335,9 @@ class Matcher:
                 self._missing,
                 present=self.checkpoint.names,
             )
-        surplus_names = self.checkpoint.surplus_names(self._claims, self._containers)
-        if fill := read_apart(self._names, self._targets):
-            self.actions.insert(0, fill)
+        surplus_names = self.checkpoint.surplus_names(self._matched_sources, self._open_containers)
+        if copy_back := read_apart(self._names, self._targets):
+            self.actions.insert(0, copy_back)
         return StateMatch(
             leaves=self._leaves,
             targets=self._targets,
@@ -327,20 +354,22 @@ class Matcher:
     def _check_excluded(self) -> None:
         """Raise ``RestoreError`` if a tensor that is filled has the memory of an excluded one."""
         for memory, name in self._excluded_memory.items():
-            if fill_name := self._fill_names.get(memory):
+            if fill_name := self._names_by_memory.get(memory):
                 raise RestoreError(
                     f"{name!r} is excluded, but shares its memory with {fill_name!r}, which is "
                     "restored: exclude both or neither"
                 )
 
-    def _find_tied(self) -> None:
+    def _match_tied(self) -> None:
         """Take the names off the missing ones whose memory the restore fills as another name.
 
         A model may tie a weight to one that the checkpoint has: files of GPT-2 have no ``lm_head``.
         """
         for name, target in self._missing_tensors.items():
-            if name in self._missing and (fill := self.fills.get(memory_of(target))):
-                stored_name, _ = fill
+            if name in self._missing and (
+                filled_target := self.targets_by_memory.get(memory_of(target))
+            ):
+                stored_name, _ = filled_target
                 del self._missing[name]
                 self._renames[name] = stored_name
 
@@ -349,25 +378,29 @@ class Matcher:
 
         The selection applies to the name that ``source`` would have in the state. This name follows
         from the innermost matched container around ``source``. The patterns that match the name are
-        recorded as used (see ``takes``).
+        recorded as used (see ``restores``).
         """
         container = source
-        while container and container not in self._containers:
+        while container and container not in self._open_containers:
             container = container.rpartition("/")[0]
         rest = source[len(container) :]
-        return any(self.takes(f"{name}{rest}") for name in self._containers.get(container, [""]))
+        return any(
+            self.restores(f"{name}{rest}") for name in self._open_containers.get(container, [""])
+        )
 
 
-_MOST_CHARS: Final = 200
+_MOST_METADATA_CHARS: Final = 200
 _encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
-def fill_tensor(match: Matcher, name: str, source: str, target: Source, node: Node) -> None:
+def fill_tensor(
+    matcher: Matcher, name: str, source: str, target: TensorOrShards, node: Node
+) -> None:
     """Request that the restore reads the bytes of ``node`` into ``target``. For a wrapper tensor
     (see ``tensors.wrapped``), request it for each tensor inside.
 
     Args:
-        match: The matching that the request is added to.
+        matcher: The matching that the request is added to.
         name: The name of the tensor in the state.
         source: The name of the tensor in the checkpoint.
         target: The tensor to fill.
@@ -376,21 +409,21 @@ def fill_tensor(match: Matcher, name: str, source: str, target: Source, node: No
     Raises:
         KindMismatch: ``node`` is not the node of a tensor, only one of ``target`` and ``node`` is a
             wrapper tensor, or they differ in their class, their metadata or the tensors inside.
-        DtypeMismatch: See ``Matcher.want``. A tensor inside of a wrapper must have the dtype that
-            was saved, since it is never converted.
-        ShapeMismatch, RestoreError: See ``Matcher.want``.
+        DtypeMismatch: See ``Matcher.request_read``. A tensor inside of a wrapper must have the
+            dtype that was saved, since it is never converted.
+        ShapeMismatch, RestoreError: See ``Matcher.request_read``.
         ManifestCorrupt: The node of a wrapper tensor names a tensor that the checkpoint lacks.
         UnsupportedValue: ``target`` cannot be filled.
     """
     if not (isinstance(target, torch.Tensor) and is_wrapper(target)):
-        match.expect(node, name, "tensor", "array")
-        match.want(name, source, target, node["n"])
+        matcher.require_tag(node, name, "tensor", "array")
+        matcher.request_read(name, source, target, node["n"])
         return
     parts = take_apart(name, target)
-    sources = parts.sources()
+    innermost_tensors = parts.innermost_tensors()
     for path, stored_name in _stored_names(name, "", parts.layer, node):
-        tensor = sources[path].source
-        record = match.checkpoint.tensors.get(stored_name)
+        tensor = innermost_tensors[path].tensor
+        record = matcher.checkpoint.tensors.get(stored_name)
         if record is None:
             raise ManifestCorrupt(
                 "tree", f"it names the tensor {stored_name[:80]!r}, which is not there"
@@ -400,7 +433,7 @@ def fill_tensor(match: Matcher, name: str, source: str, target: Source, node: No
             own_dtype = str(tensor.dtype).removeprefix("torch.")
             advice = "build the target with the class and the settings that were saved"
             raise DtypeMismatch(f"{name}/{path}", record.dtype, own_dtype, stored_name, advice)
-        match.want(f"{name}/{path}", f"{source}/{path}", tensor, stored_name)
+        matcher.request_read(f"{name}/{path}", f"{source}/{path}", tensor, stored_name)
 
 
 def _stored_names(name: str, path: str, layer: Layer, node: Node) -> Iterator[tuple[str, str]]:
@@ -424,7 +457,10 @@ def _stored_names(name: str, path: str, layer: Layer, node: Node) -> Iterator[tu
     if saved_values != own_values:
         raise KindMismatch(
             name,
-            *(f"{layer.kind} with {value[:_MOST_CHARS]}" for value in (saved_values, own_values)),
+            *(
+                f"{layer.kind} with {value[:_MOST_METADATA_CHARS]}"
+                for value in (saved_values, own_values)
+            ),
         )
     for attribute, part in layer.inner.items():
         inner_path = join(path, attribute)

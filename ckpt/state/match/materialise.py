@@ -1,8 +1,8 @@
 """Restore tensors that are on the meta device: give them memory, and keep the tensor objects.
 
 So every holder of such a tensor (a module, a tied module, an optimizer) has the real tensor
-afterwards. The restore reads the data into a replacement. After all data was read, it swaps the
-contents of the two tensor objects.
+afterwards. A real tensor is one that is not on the meta device. The restore reads the data into a
+replacement. After all data was read, it swaps the contents of the two tensor objects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import RestoreError
-from ckpt.state.tensors.layout import local
+from ckpt.state.tensors.layout import to_local
 from ckpt.state.walk.modules import canonical
 from ckpt.torch_private import has_hooks, use_count
 
@@ -28,11 +28,11 @@ def is_meta(value: object) -> bool:
     on the meta device.
     """
     return isinstance(value, torch.Tensor) and (
-        value.is_meta or (isinstance(value, DTensor) and local(value).is_meta)
+        value.is_meta or (isinstance(value, DTensor) and to_local(value).is_meta)
     )
 
 
-class RealTensors:
+class MetaReplacements:
     """The replacements for the tensors of one matching that are on the meta device.
 
     A tensor has one replacement, however many names it has. The replacement of a DTensor is on the
@@ -42,22 +42,23 @@ class RealTensors:
     def __init__(self) -> None:
         self._replacements: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._requests: set[int] = set()
+        """The identities (``id``) of the tensors for which ``tensor_to_fill`` was called."""
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._requests
 
-    def to_fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def tensor_to_fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the restore fills for ``tensor``: its replacement if it is on the
-        meta device, else ``tensor`` itself. ``change_places`` will then make ``tensor`` real.
+        meta device, else ``tensor`` itself. ``swap_in`` will then make ``tensor`` real.
 
         Raises:
-            RestoreError: See ``like``.
+            RestoreError: See ``real_like``.
         """
-        if (real := self.like(name, tensor)) is not tensor:
+        if (real := self.real_like(name, tensor)) is not tensor:
             self._requests.add(id(tensor))
         return real
 
-    def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def real_like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real tensor with the layout of ``tensor``: its replacement if it is on the meta
         device, else ``tensor`` itself. This call alone does not make ``tensor`` real.
 
@@ -72,8 +73,8 @@ class RealTensors:
         _, real = self._replacements[id(tensor)]
         return real
 
-    def change_places(self) -> None:
-        """Swap each tensor for which ``to_fill`` was called with its replacement.
+    def swap_in(self) -> None:
+        """Swap each tensor for which ``tensor_to_fill`` was called with its replacement.
 
         Modules of ``fully_shard`` need no update, since they read their shards again before their
         first forward pass. With parameters on the meta device, no forward pass has run yet.
@@ -81,9 +82,9 @@ class RealTensors:
         for tensor, real in (self._replacements[key] for key in self._requests):
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
 
-    def left_out(self, path: str, module: nn.Module) -> list[str]:
+    def remaining_names(self, path: str, module: nn.Module) -> list[str]:
         """Return the names of those tensors of the module at ``path`` that stay on the meta device,
-        since ``to_fill`` was not called for them.
+        since ``tensor_to_fill`` was not called for them.
         """
         canonical_name = canonical(module)
         tensors = (*module.named_parameters(), *module.named_buffers())
@@ -95,7 +96,9 @@ class RealTensors:
 
 
 def _new_real_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new replacement for ``tensor``, which is ``name`` in the state (see ``like``)."""
+    """Return a new replacement for ``tensor``, which is ``name`` in the state (see
+    ``real_like``).
+    """
     if weakref.getweakrefs(tensor) or has_hooks(tensor):
         raise RestoreError(
             f"{name!r} is on the meta device and has hooks or weak references, which a real "

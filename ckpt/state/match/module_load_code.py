@@ -38,7 +38,7 @@ class LoadCode:
     def __bool__(self) -> bool:
         return bool(self.readers or self.post_hooks)
 
-    def reader(self, key: str) -> str | None:
+    def outermost_reader(self, key: str) -> str | None:
         """Return the outermost module whose code gets ``key`` of the state dict, or None."""
         return next((prefix for prefix in self.readers if key.startswith(prefix)), None)
 
@@ -53,14 +53,14 @@ def load_code(module: nn.Module, *, without_hooks: bool = False) -> LoadCode:
     readers = {
         f"{name}." if name else ""
         for name, child in modules
-        if _reads_state_dict(child) and not (without_hooks and is_converted(child))
+        if _reads_state_dict(child) and not (without_hooks and converts_entries(child))
     }
     if has_own_load(module):
         readers.add("")
     return LoadCode(tuple(sorted(readers, key=len)), tuple(_post_hooks(module, "")))
 
 
-def is_converted(module: nn.Module) -> bool:
+def converts_entries(module: nn.Module) -> bool:
     """Return True if hooks of ``module`` convert its entries for ``state_dict()`` and back."""
     hooks = (*_own_hooks(module, "state_dict"), *_own_hooks(module, "state_dict_pre"))
     return bool(_pre_hooks(module) and hooks) and not _has_own_method(module)
@@ -78,7 +78,7 @@ def has_own_load(module: nn.Module) -> bool:
     return getattr(method, "__func__", method) is not nn.Module.load_state_dict
 
 
-def has_setter(module: nn.Module) -> bool:
+def sets_extra_state(module: nn.Module) -> bool:
     """Return True if the class of ``module`` sets extra state."""
     return type(module).set_extra_state is not nn.Module.set_extra_state
 

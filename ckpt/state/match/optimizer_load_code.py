@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from ckpt.errors import CkptError, RestoreError
 from ckpt.state.walk.modules import is_on_device
-from ckpt.state.walk.optimizer_state import Keeper, pack
+from ckpt.state.walk.optimizer_state import LocalState, pack
 from ckpt.state.walk.stand_in import OptimizerStandIn
-from ckpt.torch_private import is_zero, optimizer_hooks
+from ckpt.torch_private import is_zero_redundancy, optimizer_hooks
 
 _PARAMETERS: Final = "params"
 _NAMES: Final = "param_names"
@@ -31,7 +31,7 @@ _LOST_TEXT: Final = "<generator object Optimizer.load_state_dict"
 
 
 @contextmanager
-def of_own_code(path: str, kind: str, method: str) -> Generator[None]:
+def own_code_errors(path: str, kind: str, method: str) -> Generator[None]:
     """Convert an error of the ``with`` block to a ``RestoreError`` that names ``path``.
 
     The block calls code of the object at ``path``, which is a ``kind``, as ``method`` would do.
@@ -55,31 +55,32 @@ class Completion:
     optimizer.
 
     Attributes:
-        is_apart: True if code of the optimizer may read its present state and settings while it
-            loads a state dict: a pre-hook, or a ``load_state_dict()`` of its own. The restore must
-            then read the saved values into new tensors, as ``torch.load`` does.
+        needs_new_tensors: True if code of the optimizer may read its present state and settings
+            while it loads a state dict: a pre-hook, or a ``load_state_dict()`` of its own. The
+            restore must then read the saved values into new tensors, as ``torch.load`` does.
 
     Args:
         path: The name of the optimizer in the state.
         optimizer: The optimizer.
-        keeper: Its state on this rank.
+        local_state: Its state on this rank.
     """
 
-    def __init__(self, path: str, optimizer: Optimizer, keeper: Keeper) -> None:
-        self._path, self._optimizer, self._keeper = path, optimizer, keeper
+    def __init__(self, path: str, optimizer: Optimizer, local_state: LocalState) -> None:
+        self._path, self._optimizer, self._local_state = path, optimizer, local_state
         self._pre_hooks = optimizer_hooks(optimizer, "load_state_dict_pre")
         self._has_own_load = _has_own_load(optimizer)
-        self.is_apart = self._has_own_load or bool(self._pre_hooks)
+        self.needs_new_tensors = self._has_own_load or bool(self._pre_hooks)
         self._groups: list[dict[str, Any]] = []
         self._state: dict[Any, Any] = {}
-        self._drops: list[tuple[int, dict[str, Any]]] = []
+        self._removed_settings: list[tuple[int, dict[str, Any]]] = []
+        """The index of a parameter group, with the present settings that were removed from it."""
 
     def begin(self) -> None:
         """Remember the present state and settings."""
         self._groups = [dict(group) for group in self._optimizer.param_groups]
-        self._state = dict(self._keeper.state)
+        self._state = dict(self._local_state.by_parameter)
 
-    def drop(self, group: dict[str, Any], saved_names: Collection[str]) -> None:
+    def remove_unsaved_settings(self, group: dict[str, Any], saved_names: Collection[str]) -> None:
         """Remove the settings of ``group`` that are not in ``saved_names``, the names of those that
         the checkpoint has, as ``load_state_dict`` does.
 
@@ -90,7 +91,7 @@ class Completion:
             i for i, candidate in enumerate(self._optimizer.param_groups) if candidate is group
         )
         names = group.keys() - {*saved_names, _PARAMETERS, _NAMES}
-        self._drops.append((index, {name: group.pop(name) for name in names}))
+        self._removed_settings.append((index, {name: group.pop(name) for name in names}))
 
     def end(self, values: Callable[[], Mapping[str, Any]]) -> None:
         """Run the optimizer's own code over the restored state and settings.
@@ -100,16 +101,16 @@ class Completion:
         Raises:
             RestoreError: The code raises an error, or a pre-hook returns a dict that does not fit.
         """
-        with of_own_code(self._path, type(self._optimizer).__qualname__, "load_state_dict()"):
+        with own_code_errors(self._path, type(self._optimizer).__qualname__, "load_state_dict()"):
             self._load(values)
-        for index, settings in self._drops:
+        for index, settings in self._removed_settings:
             for name, value in settings.items():
                 self._optimizer.param_groups[index].setdefault(name, value)
 
     def _load(self, values: Callable[[], Mapping[str, Any]]) -> None:
         """Run the hooks and methods by which the optimizer loads a state dict."""
-        if self.is_apart:
-            state_dict = {**pack(self._optimizer, self._keeper.state), **values()}
+        if self.needs_new_tensors:
+            state_dict = {**pack(self._optimizer, self._local_state.by_parameter), **values()}
             self._reset()
             if self._has_own_load:
                 self._optimizer.load_state_dict(state_dict)
@@ -118,7 +119,7 @@ class Completion:
             for hook in self._pre_hooks:
                 result = hook(self._optimizer, state_dict)
                 state_dict = state_dict if result is None else result
-            self._take_state_dict(state_dict)
+            self._set_to_state_dict(state_dict)
         self._set_state()
         for hook in optimizer_hooks(self._optimizer, "load_state_dict_post"):
             hook(self._optimizer)
@@ -127,9 +128,9 @@ class Completion:
         """Give the optimizer the state and the settings that it had at the call of ``begin``."""
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
             _replace(group, settings)
-        _replace(self._keeper.state, self._state)
+        _replace(self._local_state.by_parameter, self._state)
 
-    def _take_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def _set_to_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the state and the settings to those of ``state_dict``, the result of the pre-hooks.
 
         The parameter groups and the state stay the same objects.
@@ -137,7 +138,7 @@ class Completion:
         groups = self._optimizer.param_groups
         new_groups = [dict(group) for group in state_dict["param_groups"]]
         if [len(group[_PARAMETERS]) for group in new_groups] != [
-            len(g[_PARAMETERS]) for g in groups
+            len(group[_PARAMETERS]) for group in groups
         ]:
             raise ValueError("a pre-hook returns other parameter groups than the optimizer has")
         numbers = chain.from_iterable(group[_PARAMETERS] for group in new_groups)
@@ -150,10 +151,10 @@ class Completion:
         for number, values in state_dict["state"].items():
             if number in owners:
                 parameter, group = owners[number]
-                state[parameter] = place(values, group, parameter)
+                state[parameter] = move_to_parameter(values, group, parameter)
             else:
                 state[number] = values
-        _replace(self._keeper.state, state)
+        _replace(self._local_state.by_parameter, state)
 
     def _set_state(self) -> None:
         """Call ``__setstate__`` as ``load_state_dict`` does.
@@ -161,7 +162,7 @@ class Completion:
         A ``ZeroRedundancyOptimizer`` has an optimizer inside, whose class knows the settings.
         """
         optimizer = self._optimizer
-        if not is_zero(optimizer):
+        if not is_zero_redundancy(optimizer):
             _set_state(optimizer)
             return
         inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
@@ -190,7 +191,7 @@ def _has_own_load(optimizer: Optimizer) -> bool:
     method: Any = optimizer.load_state_dict
     return (
         getattr(method, "__func__", method) is not Optimizer.load_state_dict
-        and not is_zero(optimizer)
+        and not is_zero_redundancy(optimizer)
         and not isinstance(optimizer, OptimizerStandIn)
     )
 
@@ -200,13 +201,15 @@ def _set_state(optimizer: Optimizer) -> None:
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
-def _is_cast(value: object, reference: object, parameter: torch.Tensor) -> bool:
-    """Return True if torch has converted ``value`` to ``reference``, of the parameter's dtype."""
+def _is_cast(value: object, loaded_value: object, parameter: torch.Tensor) -> bool:
+    """Return True if torch has converted ``value`` to ``loaded_value``, of the parameter's
+    dtype.
+    """
     return (
         isinstance(value, torch.Tensor)
-        and isinstance(reference, torch.Tensor)
-        and value.dtype != reference.dtype == parameter.dtype
-        and value.shape == reference.shape
+        and isinstance(loaded_value, torch.Tensor)
+        and value.dtype != loaded_value.dtype == parameter.dtype
+        and value.shape == loaded_value.shape
     )
 
 
@@ -216,7 +219,7 @@ def _replace(mapping: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> Non
     mapping.update(items)
 
 
-def place(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+def move_to_parameter(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
     """Return a value of an optimizer's state with all tensors inside of it on the device of
     ``parameter``, as torch's own ``load_state_dict`` does. Tensors of the shape of a sharded
     ``parameter`` are sharded as it is.
@@ -228,9 +231,9 @@ def place(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
         return _sharded(value.to(parameter.device), parameter)
     if isinstance(value, dict):
         for key in [key for key in value if is_on_device(key, group)]:
-            value[key] = place(value[key], group, parameter)
+            value[key] = move_to_parameter(value[key], group, parameter)
     if type(value) in (list, tuple):
-        return type(value)(place(item, group, parameter) for item in value)
+        return type(value)(move_to_parameter(item, group, parameter) for item in value)
     return value
 
 

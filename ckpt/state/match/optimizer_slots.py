@@ -2,7 +2,9 @@
 they were saved so.
 
 A slot is a place in an optimizer, such as ``lr`` in a parameter group or ``exp_avg`` in the state
-of a parameter. The present tensor of a slot is filled in place if it has the saved dtype, shape and
+of a parameter. It has an identity by which it is looked up. A record is the description of a tensor
+in the checkpoint, and a view is the place of a saved tensor in a buffer that other tensors share.
+The present tensor of a slot is filled in place if it has the saved dtype, shape and
 order, and if everything else in the state that has its memory shared this memory in the same way
 when it was saved. Otherwise the slot gets another tensor. So a captured graph, which reads a tensor
 at its address, goes on as long as possible, and no value changes that the restore is not to fill.
@@ -25,12 +27,12 @@ from torch.optim import Optimizer
 from ckpt.model.manifest import Tensor
 from ckpt.model.views import View, buffer_sizes
 from ckpt.state.match.targets import memory_of
-from ckpt.state.tensors.layout import is_expanded, is_plain, local, view_in
-from ckpt.state.tensors.local_shards import Source
-from ckpt.state.walk.optimizer_state import keeper_of
+from ckpt.state.tensors.layout import is_expanded, is_plain, to_local, view_in
+from ckpt.state.tensors.local_shards import TensorOrShards
+from ckpt.state.walk.optimizer_state import local_state_of
 from ckpt.torch_private import storage_identity
 
-Targets = Mapping[Hashable, tuple[str, Source | None]]
+Targets = Mapping[Hashable, tuple[str, TensorOrShards | None]]
 """The targets that a restore fills, by ``memory_of``, each with the name that its bytes are stored
 under. The target is None if other tensors cannot have its memory.
 """
@@ -41,7 +43,7 @@ class Slot:
     """A place in an optimizer that gets a saved tensor.
 
     Attributes:
-        place: The identity of the slot (see ``in_group`` and ``in_state``).
+        identity: The identity of the slot (see ``setting_identity`` and ``state_value_identity``).
         record: The saved tensor, with the dtype and the order that it gets here, under the name
             that its bytes are stored under.
         view: The place of the saved tensor in a buffer; None if it was in none.
@@ -51,13 +53,13 @@ class Slot:
         put: Puts a tensor into the slot, and requests that the restore fills it.
     """
 
-    place: Hashable
+    identity: Hashable
     record: Tensor
     view: View | None
     device: torch.device
     present: torch.Tensor | None
-    make: Callable[[], Source]
-    put: Callable[[Source], None]
+    make: Callable[[], TensorOrShards]
+    put: Callable[[TensorOrShards], None]
 
     def shares_as_saved(self, slot: Slot) -> bool:
         """Return True if the present tensors of two slots, which have the same storage, share it as
@@ -76,12 +78,12 @@ class Slot:
         )
 
 
-def in_group(group: Mapping[str, Any], key: object) -> Hashable:
+def setting_identity(group: Mapping[str, Any], key: object) -> Hashable:
     """Return the identity of the setting ``key`` of a parameter group."""
     return id(group), key
 
 
-def in_state(optimizer: Optimizer, parameter: Source, key: object) -> Hashable:
+def state_value_identity(optimizer: Optimizer, parameter: TensorOrShards, key: object) -> Hashable:
     """Return the identity of the value ``key`` of an optimizer's state of a parameter."""
     return id(optimizer), id(parameter), key
 
@@ -95,14 +97,16 @@ def can_fill(tensor: object, view: View | None) -> bool:
     """
     if not isinstance(tensor, torch.Tensor):
         return False
-    memory = local(tensor)
+    memory = to_local(tensor)
     if memory.is_meta or memory.is_inference() or is_expanded(memory):
         return False
     return view is None or (is_plain(tensor) and tensor.stride() == view.strides)
 
 
 class Holders:
-    """The places of a state that have the memory of each storage.
+    """The places of a state that have the memory of each storage, by their identities.
+
+    A tensor that is in no slot has the identity None.
 
     Args:
         optimizers: The optimizers of the state, by path.
@@ -112,35 +116,33 @@ class Holders:
     def __init__(
         self, optimizers: Iterable[tuple[str, Optimizer]], tensors: Iterable[torch.Tensor]
     ) -> None:
-        self._places: dict[int, set[Hashable]] = defaultdict(set)
+        self._identities: dict[int, set[Hashable]] = defaultdict(set)
         for tensor in tensors:
             self._add(tensor, None)
         for path, optimizer in optimizers:
             for group in optimizer.param_groups:
                 for key, value in group.items():
                     if key != "params":
-                        self._add_value(value, in_group(group, key))
-            for parameter, values in keeper_of(path, optimizer).state.items():
+                        self._add_value(value, setting_identity(group, key))
+            for parameter, values in local_state_of(path, optimizer).by_parameter.items():
                 for key, value in values.items() if isinstance(values, Mapping) else ():
-                    self._add_value(value, in_state(optimizer, parameter, key))
+                    self._add_value(value, state_value_identity(optimizer, parameter, key))
 
     def of(self, tensor: torch.Tensor) -> set[Hashable]:
-        """Return the places with the storage of ``tensor``. The place None stands for a tensor that
-        is in no slot.
-        """
-        return self._places.get(_storage(tensor), set())
+        """Return the identities of the places that have the storage of ``tensor``."""
+        return self._identities.get(_storage(tensor), set())
 
-    def _add_value(self, value: Any, place: Hashable) -> None:
-        """Add the tensor at ``place``, or the tensors inside of a container there."""
+    def _add_value(self, value: Any, identity: Hashable) -> None:
+        """Add the tensor in the slot ``identity``, or the tensors inside of a container there."""
         if isinstance(value, torch.Tensor):
-            self._add(value, place)
+            self._add(value, identity)
             return
         for tensor in _tensors_in(value):
             self._add(tensor, None)
 
-    def _add(self, tensor: torch.Tensor, place: Hashable) -> None:
+    def _add(self, tensor: torch.Tensor, identity: Hashable) -> None:
         if storage := _storage(tensor):
-            self._places[storage].add(place)
+            self._identities[storage].add(identity)
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
@@ -165,72 +167,79 @@ def fill_slots(
         buffers: The buffers on the CPU that were already made for views in lists and dicts, as
             bytes, by their names.
     """
-    slot_at = {slot.place: slot for slot in slots}
+    slot_at = {slot.identity: slot for slot in slots}
 
-    def is_free(slot: Slot) -> bool:
+    def can_be_reused(slot: Slot) -> bool:
         """Return True if the present tensor of ``slot`` can be filled in place."""
         if slot.present is None:
             return False
-        places = holders.of(slot.present)
-        if places <= {slot.place}:  # The memory is that of this slot alone
+        identities = holders.of(slot.present)
+        if identities <= {slot.identity}:  # The memory is that of this slot alone
             return True
         stored_name, _ = targets.get(memory_of(slot.present), (None, None))
         return all(
-            (place is None and stored_name == slot.record.name)
-            or (place in slot_at and slot.shares_as_saved(slot_at[place]))
-            for place in places
+            (identity is None and stored_name == slot.record.name)
+            or (identity in slot_at and slot.shares_as_saved(slot_at[identity]))
+            for identity in identities
         )
 
+    # The slots of one device that get the same tensor, or views of the same buffer
     groups: dict[tuple[bool, str, torch.device], list[Slot]] = defaultdict(list)
     for slot in slots:
         name = slot.view.buffer if slot.view is not None else slot.record.name
         groups[slot.view is None, name, slot.device].append(slot)
-    target_of = dict(targets.values())
+    target_by_name = dict(targets.values())
     for (_, name, device), group in groups.items():
-        holder = next(filter(is_free, group), None)
+        reused_slot = next(filter(can_be_reused, group), None)
         if group[0].view is None:
-            _fill_alike(group, holder, target_of.get(name))
+            _fill_alike(group, reused_slot, target_by_name.get(name))
         else:
-            raw = buffers.get(name) if device.type == "cpu" else None
-            _fill_views(group, holder, raw)
+            buffer = buffers.get(name) if device.type == "cpu" else None
+            _fill_views(group, reused_slot, buffer)
 
 
-def _fill_alike(group: Sequence[Slot], holder: Slot | None, target: Source | None) -> None:
+def _fill_alike(
+    group: Sequence[Slot], reused_slot: Slot | None, target: TensorOrShards | None
+) -> None:
     """Put one tensor into all slots ``group``, which have the same saved tensor: one with the
-    memory of ``target``, which the restore fills anyway, or that of ``holder``. A slot that needs
-    another kind of tensor gets one of its own.
+    memory of ``target``, which the restore fills anyway, or that of ``reused_slot``, whose present
+    tensor can be filled in place. A slot that needs another kind of tensor gets one of its own.
     """
-    present = None if holder is None else holder.present
-    tensors: list[Source] = [] if present is None else [present]
+    present = None if reused_slot is None else reused_slot.present
+    tensors: list[TensorOrShards] = [] if present is None else [present]
     if isinstance(target, torch.Tensor) and (
         present is None or memory_of(present) != memory_of(target)
     ):
         tensors.insert(0, target.detach())
     for slot in group:
-        like = present if slot is holder and present is not None else slot.make()
-        tensor = next((candidate for candidate in tensors if _are_alike(candidate, like)), None)
+        own_tensor = present if slot is reused_slot and present is not None else slot.make()
+        tensor = next(
+            (candidate for candidate in tensors if _are_alike(candidate, own_tensor)), None
+        )
         if tensor is None:
-            tensor = like
+            tensor = own_tensor
             tensors.append(tensor)
         slot.put(tensor)
 
 
-def _fill_views(group: Sequence[Slot], holder: Slot | None, raw: torch.Tensor | None) -> None:
-    """Put views of one buffer into the slots ``group``: of ``raw``, which other views have, of that
-    which ``holder`` has, or of a new one.
+def _fill_views(
+    group: Sequence[Slot], reused_slot: Slot | None, buffer: torch.Tensor | None
+) -> None:
+    """Put views of one buffer into the slots ``group``: of ``buffer``, which other views have, of
+    the buffer of ``reused_slot``, whose present tensor can be filled in place, or of a new one.
     """
     views = {slot.record.name: slot.view for slot in group if slot.view is not None}
-    kinds = {slot.record.name: (slot.record.dtype, slot.record.shape) for slot in group}
+    forms = {slot.record.name: (slot.record.dtype, slot.record.shape) for slot in group}
     tensors: dict[str, torch.Tensor] = {}
-    if holder is not None and raw is None:
+    if reused_slot is not None and buffer is None:
         for slot in group:
-            if slot.present is not None and holder.shares_as_saved(slot):
+            if slot.present is not None and reused_slot.shares_as_saved(slot):
                 tensors.setdefault(slot.record.name, slot.present)
     if len(tensors) < len(views):
-        if raw is None:
-            (size,) = buffer_sizes(views, kinds).values()
-            raw = torch.empty(size, dtype=torch.uint8, device=group[0].device)
-        tensors = {name: view_in(raw, view, *kinds[name]) for name, view in views.items()}
+        if buffer is None:
+            (size,) = buffer_sizes(views, forms).values()
+            buffer = torch.empty(size, dtype=torch.uint8, device=group[0].device)
+        tensors = {name: view_in(buffer, view, *forms[name]) for name, view in views.items()}
     for slot in group:
         slot.put(tensors[slot.record.name])
 
@@ -249,19 +258,19 @@ def _storage(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's local storage, or 0 if it has none."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
         return 0
-    memory = local(tensor)
+    memory = to_local(tensor)
     return storage_identity(memory) if memory.untyped_storage().nbytes() else 0
 
 
-def _are_alike(a: Source, b: Source) -> bool:
+def _are_alike(tensor: TensorOrShards, candidate: TensorOrShards) -> bool:
     """Return True if two tensors can stand for each other."""
-    return a is b or _kind(a) == _kind(b)
+    return tensor is candidate or _kind(tensor) == _kind(candidate)
 
 
-def _kind(source: Source) -> Hashable:
+def _kind(source: TensorOrShards) -> Hashable:
     """Return the kind of a tensor, see ``_are_alike``."""
     if not isinstance(source, torch.Tensor):
         return id(source)
-    memory = local(source)
+    memory = to_local(source)
     spec = (source.device_mesh, source.placements) if isinstance(source, DTensor) else None
     return source.dtype, source.shape, memory.device, memory.stride(), spec

@@ -1,4 +1,10 @@
-"""Make plain values from the manifest's tree, with the tensors and arrays inside of them."""
+"""Make plain values from the manifest's tree, with the tensors and arrays inside of them.
+
+The tree consists of nodes. The node of a number, a string, a list or a plain dict is that value.
+Any other node is a dict with a tag under "$", which says what it is, and with its content under "v"
+or the name of its tensor under "n". A view is the place of a tensor in a buffer that several saved
+tensors shared.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,8 @@ class Remaker:
     Args:
         tensors: The tensors of the manifest, by name.
         views: The places of tensors in buffers, by the names of the tensors.
-        want: Requests the read of a tensor. It is called with the name and the memory to fill.
+        request_read: Requests the read of a tensor. It is called with the name and the memory to
+        fill.
 
     Attributes:
         buffers: The buffers that were made for tensors, as bytes, by their names.
@@ -32,9 +39,9 @@ class Remaker:
         self,
         tensors: Mapping[str, Tensor],
         views: Mapping[str, View],
-        want: Callable[[str, torch.Tensor], object],
+        request_read: Callable[[str, torch.Tensor], object],
     ) -> None:
-        self._tensors, self._views, self._want = tensors, views, want
+        self._tensors, self._views, self._request_read = tensors, views, request_read
         self._new_tensors: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
 
@@ -47,15 +54,15 @@ class Remaker:
                 tensor inside, which is no plain value. The error names ``path``.
             ManifestCorrupt, FormatUnsupported: A value inside of the node cannot be made.
         """
-        has_parts = False
+        has_tagged_nodes = False
 
         def prepare_tagged(tag: str, inner: Mapping[str, Node]) -> object:
-            nonlocal has_parts
-            has_parts = True
+            nonlocal has_tagged_nodes
+            has_tagged_nodes = True
             return self._prepare(path, tag, inner)
 
         values = [decode(node, prepare_tagged)]
-        if has_parts:
+        if has_tagged_nodes:
             values.clear()
         # A value without tensors inside is made already. Each further call makes another one.
         return lambda: values.pop() if values else decode(node, self.make)
@@ -69,7 +76,7 @@ class Remaker:
         if tag in ("tensor", "array") and node["n"] not in self._new_tensors:
             name = node["n"]
             self._new_tensors[name] = self._empty(tensor_named(self._tensors, name))
-            self._want(name, self._new_tensors[name])
+            self._request_read(name, self._new_tensors[name])
         elif tag == "object":
             decode(node["v"], partial(self._prepare, path))
         elif tag not in ("tensor", "array"):
@@ -84,14 +91,17 @@ class Remaker:
             dtype = getattr(torch, tensor.dtype)
             return empty_in_order(tensor.shape, tensor.order, dtype=dtype)
         if view.buffer not in self.buffers:
-            size = self._sizes[view.buffer]
+            size = self._buffer_sizes[view.buffer]
             self.buffers[view.buffer] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return view_in(self.buffers[view.buffer], view, tensor.dtype, tensor.shape)
 
     @cached_property
-    def _sizes(self) -> Mapping[str, int]:
+    def _buffer_sizes(self) -> Mapping[str, int]:
+        """The bytes of each buffer, by its name."""
         tensors = {name: self._tensors[name] for name in self._views}
-        return buffer_sizes(self._views, {name: (t.dtype, t.shape) for name, t in tensors.items()})
+        return buffer_sizes(
+            self._views, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        )
 
     def make(self, tag: str, node: Mapping[str, Node]) -> object:
         """Return the value of a node with a tag, with the tensors that were read."""

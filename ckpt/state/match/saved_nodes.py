@@ -1,4 +1,10 @@
-"""Find the nodes and the tensors of a checkpoint by their names."""
+"""Find the nodes and the tensors of a checkpoint by their names.
+
+A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
+dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
+its content under "v", or the name of its tensor under "n".
+An entry is an item of a module's state dict.
+"""
 
 from __future__ import annotations
 
@@ -69,20 +75,25 @@ class SavedState:
         self.tensors: Mapping[str, Tensor] = manifest.tensor_map()
         self.names = sorted(self.tensors)
         self._patterns, _ = patterns_of(manifest.metadata)
+        """The patterns by which the save left names out."""
         self._tree: Node = parse(manifest.tree)
         if not isinstance(self._tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
         self._nodes: dict[str, Node] = {"": self._tree}
+        """The nodes that were looked up so far, by their names."""
         self._children: dict[str, Mapping[str, Node]] = {}
-        self._adopted_nodes: dict[str, Node] = {}
-        self._stored_names: dict[
-            str, str
-        ] = {}  # The tensors of dicts that ``adopt_dict`` has replaced
+        """The children of each container that was looked up so far."""
+        self._per_rank_nodes: dict[str, Node] = {}
+        """The content of each ``PerRank`` value that ``set_per_rank_node`` was called for."""
+        self._stored_names: dict[str, str] = {}
+        """The names of tensors in dicts that ``read_optimizer_dict`` has replaced -> stored
+        names.
+        """
         self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
         equal = self.metadata.get(EQUAL)
         self._equal_names: Mapping[str, Node] = equal if isinstance(equal, dict) else {}
 
-    def bytes_of(self, stored_name: str) -> str:
+    def name_of_bytes(self, stored_name: str) -> str:
         """Return the name that stands for all names with the bytes of the stored tensor
         ``stored_name``: those that are tied to it, and those that an import has found equal to it.
         """
@@ -127,15 +138,15 @@ class SavedState:
                 return node
         return ABSENT
 
-    def adopt(self, path: str, node: Node) -> None:
+    def set_per_rank_node(self, path: str, node: Node) -> None:
         """Make ``node`` the content of the ``PerRank`` value at ``path``, so that the nodes inside
         of it are found by their names.
         """
-        self._adopted_nodes[path] = node
+        self._per_rank_nodes[path] = node
         self._children.pop(path, None)
         self._nodes = {name: child for name, child in self._nodes.items() if child is not ABSENT}
 
-    def adopt_dict(self, path: str, parameters: Sequence[str]) -> None:
+    def read_optimizer_dict(self, path: str, parameters: Sequence[str]) -> None:
         """If the value at ``path`` is a dict with the state of an optimizer, replace it with the
         optimizer. ``parameters`` are the full names of the parameters that it may have.
         """
@@ -181,21 +192,21 @@ class SavedState:
         """
         if not self._patterns.takes(name) or self._patterns.excludes(parameter):
             return True
-        return self._is_in_left(name) or self._is_in_left(parameter)
+        return self._is_left_out_of_module(name) or self._is_left_out_of_module(parameter)
 
-    def _is_in_left(self, name: str) -> bool:
+    def _is_left_out_of_module(self, name: str) -> bool:
         """Return True if the saved module around ``name`` lists ``name`` as left out."""
         path, node = self._container_with_tag(name, "module")
         return bool(path) and name[len(path) + 1 :] in node.get("left", ())
 
-    def _container_with_tag(self, name: str, kind: str) -> tuple[str, Node]:
-        """Find the outermost container of ``name`` that has the tag ``kind``, and return its path
-        and its node. If there is none, return an empty path and ``ABSENT``.
+    def _container_with_tag(self, name: str, node_tag: str) -> tuple[str, Node]:
+        """Find the outermost container of ``name`` that has the tag ``node_tag``, and return its
+        path and its node. If there is none, return an empty path and ``ABSENT``.
         """
         end = name.find("/")
         while end >= 0:
             node = self.node(name[:end])
-            if tag(node) == kind:
+            if tag(node) == node_tag:
                 return name[:end], node
             end = name.find("/", end + 1)
         return "", ABSENT
@@ -215,24 +226,26 @@ class SavedState:
         tensors = [name for name in names_below(self.names, path) if name not in inner_names]
         return sorted({*values, *tensors})
 
-    def surplus_names(self, claims: Collection[str], containers: Collection[str]) -> list[str]:
+    def surplus_names(
+        self, matched_names: Collection[str], containers: Collection[str]
+    ) -> list[str]:
         """Return the names of the checkpoint that have no counterpart in the state.
 
-        If a container is in ``containers``, or has names in ``claims`` below it, its values are
-        examined one by one. Any other container gives only its own name.
+        If a container is in ``containers``, or has names in ``matched_names`` below it, its values
+        are examined one by one. Any other container gives only its own name.
 
         Args:
-            claims: The names that have a counterpart in the state. A name also stands for all names
-                below it.
+            matched_names: The names that have a counterpart in the state. A name also stands for
+                all names below it.
             containers: The containers whose values were matched one by one.
         """
-        sorted_claims = sorted(claims)
+        sorted_names = sorted(matched_names)
 
         def surplus_below(path: str) -> Iterator[str]:
             """Yield the names at ``path`` and below it that have no counterpart."""
-            if path in claims:
+            if path in matched_names:
                 return
-            if path and path not in containers and not _has_name_below(sorted_claims, path):
+            if path and path not in containers and not _has_name_below(sorted_names, path):
                 yield path
                 return
             for child in self._child_names(path):
@@ -260,7 +273,7 @@ class SavedState:
         children = self._children.get(path)
         if children is None:
             children = self._children[path] = dict(
-                _children(path, self._adopted_nodes.get(path, self.node(path)))
+                _children(path, self._per_rank_nodes.get(path, self.node(path)))
             )
         return children
 
@@ -268,23 +281,26 @@ class SavedState:
         """Return the parameters of the saved optimizer ``node`` at ``path``, by their names."""
         parameters = self._parameters.get(path)
         if parameters is None:
-            values, names = node["state"], sorted(node["state"])
-            order, plain = KeyOrder.from_node(node), node.get("plain", ())
-            members = [member for group in node["groups"] for member in group["params"]]
+            value_nodes, value_names = node["state"], sorted(node["state"])
+            order, plain_keys = KeyOrder.from_node(node), node.get("plain", ())
+            short_names = [short_name for group in node["groups"] for short_name in group["params"]]
             places = {
-                member: place
-                for place, member in enumerate(in_order(members, order.parameters, str))
+                short_name: place
+                for place, short_name in enumerate(in_order(short_names, order.parameters, str))
             }
             parameters = self._parameters[path] = {
                 name: SavedParameter(
                     group["values"],
-                    {member: values[member] for member in names_below(names, name)},
-                    order.of_parameter(short),
-                    plain,
-                    places[short],
+                    {
+                        full_name: value_nodes[full_name]
+                        for full_name in names_below(value_names, name)
+                    },
+                    order.of_parameter(short_name),
+                    plain_keys,
+                    places[short_name],
                 )
                 for group in node["groups"]
-                for short, name in ((member, f"{path}/{member}") for member in group["params"])
+                for short_name, name in ((param, f"{path}/{param}") for param in group["params"])
             }
         return parameters
 

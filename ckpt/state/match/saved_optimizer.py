@@ -4,6 +4,9 @@
 parameters in their module: ``{"state": {name: {key: value}}, "param_groups": [...]}``. With
 ``flatten_optimizer_state_dict``, it is a dict with keys such as ``state.0.weight.exp_avg`` and
 ``param_groups.0.weight.lr``.
+
+A node is a saved value in the manifest's tree: a plain value, or a dict with a tag under "$", and
+with its content under "v" or the name of its tensor under "n".
 """
 
 from __future__ import annotations
@@ -79,9 +82,9 @@ def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict
         full_names.get(name, name): tuple(join("", key) for key in entry)
         for name, entry in state.items()
     }
-    order = KeyOrder.of(keys).node()
+    key_order = KeyOrder.of(keys).node()
     return OptimizerDict(
-        {"$": "optimizer", "groups": group_nodes, "state": values, **order}, tensors
+        {"$": "optimizer", "groups": group_nodes, "state": values, **key_order}, tensors
     )
 
 
@@ -127,7 +130,11 @@ def _full_names(parameters: Iterable[str]) -> dict[str, str]:
     full_names: dict[str, str] = {}
     ambiguous_names: set[str] = set()
     for name in parameters:
-        short = name.rpartition("/")[2]
-        if full_names.setdefault(short, name) != name:
-            ambiguous_names.add(short)
-    return {short: name for short, name in full_names.items() if short not in ambiguous_names}
+        short_name = name.rpartition("/")[2]
+        if full_names.setdefault(short_name, name) != name:
+            ambiguous_names.add(short_name)
+    return {
+        short_name: name
+        for short_name, name in full_names.items()
+        if short_name not in ambiguous_names
+    }

@@ -47,8 +47,8 @@ class _Rule:
         *stars, rest = match.groups(default="")
         if len(self.parts) == 1:  # The name in the checkpoint has no star
             return self.parts[0] + rest
-        pairs = zip(self.parts, [*stars, rest], strict=True)
-        return "".join(part + text for part, text in pairs)
+        parts_and_texts = zip(self.parts, [*stars, rest], strict=True)
+        return "".join(part + text for part, text in parts_and_texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RenameRules:
                     'rename={}: give {"name in the state": "name in the checkpoint"}, or leave it '
                     "out"
                 )
-            return cls(tuple(_rule(name, source) for name, source in rename.items()))
+            return cls(tuple(_checked_rule(name, source) for name, source in rename.items()))
         if callable(rename):
             return cls(function=rename)
         raise ConfigError(
@@ -118,7 +118,7 @@ class RenameRules:
 NO_RENAME: Final = RenameRules()
 
 
-def _rule(name: Any, source: Any) -> _Rule:
+def _checked_rule(name: Any, source: Any) -> _Rule:
     """Return the rule from the pattern ``name`` to ``source``, as the user gave them."""
     if not (
         isinstance(name, str) and isinstance(source, str) and name.strip("/") and source.strip("/")
@@ -205,7 +205,7 @@ of the checkpoint.
 """
 
 
-def removed_from(checkpoint: SavedState) -> list[str]:
+def modules_without_prefix(checkpoint: SavedState) -> list[str]:
     """Return the paths of the modules from whose names an import has removed the prefix."""
     paths: Any = checkpoint.metadata.get(REMOVED_PREFIX, ())
     return [path for path in paths if isinstance(path, str)]
@@ -226,7 +226,7 @@ def with_prefix(
         return rename_rules
     rules = {
         f"{path}/{PREFIX}*": f"{path}/*"
-        for path in removed_from(checkpoint)
+        for path in modules_without_prefix(checkpoint)
         if path in entries and all(name.startswith(PREFIX) for name in entries[path])
     }
     return (

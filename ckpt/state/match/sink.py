@@ -1,5 +1,10 @@
 """Fill tensors with chunks. A chunk is read directly into contiguous host memory of its target. If
 this is not possible, the bytes of the chunk are copied or converted.
+
+A chunk is a part of a saved tensor, and ``read.box`` is its box, a rectangular region of the
+tensor. A leaf describes a target without its data: its name, its dtype and its boxes. Each of
+``read.targets`` is a region to fill: the box ``target.part``, which is inside of the box number
+``target.piece`` of the leaf number ``target.leaf``.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from ckpt.plan.restore import ChunkRead
 from ckpt.staging.device import drain, is_ordered, refuse_capture, use_stream
 from ckpt.staging.image import copyable, view_as
 from ckpt.state.tensors.layout import memories
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.local_shards import TensorOrShards
 
 _LARGE_BYTES: Final = 256 << 10
 
@@ -40,7 +45,7 @@ class TensorSink:
         StagingError: A graph is being captured on a device of the targets.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
+    def __init__(self, leaves: Sequence[Leaf], targets: Sequence[TensorOrShards]) -> None:
         self._leaves = leaves
         self._conversion_flags = [
             str(target.dtype) != f"torch.{leaf.dtype}"
@@ -81,25 +86,25 @@ class TensorSink:
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
         target = read.targets[0]
-        piece = (target.leaf, target.piece)
-        if piece not in self._direct_memories:
-            self._direct_memories[piece] = self._direct_memory(*piece)
-        memory, itemsize = self._direct_memories[piece], self._leaves[target.leaf].itemsize
+        box_key = (target.leaf, target.piece)
+        if box_key not in self._direct_memories:
+            self._direct_memories[box_key] = self._direct_memory(*box_key)
+        memory, itemsize = self._direct_memories[box_key], self._leaves[target.leaf].itemsize
         start = flat_start(read.box, self._leaves[target.leaf].boxes[target.piece])
         if memory is None or start is None or read.box.numel * itemsize != read.nbytes:
             return None
         view = memory[start * itemsize : start * itemsize + read.nbytes]
         return view if view.nbytes == read.nbytes else None
 
-    def _direct_memory(self, leaf: int, piece: int) -> memoryview | None:
-        """Return the memory of box number ``piece`` of target number ``leaf`` as bytes.
+    def _direct_memory(self, leaf_index: int, piece_index: int) -> memoryview | None:
+        """Return the memory of box number ``piece_index`` of target number ``leaf_index`` as bytes.
 
         Return None if saved bytes cannot go there unchanged. This is so if the memory is not
         contiguous host memory, if the target has another dtype than the saved data, or if the
         target is a lazily conjugated or negated view.
         """
-        tensor = self._local_tensors[leaf][piece]
-        if self._conversion_flags[leaf] or not tensor.is_cpu or not tensor.is_contiguous():
+        tensor = self._local_tensors[leaf_index][piece_index]
+        if self._conversion_flags[leaf_index] or not tensor.is_cpu or not tensor.is_contiguous():
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None

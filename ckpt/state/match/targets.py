@@ -11,6 +11,10 @@ A restore does not fill the copies. FSDP keeps the gathered parameters of some m
 forward pass, and its next forward pass uses them again. ``torch.autocast`` keeps parameters that it
 has converted to the lower precision until its outermost block ends. A graph that inductor has
 frozen holds parameters as constants.
+
+A value is live if a restore does not replace it as a whole. An adapter (see ``adapt``) gives an
+object with a ``state_dict()`` for a value that has none. `LocalShards` describe a tensor by the
+parts that this rank holds.
 """
 
 from __future__ import annotations
@@ -30,12 +34,12 @@ from torch.optim import Optimizer
 
 from ckpt.errors import RestoreError
 from ckpt.staging.image import copyable
-from ckpt.state.tensors.layout import PLAIN, local
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.layout import PLAIN_CLASSES, to_local
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.state.tensors.per_rank import PerRank
-from ckpt.state.tensors.sharded import as_source
+from ckpt.state.tensors.sharded import tensor_or_shards
 from ckpt.state.walk.adapted import adapt
-from ckpt.state.walk.state_objects import declares_state, has_only_values, is_stateful
+from ckpt.state.walk.state_objects import has_only_values, inherits_stateful, is_stateful
 from ckpt.torch_private import (
     fsdp1_handle,
     fsdp1_reshard,
@@ -48,13 +52,13 @@ from ckpt.torch_private import (
 _log = logging.getLogger("ckpt")
 
 
-def memory_of(target: Source) -> Hashable:
+def memory_of(target: TensorOrShards) -> Hashable:
     """Return a value that is equal for targets with the same memory, dtype, shape and strides. For
     targets without elements, it is equal only if they are the same object.
     """
     if isinstance(target, LocalShards):
         return tuple(map(memory_of, target.tensors)) or id(target)
-    memory = local(target)
+    memory = to_local(target)
     address = memory.data_ptr()  # The address is 0 for all tensors without memory
     if not address or not memory.numel():
         return id(target)
@@ -65,7 +69,7 @@ def has_memory(value: object) -> TypeGuard[torch.Tensor]:
     """Return True if ``value`` is a plain or distributed dense tensor with data."""
     return (
         isinstance(value, torch.Tensor)
-        and (type(value) in PLAIN or isinstance(value, DTensor))
+        and (type(value) in PLAIN_CLASSES or isinstance(value, DTensor))
         and value.layout is torch.strided
         and not (value.is_nested or value.is_meta)
     )
@@ -96,16 +100,18 @@ def has_sharded(value: Any) -> bool:
     if has_only_values(value):
         return False
     if isinstance(value, torch.Tensor | LocalShards):
-        return isinstance(value, DTensor | LocalShards) or isinstance(as_source(value), LocalShards)
+        return isinstance(value, DTensor | LocalShards) or isinstance(
+            tensor_or_shards(value), LocalShards
+        )
     if isinstance(value, Mapping):
         return any(map(has_sharded, value.values()))
     return isinstance(value, list | tuple) and any(map(has_sharded, value))
 
 
-def holds_names(target: Any) -> bool:
+def is_matched_by_parts(target: Any) -> bool:
     """Return True if the values inside of ``target`` are matched one by one, by their own names."""
     if isinstance(target, nn.Module | Optimizer):
-        return not declares_state(target)
+        return not inherits_stateful(target)
     return (
         isinstance(target, MutableMapping | list | tuple)
         and not is_stateful(target)
@@ -118,7 +124,7 @@ _SHARED_ELEMENTS: Final = "has elements in the target that share their memory"
 _OWN_MEMORY_ADVICE: Final = "give each of them memory of its own"
 
 
-def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None] | None:
+def read_apart(names: Sequence[str], targets: list[TensorOrShards]) -> Callable[[], None] | None:
     """Replace each target in ``targets`` that ``find_overlaps`` finds by a new tensor in host
     memory.
 
@@ -139,7 +145,7 @@ def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None
     return partial(_copy_back, copies) if copies else None
 
 
-def find_overlaps(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
+def find_overlaps(targets: Sequence[TensorOrShards]) -> list[tuple[int, torch.Tensor]]:
     """Return the index and the local tensor of each target whose memory overlaps with that of
     another target, or whose own elements may share memory.
 
@@ -149,7 +155,7 @@ def find_overlaps(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
     by_memory: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
     for index, target in enumerate(targets):
         if isinstance(target, torch.Tensor):
-            memory = local(target)
+            memory = to_local(target)
             if memory.numel() and memory.data_ptr():  # Tensors without memory have the address 0
                 by_memory.setdefault(memory_of(target), []).append((index, memory))
     groups = list(by_memory.values())
@@ -169,7 +175,8 @@ def find_overlaps(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
         if device != last_device or stop > last_stop:
             last_device, last_stop, last_number = device, stop, number
     return sorted(
-        (pair for number in overlap_numbers for pair in groups[number]), key=itemgetter(0)
+        (indexed_memory for number in overlap_numbers for indexed_memory in groups[number]),
+        key=itemgetter(0),
     )
 
 
@@ -203,7 +210,8 @@ def _copy_back(copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None
     """Copy the values that were read into the targets, and check after all copies that each target
     has its values.
 
-    ``copies`` has the name of each target, the target, and the tensor with the values for it.
+    ``copies`` has the name of each target, the target, and the tensor with the values for it. Some
+    dtypes are copied as an integer dtype (see ``copyable``).
     """
     for _, target, copy in copies:
         dtype = str(target.dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.errors import RestoreError
-from ckpt.torch_private import stand_in_of
+from ckpt.torch_private import hookless_copy_of
 
 
 def state_of_step(
@@ -43,9 +43,9 @@ def state_of_step(
             zeros = torch.zeros_like(parameter.detach())
             zeros.grad = torch.zeros_like(zeros)
             settings = {key: value for key, value in group.items() if key != "params"}
-            stand_in, settings = stand_in_of(optimizer, settings)
-            stand_in.param_groups = [{**settings, "params": [zeros]}]
-            optimizer_class.step(stand_in)
+            optimizer_copy, settings = hookless_copy_of(optimizer, settings)
+            optimizer_copy.param_groups = [{**settings, "params": [zeros]}]
+            optimizer_class.step(optimizer_copy)
     except Exception as error:  # An optimizer's code may raise anything
         raise RestoreError(
             f"{name!r} is not there yet, and a step of {optimizer_class.__qualname__} that would "
@@ -53,4 +53,4 @@ def state_of_step(
         ) from error
     finally:
         random.setstate(random_state)
-    return dict(stand_in.state[zeros])
+    return dict(optimizer_copy.state[zeros])

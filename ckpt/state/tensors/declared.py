@@ -42,7 +42,7 @@ class DeclaredPart(NamedTuple):
         """
         return tuple(memory.shape) == self.own_shape
 
-    def of(self, name: str, memory: torch.Tensor) -> LocalShards:
+    def as_shards(self, name: str, memory: torch.Tensor) -> LocalShards:
         """Return the larger tensor as ``LocalShards``. The only part is the box, with its elements
         in ``memory``. A box without elements gives no part.
 

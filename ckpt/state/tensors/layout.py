@@ -1,5 +1,12 @@
 """Find the layout of a tensor: the boxes that this rank holds, the memory of each box, and the
 ranks that hold the same boxes. ``leaf_of`` makes the leaf of a tensor from its layout.
+
+A box is a rectangular region of a tensor: offsets and a shape. A leaf describes a tensor without
+its data. The order of a tensor is that of its dimensions in memory, from the largest stride to the
+smallest; it is empty for a row-major tensor. Replicas are ranks that hold the same boxes, and a
+unit is the part of a module that one wrapper, such as DDP, keeps equal on its ranks. A form is the
+layout and the memory that a tensor has at one time. `LocalShards` describe a tensor by the boxes
+that this rank holds, each with its own memory.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.mesh_boxes import Cut, cut_boxes, local_regions
 from ckpt.model.views import View
 from ckpt.plan.leaf import Leaf
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.torch_private import (
     StridedShard,
     plain_alias,
@@ -33,27 +40,27 @@ from ckpt.torch_private import (
 _DTYPE_NAMES: Final = {
     dtype: name for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
-PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
+PLAIN_CLASSES: Final = frozenset((torch.Tensor, nn.Parameter))
 
 
-def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
+def is_plain(tensor: TensorOrShards) -> TypeGuard[torch.Tensor]:
     """Return True if ``tensor`` is exactly a ``torch.Tensor`` or an ``nn.Parameter``, not of
     another subclass.
     """
-    return type(tensor) in PLAIN
+    return type(tensor) in PLAIN_CLASSES
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of ``tensor`` that this rank holds, as a plain tensor with the same memory.
 
     Operations on the result run no code of a tensor subclass.
     """
-    if type(tensor) in PLAIN:  # By far the most, in many calls for each tensor of a restore
+    if type(tensor) in PLAIN_CLASSES:  # By far the most, in many calls for each tensor of a restore
         return tensor
-    return part if is_plain(part := held_in(tensor)) else plain_alias(part)
+    return part if is_plain(part := without_dtensor(tensor)) else plain_alias(part)
 
 
-def held_in(tensor: torch.Tensor) -> torch.Tensor:
+def without_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, and any other tensor as it is. If the tensor is the
     result of a collective that is under way, the call waits for the collective.
     """
@@ -62,17 +69,17 @@ def held_in(tensor: torch.Tensor) -> torch.Tensor:
     return wait_for(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
-def _tensors_of(source: Source) -> tuple[torch.Tensor, ...]:
+def _tensors_of(source: TensorOrShards) -> tuple[torch.Tensor, ...]:
     """Return the tensors with the parts of ``LocalShards``, or a tensor itself."""
     return source.tensors if isinstance(source, LocalShards) else (source,)
 
 
-def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+def memories(source: TensorOrShards, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
     """Return a plain tensor for each of ``boxes``, with the memory of ``source`` for this box.
 
     ``boxes`` must be those of the leaf that ``leaf_of`` makes of ``source``.
     """
-    return _in_boxes(tuple(map(local, _tensors_of(source))), boxes)
+    return _in_boxes(tuple(map(to_local, _tensors_of(source))), boxes)
 
 
 def _in_boxes(tensors: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
@@ -109,17 +116,17 @@ class Form(NamedTuple):
         return _in_boxes(self.tensors, boxes)
 
 
-def form_of(source: Source) -> Form:
+def form_of(source: TensorOrShards) -> Form:
     """Return the form that ``source`` has now."""
     parts = _tensors_of(source)
-    signature = tuple(_memory_format(held_in(part)) for part in parts)
+    signature = tuple(_memory_format(without_dtensor(part)) for part in parts)
     wrapper: torch.Tensor | None = None
     if isinstance(source, LocalShards):
         signature += (source.dtype, source.shape, source.boxes, source.replicas)
     elif isinstance(source, DTensor):
         spec, wrapper = source._spec, source
         signature += (spec.mesh, spec.placements, spec.tensor_meta)
-    return Form(signature, tuple(local(part).detach() for part in parts), wrapper)
+    return Form(signature, tuple(to_local(part).detach() for part in parts), wrapper)
 
 
 def _memory_format(tensor: torch.Tensor) -> Hashable:
@@ -142,11 +149,11 @@ def order_of(memory: torch.Tensor) -> tuple[int, ...]:
     strides = memory.stride()
     if all(map(gt, strides, strides[1:])):  # By far the most tensors are row-major
         return ()
-    ranking = [(stride, length > 1) for stride, length in zip(strides, memory.shape, strict=True)]
-    is_row_major = all(map(ge, ranking, ranking[1:]))
+    sort_keys = [(stride, length > 1) for stride, length in zip(strides, memory.shape, strict=True)]
+    is_row_major = all(map(ge, sort_keys, sort_keys[1:]))
     if is_row_major or memory.numel() < 2 or is_expanded(memory):
         return ()
-    return tuple(sorted(range(len(ranking)), key=ranking.__getitem__, reverse=True))
+    return tuple(sorted(range(len(sort_keys)), key=sort_keys.__getitem__, reverse=True))
 
 
 def is_expanded(memory: torch.Tensor) -> bool:
@@ -185,11 +192,11 @@ def empty_like_in_order(
     return memory.permute(inverse(order))
 
 
-def view_in(raw: torch.Tensor, view: View, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor that has the place ``view`` in the buffer ``raw``."""
-    tensor = torch.empty(0, dtype=getattr(torch, dtype), device=raw.device)
+def view_in(buffer: torch.Tensor, view: View, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor that has the place ``view`` in ``buffer``."""
+    tensor = torch.empty(0, dtype=getattr(torch, dtype), device=buffer.device)
     start = view.offset // tensor.itemsize
-    return tensor.set_(raw.untyped_storage(), start, shape, view.strides)
+    return tensor.set_(buffer.untyped_storage(), start, shape, view.strides)
 
 
 def inverse(order: Sequence[int]) -> list[int]:
@@ -197,7 +204,7 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
+def leaf_of(name: str, tensor: TensorOrShards, replicas: tuple[int, ...]) -> Leaf:
     """Return the leaf of ``tensor``.
 
     Args:
@@ -211,7 +218,7 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
     """
     if isinstance(tensor, LocalShards):
         for part, box in zip(tensor.tensors, tensor.boxes, strict=True):
-            check(name, part)
+            checked_dtype(name, part)
             if (part.dtype, tuple(part.shape)) != (tensor.dtype, box.shape):
                 raise UnsupportedValue(
                     name,
@@ -227,7 +234,7 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             tensor.boxes,
             tensor.replicas if len(tensor.replicas) > 1 else (),
         )
-    dtype = check(name, tensor)
+    dtype = checked_dtype(name, tensor)
     if not isinstance(tensor, DTensor):
         return Leaf(
             name,
@@ -235,10 +242,10 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             tuple(tensor.shape),
             (Box.whole(tensor.shape),),
             replicas if len(replicas) > 1 else (),
-            order=order_of(local(tensor)),
+            order=order_of(to_local(tensor)),
         )
     boxes = boxes_of(name, tensor)
-    memory = local(tensor)
+    memory = to_local(tensor)
     if memory.dtype != tensor.dtype:
         raise UnsupportedValue(
             name,
@@ -275,7 +282,7 @@ def boxes_of(name: str, tensor: DTensor, rank: int | None = None) -> tuple[Box, 
     return tuple(cut_boxes(tensor.shape, _cuts(name, tensor, coordinate))) if coordinate else ()
 
 
-def check_initialized(name: str, tensor: Source) -> None:
+def check_initialized(name: str, tensor: TensorOrShards) -> None:
     """Raise ``UnsupportedValue`` if ``tensor`` is a parameter of a lazy module before its first
     forward pass, when it has no shape and no data.
     """
@@ -285,7 +292,7 @@ def check_initialized(name: str, tensor: Source) -> None:
         )
 
 
-def check(name: str, tensor: torch.Tensor) -> str:
+def checked_dtype(name: str, tensor: torch.Tensor) -> str:
     """Return the name of the tensor's dtype in a checkpoint. Raise ``UnsupportedValue`` if the
     tensor ``name`` cannot be saved.
     """
@@ -314,7 +321,7 @@ def check(name: str, tensor: torch.Tensor) -> str:
         # Most tensors are plain. After the checks above, only their storage can be missing.
         check_storage(name, tensor)
         return dtype_name(name, tensor.dtype)
-    part, memory = held_in(tensor), local(tensor)
+    part, memory = without_dtensor(tensor), to_local(tensor)
     if memory.is_meta:
         raise UnsupportedValue(name, f"{type(part).__name__} without data", "materialise it first")
     if hasattr(part, "__tensor_flatten__") or not (is_plain(part) or has_storage(memory)):
@@ -339,8 +346,8 @@ def has_storage(memory: torch.Tensor) -> bool:
     if memory.is_contiguous():
         span = count
     else:
-        pairs = zip(memory.shape, memory.stride(), strict=True)
-        span = 1 + sum((length - 1) * stride for length, stride in pairs)
+        lengths_and_strides = zip(memory.shape, memory.stride(), strict=True)
+        span = 1 + sum((length - 1) * stride for length, stride in lengths_and_strides)
     end = (memory.storage_offset() + span) * memory.element_size()
     return memory.data_ptr() != 0 and end <= memory.untyped_storage().nbytes()
 
@@ -446,7 +453,10 @@ def _ranks_at(
 
 
 def _cuts(name: str, tensor: DTensor, coordinate: Sequence[int]) -> Iterator[Cut]:
-    """Yield the cuts of a DTensor for the rank at ``coordinate`` of its mesh."""
+    """Yield the cuts of a DTensor for the rank at ``coordinate`` of its mesh.
+
+    A cut divides one dimension of the tensor among the ranks of one dimension of the mesh.
+    """
     for dim, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
         parts = tensor.device_mesh.size(dim)
         match placement:

@@ -56,10 +56,12 @@ class LocalShards:
         dtype: torch.dtype | None = None,
         owner: Optimizer | None = None,
     ) -> None:
-        pairs = [(tuple(offsets), tensor) for offsets, tensor in shards]
+        offsets_and_tensors = [(tuple(offsets), tensor) for offsets, tensor in shards]
         self.shape = tuple(shape)
-        self.boxes = tuple(Box(offsets, tuple(tensor.shape)) for offsets, tensor in pairs)
-        self.tensors = tuple(tensor for _, tensor in pairs)
+        self.boxes = tuple(
+            Box(offsets, tuple(tensor.shape)) for offsets, tensor in offsets_and_tensors
+        )
+        self.tensors = tuple(tensor for _, tensor in offsets_and_tensors)
         self.replicas = tuple(sorted(set(replicas)))
         self.owner = owner
         for box in self.boxes:
@@ -108,5 +110,5 @@ class LocalShards:
         return f"LocalShards({self.shape}, {len(self.boxes)} part(s))"
 
 
-Source = torch.Tensor | LocalShards
+TensorOrShards = torch.Tensor | LocalShards
 """The values of a state that have a name and bytes of their own in a checkpoint."""

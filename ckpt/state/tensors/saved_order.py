@@ -10,7 +10,11 @@ from ckpt.state.tensors.layout import empty_in_order
 
 
 def in_saved_order(tensor: torch.Tensor, record: Tensor) -> torch.Tensor:
-    """Return ``tensor`` with its dimensions in memory in the order in which they were saved."""
+    """Return ``tensor`` with its dimensions in memory in the order in which they were saved.
+
+    ``record`` is the description of the tensor in the checkpoint. Some dtypes are copied as an
+    integer dtype (see ``copyable``).
+    """
     if not record.order:
         return tensor
     target = empty_in_order(tensor.shape, record.order, dtype=tensor.dtype)

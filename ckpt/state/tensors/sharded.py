@@ -3,6 +3,10 @@
 FSDP1's own ``state_dict()`` runs hooks that gather the parameters over the training process group
 and return copies. This module does not run these hooks. The part of a parameter that a rank holds
 is a range of elements of the flat parameter. ckpt reads and fills this range in place.
+
+A wrapper is a ``FullyShardedDataParallel`` module, and its handle is the object of torch that has
+the flat parameter of this wrapper. `LocalShards` describe a tensor by the boxes that this rank
+holds, each with its own memory.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import UnsupportedValue
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.torch_private import (
     FlatParameter,
     fsdp1_copies,
@@ -64,7 +68,7 @@ class Piece(NamedTuple):
         """
         return memory.shape == (self.size,)
 
-    def of(self, name: str, memory: torch.Tensor) -> LocalShards:
+    def as_shards(self, name: str, memory: torch.Tensor) -> LocalShards:
         """Return the tensor ``name``, a parameter or its optimizer state, as ``LocalShards`` with
         its range in ``memory``.
 
@@ -90,13 +94,13 @@ def gathered_error(name: str) -> UnsupportedValue:
     )
 
 
-Flat = Mapping[str, Piece]
+PiecesByKey = Mapping[str, Piece]
 """The pieces in one tensor of ``module.parameters()``, by the keys of the original parameters in
 the module. With ``use_orig_params`` there is one piece, and its key is ''.
 """
 
 
-def flat_parameters(module: nn.Module) -> dict[int, Flat]:
+def flat_parameters(module: nn.Module) -> dict[int, PiecesByKey]:
     """Return a dict from the identity (``id``) of each tensor of FSDP1 in ``module`` to the pieces
     in this tensor.
 
@@ -104,16 +108,16 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
     ``use_orig_params``, a wrapper that does not shard its parameters adds nothing. The result is
     empty if the module has no FSDP1 wrapper.
     """
-    flats: dict[int, Flat] = {}
+    pieces_by_id: dict[int, PiecesByKey] = {}
     for key_prefix, wrapper, handle in _handles(module):
         if (flat := fsdp1_flat(handle)) is not None:
-            flats.update(
+            pieces_by_id.update(
                 _flat_tensors(key_prefix, wrapper, flat, is_sharded=handle.uses_sharded_strategy)
             )
-    return flats
+    return pieces_by_id
 
 
-def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
+def keys_of_flat_dtensors(module: nn.Module) -> Iterator[str]:
     """Yield the keys of those parameters that FSDP1 has flattened and that were DTensors before, as
     ``parallelize_module`` makes them.
     """
@@ -121,18 +125,18 @@ def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
         yield from (f"{key_prefix}{fqn}" for fqn in fsdp1_over_dtensors(handle))
 
 
-def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
+def wrapper_ranks(wrapper: Any) -> tuple[tuple[int, ...], bool]:
     """Return the ranks that share the parameters of an FSDP1 wrapper, and True if this rank is the
     first of them.
 
     The result has the ranks of the wrapper's process group. With hybrid sharding, it has all ranks
     of the job instead, if shards and copies together occupy all of them.
     """
-    ranks, copies = _rank_groups(wrapper)
+    ranks, replica_ranks = _rank_groups(wrapper)
     rank = torch.distributed.get_rank()
-    is_first = rank == ranks[0] and (not copies or rank == copies[0])
+    is_first = rank == ranks[0] and (not replica_ranks or rank == replica_ranks[0])
     all_ranks = tuple(range(torch.distributed.get_world_size()))
-    return (all_ranks if len(ranks) * len(copies) == len(all_ranks) else ranks), is_first
+    return (all_ranks if len(ranks) * len(replica_ranks) == len(all_ranks) else ranks), is_first
 
 
 def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
@@ -173,7 +177,7 @@ def _is_of_torch(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-def as_source(tensor: torch.Tensor) -> Source:
+def tensor_or_shards(tensor: torch.Tensor) -> TensorOrShards:
     """Return a ``ShardedTensor`` as ``LocalShards``, and any other tensor as it is."""
     api: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
     if api is None or not isinstance(tensor, api.ShardedTensor):
@@ -194,12 +198,15 @@ def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 def _flat_tensors(
     key_prefix: str, wrapper: Any, flat: FlatParameter, *, is_sharded: bool
-) -> Iterator[tuple[int, Flat]]:
+) -> Iterator[tuple[int, PiecesByKey]]:
     """Yield the identity of each tensor of the flat parameter ``flat``, with the pieces in it.
     ``key_prefix`` is the prefix of the keys of its parameters.
+
+    ``flat.size`` is None with ``use_orig_params``: each original parameter is then a tensor of its
+    own. Otherwise, ``flat.size`` is the number of elements of the only tensor.
     """
-    ranks, copies = _rank_groups(wrapper)
-    replicas = copies if is_sharded else ranks
+    ranks, replica_ranks = _rank_groups(wrapper)
+    replicas = replica_ranks if is_sharded else ranks
     if flat.size is None:
         for parameter, part in zip(flat.tensors, flat.parts, strict=True):
             fqn, shape, start, _, length = part
@@ -207,11 +214,12 @@ def _flat_tensors(
             yield id(parameter), {"": piece}
         return
     pieces: dict[str, Piece] = {}
-    for fqn, shape, start, position, length in flat.parts:
+    for fqn, shape, start, flat_start, length in flat.parts:
         key = f"{key_prefix}{fqn}"
-        pieces[key] = Piece(key, shape, start, position, length, flat.size, replicas)
+        pieces[key] = Piece(key, shape, start, flat_start, length, flat.size, replicas)
     pieces |= {
-        f"{key_prefix}{name}": pieces[f"{key_prefix}{target}"] for name, target in flat.ties.items()
+        f"{key_prefix}{tied_name}": pieces[f"{key_prefix}{name}"]
+        for tied_name, name in flat.ties.items()
     }
     yield id(flat.tensors[0]), pieces
 
@@ -220,8 +228,10 @@ def _rank_groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks of the process group of an FSDP1 wrapper, and the ranks that hold the same
     shard as this rank (empty without hybrid sharding).
     """
-    copies = fsdp1_copies(wrapper)
-    return ranks_of(wrapper.process_group), ranks_of(copies) if copies is not None else ()
+    replica_ranks = fsdp1_copies(wrapper)
+    return ranks_of(wrapper.process_group), ranks_of(
+        replica_ranks
+    ) if replica_ranks is not None else ()
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.state.tensors.sharded import groups_of, ranks_of
+from ckpt.state.tensors.sharded import ranks_of, wrapper_ranks
 from ckpt.torch_private import fsdp1_ignored, fsdp2_groups
 
 
@@ -59,13 +59,14 @@ def units_of(module: nn.Module) -> Callable[[str], Unit]:
 
 
 def _walk(
-    module: nn.Module, path: str, outer: Unit, units: dict[int, Unit]
+    module: nn.Module, path: str, outer_unit: Unit, units: dict[int, Unit]
 ) -> Iterator[tuple[str, Unit]]:
     """Yield the path and the unit of ``module``, and of all modules inside of it.
 
-    ``outer`` is the unit that ``module`` is in, unless a unit begins at ``module`` itself.
+    ``outer_unit`` is the unit that ``module`` is in, unless a unit begins at ``module`` itself.
+    ``units`` is that of ``_own_unit``.
     """
-    unit = _own_unit(module, units) or outer
+    unit = _own_unit(module, units) or outer_unit
     yield path, unit
     children: Mapping[str, nn.Module | None] = module._modules
     # A list with None in some places may hold modules that are on this rank alone. Other ranks may
@@ -82,7 +83,8 @@ def _own_unit(module: nn.Module, units: dict[int, Unit]) -> Unit | None:
     module of ``fully_shard`` without parameters of its own.
 
     One call of ``fully_shard`` may have wrapped several modules, which have the same unit. So the
-    function adds the units of ``fully_shard`` to ``units``, and looks them up there.
+    function adds the units of ``fully_shard`` to ``units``, by the identity (``id``) of the first
+    FSDP2 group of the call, and looks them up there.
     """
     if isinstance(module, DistributedDataParallel):
         ranks = ranks_of(module.process_group)
@@ -98,7 +100,7 @@ def _own_unit(module: nn.Module, units: dict[int, Unit]) -> Unit | None:
         return None
     wrapper: Any = module
     if isinstance(module, api.FullyShardedDataParallel):
-        ranks, is_first = groups_of(wrapper)
+        ranks, is_first = wrapper_ranks(wrapper)
         return Unit(ranks, is_first, frozenset(map(id, fsdp1_ignored(wrapper))))
     if not isinstance(module, api.FSDPModule):
         return None

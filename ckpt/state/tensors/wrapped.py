@@ -5,6 +5,11 @@ quantised weights, quantised optimizer state and jagged tensors. The ``__tensor_
 class returns the names of the tensors inside, and metadata. A save stores the tensors inside and
 the metadata. A restore compares the metadata and fills the tensors inside in place. It never makes
 an object of a class that a checkpoint names.
+
+A layer is one wrapper tensor with the tensors inside of it, which may be wrapper tensors too. The
+innermost tensors of a wrapper tensor are those that are no wrapper tensors. An alias is a plain
+tensor with the memory and the version counter of another one. The metadata of a DTensor's local
+tensor has the size of this part in some places: a save writes the size of the whole tensor there.
 """
 
 from __future__ import annotations
@@ -22,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 from ckpt.state.tensors.layout import (
-    PLAIN,
+    PLAIN_CLASSES,
     boxes_of,
-    held_in,
     holders_of,
     replicas_of,
+    without_dtensor,
 )
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.torch_private import plain_alias, storage_identity
 
 
@@ -36,16 +41,16 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
     """Return True if ``value`` is a wrapper tensor, whose elements are in other tensors, or a
     DTensor whose local tensor is one.
     """
-    if type(value) in PLAIN or not isinstance(value, torch.Tensor):
+    if type(value) in PLAIN_CLASSES or not isinstance(value, torch.Tensor):
         return False
-    return _is_wrapper_class(type(held_in(value)))
+    return _is_wrapper_class(type(without_dtensor(value)))
 
 
-def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
+def wrappers_in(tensors: Sequence[TensorOrShards]) -> Iterator[int]:
     """Yield the indices of the wrapper tensors among ``tensors``. The call is fast for thousands of
     tensors if none is a wrapper.
     """
-    if PLAIN.issuperset(map(type, tensors)):
+    if PLAIN_CLASSES.issuperset(map(type, tensors)):
         return
     kinds = set[type](map(type, tensors))
     kinds.update(type(tensor._local_tensor) for tensor in tensors if isinstance(tensor, DTensor))
@@ -59,7 +64,7 @@ def _is_wrapper_class(kind: type) -> bool:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """Return the qualified name of the class of a tensor, or of the local tensor of a DTensor."""
-    return _full_name(type(held_in(tensor)))
+    return _full_name(type(without_dtensor(tensor)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,13 +87,13 @@ class Layer:
     tensor: torch.Tensor
     alias: torch.Tensor = field(repr=False)  # Torch crashes when it prints an alias
 
-    def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    def inner_tensors(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the path and the tensor of each innermost tensor. ``path`` is the path of this
         wrapper in the outermost one.
         """
         for name, part in self.inner.items():
             if isinstance(part, Layer):
-                yield from part.leaves(join(path, name))
+                yield from part.inner_tensors(join(path, name))
             else:
                 yield join(path, name), part
 
@@ -119,13 +124,13 @@ class InnerTensor(NamedTuple):
     """An innermost tensor of a wrapper tensor, to be saved under a name of its own.
 
     Attributes:
-        source: The tensor, or ``LocalShards`` if the tensor is a part of a larger one, cut like the
+        tensor: The tensor, or ``LocalShards`` if the tensor is a part of a larger one, cut like the
             DTensor around it.
-        replicas: The ranks that are known to hold the same tensor; empty if ``source`` is
+        replicas: The ranks that are known to hold the same tensor; empty if ``tensor`` is
             ``LocalShards``, which have replicas of their own.
     """
 
-    source: Source
+    tensor: TensorOrShards
     replicas: tuple[int, ...] = ()
 
 
@@ -150,7 +155,7 @@ class WrapperParts:
     outer_tensors: tuple[torch.Tensor, ...] = field(repr=False)
     key: Hashable
 
-    def sources(self, ranks: tuple[int, ...] = ()) -> dict[str, InnerTensor]:
+    def innermost_tensors(self, ranks: tuple[int, ...] = ()) -> dict[str, InnerTensor]:
         """Return the innermost tensors, by their paths in the wrapper tensor.
 
         Args:
@@ -162,8 +167,11 @@ class WrapperParts:
                 the inner tensors belong to this rank.
         """
         if isinstance(self.tensor, DTensor):
-            return _shard_sources(self.name, self.tensor, self.layer, ranks)
-        return {path: InnerTensor(leaf, ranks) for path, leaf in self.layer.leaves()}
+            return _innermost_of_sharded(self.name, self.tensor, self.layer, ranks)
+        return {
+            path: InnerTensor(inner_tensor, ranks)
+            for path, inner_tensor in self.layer.inner_tensors()
+        }
 
 
 def take_apart(name: str, tensor: torch.Tensor) -> WrapperParts:
@@ -174,7 +182,7 @@ def take_apart(name: str, tensor: torch.Tensor) -> WrapperParts:
         UnsupportedValue: The wrapper tensor cannot be saved. For example, it has memory of its own,
             or metadata with a value that is not plain.
     """
-    part = held_in(tensor)
+    part = without_dtensor(tensor)
     layer = _layer(name, part, _keep_items)
     if not isinstance(tensor, DTensor):
         return WrapperParts(name, tensor, layer, _aliases(layer), _identities(layer))
@@ -202,7 +210,7 @@ class _Identity:
 
 
 def _identities(layer: Layer) -> Hashable:
-    return (*(_Identity(inner.tensor) for inner in layer.layers()), *dict(layer.leaves()))
+    return (*(_Identity(inner.tensor) for inner in layer.layers()), *dict(layer.inner_tensors()))
 
 
 def _aliases(layer: Layer) -> tuple[torch.Tensor, ...]:
@@ -241,14 +249,14 @@ def _layer(name: str, tensor: torch.Tensor, resize: _Resize) -> Layer:
             "save its parts under names of their own",
         )
     try:
-        parts, metadata = _flatten(tensor)
-        second_parts, _ = _flatten(tensor)
+        inner_tensors, metadata = _flatten(tensor)
+        second_read, _ = _flatten(tensor)
     except Exception as error:
         raise UnsupportedValue(
             name, f"{kind} whose __tensor_flatten__() raises {type(error).__name__}", f"{error}"
         ) from error
     inner: dict[str, torch.Tensor | Layer] = {}
-    for attribute, part in parts.items():
+    for attribute, part in inner_tensors.items():
         if not isinstance(part, torch.Tensor) or part is tensor:
             raise UnsupportedValue(
                 name,
@@ -256,22 +264,22 @@ def _layer(name: str, tensor: torch.Tensor, resize: _Resize) -> Layer:
                 "of it",
                 "correct the class",
             )
-        if not _is_same_tensor(part, second_parts.get(attribute)):
+        if not _is_same_tensor(part, second_read.get(attribute)):
             raise UnsupportedValue(
                 name,
                 f"{kind} whose {attribute!r} is a new tensor each time it is read",
                 "name the tensors that it keeps in __tensor_flatten__()",
             )
-        wraps = is_wrapper(part) and not isinstance(part, DTensor)
-        inner[attribute] = _layer(join(name, attribute), part, _keep_items) if wraps else part
+        is_layer = is_wrapper(part) and not isinstance(part, DTensor)
+        inner[attribute] = _layer(join(name, attribute), part, _keep_items) if is_layer else part
     try:
-        values = _metadata_node(metadata, _metadata_of(name), resize)
+        values = _metadata_node(metadata, _metadata_path(name), resize)
     except RecursionError:
         raise UnsupportedValue(name, f"{kind} with metadata nested too deeply") from None
     return Layer(kind, values, inner, tensor, alias)
 
 
-def _metadata_of(name: str) -> str:
+def _metadata_path(name: str) -> str:
     return f"the metadata of {name}"
 
 
@@ -291,7 +299,7 @@ def _is_same_tensor(first_read: torch.Tensor, second_read: Any) -> bool:
         return True
     if not isinstance(second_read, torch.Tensor) or type(first_read) is not type(second_read):
         return False
-    first_read, second_read = held_in(first_read), held_in(second_read)
+    first_read, second_read = without_dtensor(first_read), without_dtensor(second_read)
     if _is_wrapper_class(type(first_read)):
         (parts, _), (second_parts, _) = _flatten(first_read), _flatten(second_read)
         return all(_is_same_tensor(part, second_parts.get(name)) for name, part in parts.items())
@@ -313,8 +321,8 @@ def _has_memory(alias: torch.Tensor) -> bool:
 def _metadata_node(value: Any, path: str, resize: _Resize) -> Node:
     """Return the metadata ``value`` as a node of plain values. A restore only compares it.
 
-    Devices become None, since a restore leaves a tensor on its device. ``resize`` is that of
-    ``_layer``.
+    Devices become None, since a restore leaves a tensor on its device. ``resize(path, items)``
+    returns the items to save in place of a tuple or list.
     """
 
     def node_of_entries(entries: Mapping[str, Any]) -> Node:
@@ -357,7 +365,7 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-_known_sizes: Final = WeakKeyDictionary[type, dict[Hashable, frozenset[str]]]()
+_size_place_cache: Final = WeakKeyDictionary[type, dict[Hashable, frozenset[str]]]()
 
 
 def _size_paths(name: str, layer: Layer) -> frozenset[str]:
@@ -368,17 +376,17 @@ def _size_paths(name: str, layer: Layer) -> frozenset[str]:
     such as a block size, may equal the size of the part by chance. The result for a class, a shape
     and the metadata is cached, since each save needs it.
     """
-    part, path = layer.tensor, _metadata_of(name)
+    part, path = layer.tensor, _metadata_path(name)
     places = _places_of_size(part, path, torch.Size)
     if not places:
         return places
-    size_places = _known_sizes.setdefault(type(part), {})
+    places_by_metadata = _size_place_cache.setdefault(type(part), {})
     key = (part.shape, str(layer.values))
-    for _, row_slice in _slices(part) if key not in size_places else ():
+    for _, row_slice in _slices(part) if key not in places_by_metadata else ():
         with suppress(Exception):  # A user's code may raise anything
-            size_places[key] = places & _places_of_size(row_slice, path, tuple)
+            places_by_metadata[key] = places & _places_of_size(row_slice, path, tuple)
             break
-    return frozenset(path + place for place in size_places.get(key, ()))
+    return frozenset(path + place for place in places_by_metadata.get(key, ()))
 
 
 def _places_of_size(tensor: torch.Tensor, path: str, kind: type) -> frozenset[str]:
@@ -389,20 +397,20 @@ def _places_of_size(tensor: torch.Tensor, path: str, kind: type) -> frozenset[st
     """
     places = set[str]()
 
-    def note(place: str, items: Sequence[Any]) -> Sequence[Any]:
+    def record_place(place: str, items: Sequence[Any]) -> Sequence[Any]:
         if isinstance(items, kind) and items == tensor.shape:
             places.add(place.removeprefix(path))
         return items
 
     _, metadata = _flatten(tensor)
-    _metadata_node(metadata, path, note)
+    _metadata_node(metadata, path, record_place)
     return frozenset(places)
 
 
 # -- sharded ---------------------------------------------------------------------------------------
 
 
-def _shard_sources(
+def _innermost_of_sharded(
     name: str, tensor: DTensor, layer: Layer, unit_ranks: tuple[int, ...]
 ) -> dict[str, InnerTensor]:
     """Return the innermost tensors of a DTensor of a wrapper tensor, by their paths.
@@ -411,31 +419,36 @@ def _shard_sources(
     tensor is either whole on each rank, or a part of a larger tensor that is cut by rows. An inner
     tensor is a part if it is shorter in a slice ``[:n]`` of this rank's part of the DTensor.
     """
-    part, boxes = held_in(tensor), boxes_of(name, tensor)
-    leaves = dict(layer.leaves())
+    part, boxes = without_dtensor(tensor), boxes_of(name, tensor)
+    inner_tensors = dict(layer.inner_tensors())
     replicas = replicas_of(tensor, unit_ranks)
     if len(boxes) == 1 and boxes[0].shape == tuple(tensor.shape):
-        return {path: InnerTensor(leaf, replicas) for path, leaf in leaves.items()}
+        return {
+            path: InnerTensor(inner_tensor, replicas)
+            for path, inner_tensor in inner_tensors.items()
+        }
     if (
         len(boxes) != 1
         or boxes[0].shape != tuple(part.shape)
         or boxes[0].shape[1:] != tuple(tensor.shape)[1:]
     ):
         raise _refusal(name, layer.kind, "which is not cut by rows into one part for each rank")
-    start, rows, all_rows = boxes[0].offsets[0], boxes[0].shape[0], tensor.shape[0]
+    first_row, rows, all_rows = boxes[0].offsets[0], boxes[0].shape[0], tensor.shape[0]
     cut_paths = _cut_by_rows(name, layer)
-    sources: dict[str, InnerTensor] = {}
-    for path, leaf in leaves.items():
+    innermost_tensors: dict[str, InnerTensor] = {}
+    for path, inner_tensor in inner_tensors.items():
         if path not in cut_paths:
-            sources[path] = InnerTensor(leaf, holders_of(tensor, unit_ranks))
+            innermost_tensors[path] = InnerTensor(inner_tensor, holders_of(tensor, unit_ranks))
             continue
-        offset, length = leaf.shape[0] * start, leaf.shape[0] * all_rows
+        offset, length = inner_tensor.shape[0] * first_row, inner_tensor.shape[0] * all_rows
         if offset % rows or length % rows:
             raise _refusal(name, layer.kind, f"whose {path} is not cut in proportion to its rows")
-        box = ((offset // rows, *[0] * (leaf.ndim - 1)), leaf)
-        shape = (length // rows, *leaf.shape[1:])
-        sources[path] = InnerTensor(LocalShards(shape, [box], replicas, dtype=leaf.dtype))
-    return sources
+        box = ((offset // rows, *[0] * (inner_tensor.ndim - 1)), inner_tensor)
+        shape = (length // rows, *inner_tensor.shape[1:])
+        innermost_tensors[path] = InnerTensor(
+            LocalShards(shape, [box], replicas, dtype=inner_tensor.dtype)
+        )
+    return innermost_tensors
 
 
 def _cut_by_rows(name: str, layer: Layer) -> set[str]:
@@ -445,16 +458,19 @@ def _cut_by_rows(name: str, layer: Layer) -> set[str]:
     Slices of several lengths are tried, since a class whose blocks are larger than a row can be
     sliced only at the boundaries of blocks.
     """
-    leaves = dict(layer.leaves())
+    inner_tensors = dict(layer.inner_tensors())
     for slice_count, row_slice in _slices(layer.tensor):
         with suppress(Exception):  # A user's code may raise anything
             shapes = {
-                path: tuple(leaf.shape)
-                for path, leaf in _layer(name, row_slice, _keep_items).leaves()
+                path: tuple(inner_tensor.shape)
+                for path, inner_tensor in _layer(name, row_slice, _keep_items).inner_tensors()
             }
-            cut_paths = {path for path in leaves if shapes[path] != tuple(leaves[path].shape)}
+            cut_paths = {
+                path for path in inner_tensors if shapes[path] != tuple(inner_tensors[path].shape)
+            }
             if cut_paths and all(
-                (shapes[path][0] * slice_count, *shapes[path][1:]) == tuple(leaves[path].shape)
+                (shapes[path][0] * slice_count, *shapes[path][1:])
+                == tuple(inner_tensors[path].shape)
                 for path in cut_paths
             ):
                 return cut_paths

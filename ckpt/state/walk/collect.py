@@ -9,6 +9,15 @@ The tree has the shape of the state. Containers and plain values have the nodes 
 * ``object``, with the node of its ``state_dict()``;
 * ``per_rank``, whose values are in a separate tree of each rank;
 * ``size``, ``dtype`` and ``device``, which are values of torch.
+
+The named tensors of one module, optimizer or large dict form a segment, which later saves use again
+if nothing in it has changed. A tensor is *tied* to an earlier one if both have the same memory, and
+*late* if it may be copied while training goes on: only an optimizer's step changes it, and the
+fence holds this step until the copy is made. A choice says which names are saved, by patterns. An
+entry is an item of a module's state dict. A part is one named parameter in a tensor of a parameter
+group, and its piece says which range or box of the parameter the tensor has. A wrapper tensor is
+one whose elements are in other tensors. An adapter gives an object with a ``state_dict()`` for a
+value that has none, and a stand-in takes the place of a framework's module or optimizer.
 """
 
 from __future__ import annotations
@@ -30,10 +39,10 @@ from ckpt.model.patterns import WHOLE, Patterns
 from ckpt.model.values import Node, encode, join, most_name_chars
 from ckpt.model.views import View
 from ckpt.state.tensors.arrays import tensor_of
-from ckpt.state.tensors.layout import PLAIN
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.layout import PLAIN_CLASSES
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.state.tensors.per_rank import PerRank
-from ckpt.state.tensors.sharded import as_source
+from ckpt.state.tensors.sharded import tensor_or_shards
 from ckpt.state.tensors.wrapped import is_wrapper, kind_of, take_apart
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.advice import advice_for
@@ -47,25 +56,25 @@ from ckpt.state.walk.modules import (
     methods_beyond_step,
     state_dict_errors,
     state_name,
-    unwrap,
+    unwrap_optimizer,
 )
 from ckpt.state.walk.optimizer_state import (
-    Keeper,
+    LocalState,
     after_state_dict,
     before_state_dict,
-    keeper_of,
-    plain_of,
+    enum_value_of,
+    local_state_of,
 )
-from ckpt.state.walk.segments import NamedTensor, Segment, Table, views_of
+from ckpt.state.walk.segments import KnownDict, NamedTensor, Segment, views_of
 from ckpt.state.walk.stand_in import ExtraValues, OptimizerStandIn
 from ckpt.state.walk.state_objects import (
     Choice,
     StateView,
-    check_mode,
-    declares_state,
+    inherits_stateful,
     is_stateful,
     named_entries,
     refresh_stand_ins,
+    refuse_fake_mode,
     walk_objects,
     walk_tensors,
 )
@@ -144,8 +153,9 @@ def collect(
 ) -> WalkResult:
     """Walk over ``state``, and return its tensors and its tree.
 
-    The tensors in the result have the memory of the state. Only NumPy arrays that are not
-    C-contiguous or not writeable are copied.
+    Plain entries of the state have nodes already, so the walk looks for tensors and objects in the
+    live ones alone. The tensors in the result have the memory of the state. Only NumPy arrays that
+    are not C-contiguous or not writeable are copied.
 
     Args:
         rank: The number of this rank.
@@ -163,7 +173,7 @@ def collect(
             could save. The error names its path, and gives advice if there is any.
     """
     view = state if isinstance(state, StateView) else StateView.of(state)
-    state, live, plain = view.state, view.live, view.plain
+    state, live, plain_entries = view.state, view.live, view.plain
     if not isinstance(state, Mapping):
         raise UnsupportedValue(
             "state",
@@ -172,10 +182,10 @@ def collect(
         )
     last_walk = last_walk or LastWalk()
     objects = list(walk_objects(live))
-    check_mode(state, objects)
+    refuse_fake_mode(state, objects)
     refresh_stand_ins(objects)
     optimizers = _Optimizers(
-        [unwrap(value) for _, value in objects if isinstance(value, Optimizer)], captured
+        [unwrap_optimizer(value) for _, value in objects if isinstance(value, Optimizer)], captured
     )
     modules = [
         (value, last_walk.items(path, value))
@@ -183,23 +193,23 @@ def collect(
         if isinstance(value, nn.Module)
     ]
     parameters = Parameters(modules)
-    parameters.look_for(optimizers.members, walk_tensors(live))
+    parameters.add_loose(optimizers.members, walk_tensors(live))
     choice = last_walk.choice(patterns)
     walk = _Walk(parameters, optimizers, choice, rank, last_walk, is_lasting=lasting)
-    walk.out.tree = {
-        key: part.node
-        if (part := plain.get(key)) and part.value is value
-        else encode(value, join("", key), walk.leaf_node)
+    tree = walk.result.tree = {
+        key: plain_entry.node
+        if (plain_entry := plain_entries.get(key)) and plain_entry.value is value
+        else encode(value, join("", key), walk.nonplain_node)
         for key, value in named_entries(choice.part_of(state))
     }
-    walk.out.name_chars = {
-        key: part.name_chars for key, part in plain.items() if walk.out.tree.get(key) is part.node
+    walk.result.name_chars = {
+        key: entry.name_chars for key, entry in plain_entries.items() if tree.get(key) is entry.node
     }
-    walk.out.name_chars |= last_walk.name_chars(walk.out.tree)
+    walk.result.name_chars |= last_walk.name_chars(tree)
     if patterns is not WHOLE:
-        walk.out.idle_patterns, walk.out.left_out = choice.idle_patterns, choice.left_out
-    walk.out.views = views_of(walk.out.parts)
-    return walk.out
+        walk.result.idle_patterns, walk.result.left_out = choice.idle_patterns, choice.left_out
+    walk.result.views = views_of(walk.result.parts)
+    return walk.result
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +219,7 @@ class _Optimizers:
     members: Sequence[Optimizer]
     hookless: Collection[Optimizer]
 
-    def holds(self, optimizer: Optimizer) -> bool:
+    def can_hold(self, optimizer: Optimizer) -> bool:
         """Return True if only calls of ``step()`` change the tensors of the optimizer, and a hook
         can hold these calls. The tensors may then be copied while training goes on.
         """
@@ -219,19 +229,22 @@ class _Optimizers:
 
     def late_parameters(self) -> set[int]:
         """Return the identities (``id``) of the parameters of these optimizers. A parameter counts
-        only if ``holds`` returns True for each optimizer that has it.
+        only if ``can_hold`` returns True for each optimizer that has it.
         """
-        late_ids: set[int] = set()
-        eager_ids: set[int] = set()
+        late_ids, eager_ids = set[int](), set[int]()
         for optimizer in self.members:
-            ids = late_ids if self.holds(optimizer) else eager_ids
+            ids = late_ids if self.can_hold(optimizer) else eager_ids
             for group in optimizer.param_groups:
                 ids.update(map(id, group["params"]))
         return late_ids - eager_ids
 
 
 class _Walk:
-    """One walk over a state. ``out`` is its result."""
+    """One walk over a state. ``result`` is its result.
+
+    The methods whose names end with ``_node`` return the node of a value, and register the tensors
+    inside of it in the result.
+    """
 
     def __init__(
         self,
@@ -247,7 +260,7 @@ class _Walk:
         # Optimizers that the patterns leave out are fenced too, since their steps change parameters
         # that are saved.
         self._registry = Registry(last_walk.segments)
-        self.out = WalkResult(
+        self.result = WalkResult(
             self._registry.parts, self._registry.ties, optimizers=list(optimizers.members)
         )
         self._parameters, self._rank, self._last_walk = parameters, rank, last_walk
@@ -257,7 +270,7 @@ class _Walk:
         # True inside of a PerRank value, whose tensors no other rank has
         self._is_in_per_rank = False
 
-    def leaf_node(self, value: object, path: str) -> Node:
+    def nonplain_node(self, value: object, path: str) -> Node:
         """Return the node of a value that is not plain. ``encode`` calls this method."""
         match value:
             case torch.Tensor():
@@ -265,17 +278,17 @@ class _Walk:
             case LocalShards():
                 if self._is_remade:
                     raise UnsupportedValue(path, "LocalShards in a state_dict()", _REMAKE_ADVICE)
-                return {"$": "tensor", "n": self._tensor(path, value)}
+                return {"$": "tensor", "n": self._add_tensor(path, value)}
             case dict() if type(value) is dict:  # A subclass of dict is not plain
-                return self._table(value, path)
+                return self._dict_node(value, path)
             case np.ndarray():
-                return self._array(value, path)
+                return self._array_node(value, path)
             case nn.Module():
-                return self._module(value, path)
-            case Optimizer() if not declares_state(value):
-                return self._optimizer(unwrap(value), path)
+                return self._module_node(value, path)
+            case Optimizer() if not inherits_stateful(value):
+                return self._optimizer_node(unwrap_optimizer(value), path)
             case PerRank():
-                return self._per_rank(value, path)
+                return self._per_rank_node(value, path)
             case torch.Size():
                 return {"$": "size", "v": list(value)}
             case torch.dtype() | torch.device():
@@ -288,8 +301,8 @@ class _Walk:
             with state_dict_errors(path, value):
                 content = value.state_dict()  # type: ignore[attr-defined]
             was_remade = self._is_remade
-            self._is_remade = was_remade or not declares_state(value)
-            inner_node = self.made_node if self._is_remade else self.leaf_node
+            self._is_remade = was_remade or not inherits_stateful(value)
+            inner_node = self.remade_node if self._is_remade else self.nonplain_node
             try:
                 return {"$": "object", "v": encode(content, path, inner_node)}
             finally:
@@ -297,18 +310,18 @@ class _Walk:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedValue(path, kind, advice_for(value))
 
-    def made_node(self, value: object, path: str, advice: str = _STATE_DICT_ADVICE) -> Node:
+    def remade_node(self, value: object, path: str, advice: str = _STATE_DICT_ADVICE) -> Node:
         """Return the node of a value that is not plain, and that a restore must make itself.
 
         This is so for values inside of a ``state_dict()``, for example. ``encode`` calls this
-        method for them in place of ``leaf_node``. The method refuses a wrapper tensor, a
+        method for them in place of ``nonplain_node``. The method refuses a wrapper tensor, a
         ``PerRank`` value and every object with a ``state_dict()``, since a restore cannot make one.
         ``advice`` is the text for a value that no advice is known for.
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
             raise UnsupportedValue(path, kind, _REMAKE_ADVICE)
-        if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
+        if isinstance(value, nn.Module | Optimizer) and not inherits_stateful(value):
             kind = "module" if isinstance(value, nn.Module) else "optimizer"
             raise UnsupportedValue(
                 path, f"{kind} in a state_dict()", "give its own state_dict() there"
@@ -321,7 +334,7 @@ class _Walk:
         if isinstance(value, PerRank):
             raise UnsupportedValue(path, "PerRank in a state_dict()", _REMAKE_ADVICE)
         try:
-            return self.leaf_node(value, path)
+            return self.nonplain_node(value, path)
         except UnsupportedValue as error:
             if error.name != path or error.detail:
                 raise
@@ -332,12 +345,12 @@ class _Walk:
     def _tensor_node(self, path: str, tensor: torch.Tensor) -> Node:
         """Return the node of a tensor. Its "n" is the name under which the bytes are stored."""
         if not is_wrapper(tensor):
-            return {"$": "tensor", "n": self._tensor(path, as_source(tensor))}
+            return {"$": "tensor", "n": self._add_tensor(path, tensor_or_shards(tensor))}
         parts = take_apart(path, tensor)
-        inner = {f"{path}/{part}": inner_tensor for part, inner_tensor in parts.sources().items()}
-        return parts.layer.node(path, lambda name: self._tensor(name, *inner[name]))
+        inner = {f"{path}/{part}": item for part, item in parts.innermost_tensors().items()}
+        return parts.layer.node(path, lambda name: self._add_tensor(name, *inner[name]))
 
-    def _tensor(self, name: str, tensor: Source, replicas: tuple[int, ...] = ()) -> str:
+    def _add_tensor(self, name: str, tensor: TensorOrShards, replicas: tuple[int, ...] = ()) -> str:
         """Register a tensor that belongs to no module or optimizer, and return the name under which
         its bytes are stored.
 
@@ -355,23 +368,23 @@ class _Walk:
         is_late = self._has_owner(tensor)
         return self._registry.add(NamedTensor(name, tensor, is_late=is_late, replicas=replicas))
 
-    def _has_owner(self, tensor: Source) -> bool:
+    def _has_owner(self, tensor: TensorOrShards) -> bool:
         """Return True if ``tensor`` is a ``LocalShards`` with an ``owner``, and only the step of
         the owner changes it. Add the owner to the optimizers whose steps the fence must hold.
         """
         if not isinstance(tensor, LocalShards) or tensor.owner is None:
             return False
-        owner = unwrap(tensor.owner)
-        if not any(optimizer is owner for optimizer in self.out.optimizers):
-            self.out.optimizers.append(owner)
-        return self._optimizers.holds(owner)
+        owner = unwrap_optimizer(tensor.owner)
+        if not any(optimizer is owner for optimizer in self.result.optimizers):
+            self.result.optimizers.append(owner)
+        return self._optimizers.can_hold(owner)
 
-    def _array(self, array: np.ndarray[Any, Any], path: str) -> Node:
+    def _array_node(self, array: np.ndarray[Any, Any], path: str) -> Node:
         """Return the node of a NumPy array, which has the dtype of NumPy under "d"."""
         tensor = tensor_of(array, path)
-        return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
+        return {"$": "array", "n": self._add_tensor(path, tensor), "d": array.dtype.str}
 
-    def _table(self, value: Mapping[Any, Any], path: str) -> Node:
+    def _dict_node(self, value: Mapping[Any, Any], path: str) -> Node:
         """Register the tensors of a large dict as one segment, and return the node of the dict.
 
         Return None if ``encode`` must encode the values one by one. This is so inside of a
@@ -382,42 +395,45 @@ class _Walk:
         be temporary, and a segment would keep them alive.
         """
         tensors = tuple(value.values())
-        kinds = PLAIN if self._is_remade else {*PLAIN, LocalShards}
+        kinds = PLAIN_CLASSES if self._is_remade else {*PLAIN_CLASSES, LocalShards}
         # A dict may have tens of thousands of tensors, so these passes run at the speed of C.
         is_plain = kinds.issuperset(map(type, tensors)) and _STRING.issuperset(map(type, value))
         if self._is_in_per_rank or not is_plain:
             return None
-        table = self._last_walk.tables.get(path)
-        if table is None or not table.is_of(value, tensors):
+        known_dict = self._last_walk.known_dicts.get(path)
+        if known_dict is None or not known_dict.describes(value, tensors):
             if any(key.startswith("$") for key in value):
                 return None
-            table = self._last_walk.tables[path] = Table(value, tensors)
+            known_dict = self._last_walk.known_dicts[path] = KnownDict(value, tensors)
             self._last_walk.segments.pop(path, None)
             if not self._is_lasting:
                 return None
 
         late_flags: tuple[bool, ...] = (False,) * len(tensors)
-        if not PLAIN.issuperset(map(type, tensors)):
+        if not PLAIN_CLASSES.issuperset(map(type, tensors)):
             late_flags = tuple(map(self._has_owner, tensors))
 
         def make() -> Iterator[NamedTensor]:
             for (key, tensor), is_late in zip(value.items(), late_flags, strict=True):
                 yield NamedTensor(join(path, key), tensor, is_late, replicas=())
 
-        segment = self._registry.add_segment(path, (table.keys, late_flags), tensors, make)
-        if table.node is None or table.segment is not segment:
+        segment = self._registry.add_segment(path, (known_dict.keys, late_flags), tensors, make)
+        if known_dict.node is None or known_dict.segment is not segment:
             names = [join(path, key) for key in value]
             node = {
                 key: {"$": "tensor", "n": segment.ties.get(name, name)}
                 for key, name in zip(value, names, strict=True)
             }
-            table.keep_node(node, segment, most_name_chars({path: node}))
-        return table.node
+            known_dict.keep_node(node, segment, most_name_chars({path: node}))
+        return known_dict.node
 
     # -- modules and optimizers --------------------------------------------------------------------
 
-    def _module(self, module: nn.Module, path: str) -> Node:
-        """Register the tensors of a module as a segment, and return the node of the module."""
+    def _module_node(self, module: nn.Module, path: str) -> Node:
+        """Register the tensors of a module as a segment, and return the node of the module.
+
+        The next walk uses the segment again if its key is equal.
+        """
         if self._is_in_per_rank:
             raise UnsupportedValue(
                 path, "module in a PerRank", "give it a name of its own on each rank"
@@ -428,7 +444,7 @@ class _Walk:
             )
         self._check_pieces(items, path)
         values = {
-            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.made_node)
+            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.remade_node)
             for entry in items.value_entries
             if self._choice.takes(f"{path}/{entry.fqn}")
         }
@@ -439,17 +455,17 @@ class _Walk:
         late_flags = list(map(self._late_parameters.__contains__, map(id, items.tensors)))
 
         def make() -> Iterator[NamedTensor]:
-            # All names of a tensor get the same source, so that ``Registry`` ties them.
-            sources: dict[tuple[int, object], Source] = {}
-            rows = zip(items.tensor_entries, items.tensors, late_flags, strict=True)
-            for index, (entry, tensor, is_late) in enumerate(rows):
+            # All names of a tensor get the same object, so that ``Registry`` ties them.
+            tensors_by_piece: dict[tuple[int, object], TensorOrShards] = {}
+            flagged_tensors = zip(items.tensor_entries, items.tensors, late_flags, strict=True)
+            for index, (entry, tensor, is_late) in enumerate(flagged_tensors):
                 name = f"{path}/{entry.fqn}"
                 if not self._choice.takes(name):
                     continue
-                source = sources.setdefault(
-                    (id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor)
+                part = tensors_by_piece.setdefault(
+                    (id(tensor), entry.piece), Part(name, entry.piece).parameter_elements(tensor)
                 )
-                item = NamedTensor(name, source, is_late, entry.replicas, entry.is_delegated)
+                item = NamedTensor(name, part, is_late, entry.replicas, entry.is_delegated)
                 yield from wrappers.expand(index, item)
 
         key = (items, self._choice, *late_flags, *wrappers.key)
@@ -460,7 +476,7 @@ class _Walk:
         if items.versions is not None:
             known_items, versions_node = self._last_walk.versions.get(path, (None, None))
             if known_items is not items:
-                versions_node = encode(items.versions, f"{path}/versions", self.made_node)
+                versions_node = encode(items.versions, f"{path}/versions", self.remade_node)
                 self._last_walk.versions[path] = (items, versions_node)
             node["versions"] = versions_node
         return node
@@ -472,10 +488,10 @@ class _Walk:
         Pieces of two modules are not tied, since a rank that holds no element of a tensor cannot
         see whether they are. A restore into the same state would fail.
         """
-        for earlier_path, earlier in self._modules:
-            if common := items.piece_ids & earlier.piece_ids:
-                names = self._names(path, items, common)
-                earlier_names = self._names(earlier_path, earlier, common)
+        for earlier_path, earlier_items in self._modules:
+            if common_ids := items.piece_ids & earlier_items.piece_ids:
+                names = self._saved_names(path, items, common_ids)
+                earlier_names = self._saved_names(earlier_path, earlier_items, common_ids)
                 if names and earlier_names:
                     raise UnsupportedValue(
                         names[0],
@@ -484,14 +500,14 @@ class _Walk:
                     )
         self._modules.append((path, items))
 
-    def _names(self, path: str, items: ModuleItems, tensors: Collection[int]) -> list[str]:
+    def _saved_names(self, path: str, items: ModuleItems, ids: Collection[int]) -> list[str]:
         """Return the names to save of those items of the module at ``path`` whose identities are in
-        ``tensors``.
+        ``ids``.
         """
-        names = [f"{path}/{item.fqn}" for item in items.tensor_entries if id(item.value) in tensors]
+        names = [f"{path}/{item.fqn}" for item in items.tensor_entries if id(item.value) in ids]
         return list(filter(self._choice.takes, names))
 
-    def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
+    def _optimizer_node(self, optimizer: Optimizer, path: str) -> Node:
         """Register the tensors of an optimizer's state, and return the node of the optimizer."""
         if self._is_in_per_rank:
             raise UnsupportedValue(
@@ -500,50 +516,54 @@ class _Walk:
         check_optimizer(path, optimizer, self._optimizers.members)
         self._log_methods(optimizer)
         before_state_dict(path, optimizer)
-        keeper = keeper_of(path, optimizer)
-        check_state(path, optimizer, keeper.state)
-        structure = Structure(optimizer.param_groups, keeper.state)
-        items, wrappers = self._state_of(path, optimizer, keeper, structure)
+        local_state = local_state_of(path, optimizer)
+        check_state(path, optimizer, local_state.by_parameter)
+        structure = Structure(optimizer.param_groups, local_state.by_parameter)
+        items, wrappers = self._register_state(path, optimizer, local_state, structure)
         state = wrappers.nodes | {
             name: encode(
-                structure.values[index], name, partial(self.made_node, advice=_OPTIMIZER_ADVICE)
+                structure.values[index], name, partial(self.remade_node, advice=_OPTIMIZER_ADVICE)
             )
             for index, name in items.value_items
         }
-        settings, values = after_state_dict(path, optimizer, keeper.state)
+        settings, values = after_state_dict(path, optimizer, local_state.by_parameter)
         groups = self._group_nodes(settings, items.names, path)
         node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.keys}
         if items.plain:
             node["plain"] = list(items.plain)
         if values:
-            node["values"] = encode(values, f"{path}/values", self.made_node)
+            node["values"] = encode(values, f"{path}/values", self.remade_node)
         if isinstance(optimizer, ExtraValues):
-            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.made_node)
+            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.remade_node)
         return node
 
-    def _state_of(
-        self, path: str, optimizer: Optimizer, keeper: Keeper, structure: Structure
+    def _register_state(
+        self, path: str, optimizer: Optimizer, local_state: LocalState, structure: Structure
     ) -> tuple[OptimizerItems, Wrappers]:
         """Register the tensors of an optimizer's state. Return their names, and the wrapper tensors
         among them.
+
+        The next walk uses the segment again if its key is equal. ``is_flat`` and ``is_partial`` are
+        those of ``_state_tensors``.
         """
         # The fence does not hold an optimizer that is inside of an object of the state.
-        is_late = optimizer in self._optimizers.members and self._optimizers.holds(optimizer)
-        last = self._last_walk.optimizers.get(path)
-        if last is not None and last.is_of(keeper, self._parameters, structure, self._choice):
-            wrappers = Wrappers(last.tensors)
-            if not last.are_plain:
-                wrappers = optimizer_wrappers(path, last)
-            key = (is_late, last, *wrappers.key)
+        is_late = optimizer in self._optimizers.members and self._optimizers.can_hold(optimizer)
+        last_items = self._last_walk.optimizers.get(path)
+        parameters, choice = self._parameters, self._choice
+        if last_items and last_items.describes(local_state, parameters, structure, choice):
+            wrappers = Wrappers(last_items.tensors)
+            if not last_items.are_plain:
+                wrappers = optimizer_wrappers(path, last_items)
+            key = (is_late, last_items, *wrappers.key)
             if self._registry.add_known(path, key, wrappers.tensors):
-                return last, wrappers
+                return last_items, wrappers
         # The items are made again even if only the shape of a tensor has changed, since the tensor
         # may now belong to another part of a parameter.
-        items = OptimizerItems(path, optimizer, keeper, self._parameters, structure, self._choice)
+        items = OptimizerItems(path, optimizer, local_state, parameters, structure, choice)
         self._last_walk.optimizers[path] = items
         wrappers = optimizer_wrappers(path, items)
         is_flat = isinstance(optimizer, OptimizerStandIn)
-        is_partial = keeper.own_ids is not None
+        is_partial = local_state.own_ids is not None
         tensors = self._state_tensors(path, items, is_late, is_partial=is_partial, is_flat=is_flat)
         candidates = (
             inner for index, item in enumerate(tensors) for inner in wrappers.expand(index, item)
@@ -566,7 +586,7 @@ class _Walk:
             name = state_name(path, part.path, key)
             is_on_some_ranks = is_partial or part.piece is not None
             replicas = () if is_on_some_ranks else self._parameters.holders_of(parameter)
-            source = part.of(name, tensor)
+            source = part.elements_of(name, tensor)
             is_untied = (is_flat or part.piece is not None) and isinstance(source, torch.Tensor)
             yield NamedTensor(name, source, is_late, replicas, is_untied=is_untied)
 
@@ -590,21 +610,21 @@ class _Walk:
             {
                 "params": group_names,
                 "values": encode(
-                    {key: plain_of(value) for key, value in group.items() if key != "params"},
+                    {key: enum_value_of(value) for key, value in group.items() if key != "params"},
                     f"{path}/param_groups/{index}",
-                    self.made_node,
+                    self.remade_node,
                 ),
             }
             for index, (group, group_names) in enumerate(zip(settings, names, strict=True))
         ]
 
-    def _per_rank(self, value: PerRank, path: str) -> Node:
+    def _per_rank_node(self, value: PerRank, path: str) -> Node:
         """Add the tree of a ``PerRank`` value to the result, and return the node in its place."""
         if self._is_in_per_rank:
             raise UnsupportedValue(path, "PerRank inside a PerRank", "one is enough")
         self._is_in_per_rank = True
         try:
-            self.out.per_rank[path] = encode(value.value, path, self.leaf_node)
+            self.result.per_rank[path] = encode(value.value, path, self.nonplain_node)
         finally:
             self._is_in_per_rank = False
         return {"$": "per_rank"}

@@ -5,6 +5,11 @@ module. The tables of a module are the dicts and sets with its parameters, buffe
 hooks. If all modules inherit the ``state_dict()`` of ``nn.Module``, its result is the same as long
 as their tables hold the same objects. A `ModuleTree` compares the tables in a few passes at the
 speed of C, and calls no ``state_dict()``.
+
+The items of a module or optimizer are the values that it saves. A part is one named parameter in a
+tensor of a parameter group, and its piece is None unless the tensor has only a range or a box of
+the parameter. A choice says which names are saved, and a loose parameter is one that no module of
+the state holds.
 """
 
 from __future__ import annotations
@@ -25,20 +30,20 @@ from ckpt.model.key_order import KeyOrder
 from ckpt.model.patterns import Patterns
 from ckpt.model.values import Node
 from ckpt.state.tensors.declared import DeclaredPart, declarations
-from ckpt.state.tensors.layout import PLAIN, is_plain
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.layout import PLAIN_CLASSES, is_plain
+from ckpt.state.tensors.local_shards import TensorOrShards
 from ckpt.state.walk.module_entries import ModuleItems, Part
 from ckpt.state.walk.modules import (
     Parameters,
     check_owners,
     items_of,
+    key_text,
     part_groups,
-    part_of,
     raw_state,
     state_name,
 )
-from ckpt.state.walk.optimizer_state import Keeper
-from ckpt.state.walk.segments import Segment, Table
+from ckpt.state.walk.optimizer_state import LocalState
+from ckpt.state.walk.segments import KnownDict, Segment
 from ckpt.state.walk.stand_in import ModuleStandIn
 from ckpt.state.walk.state_objects import Choice
 
@@ -81,7 +86,7 @@ class _KnownModule(NamedTuple):
     items: ModuleItems
     tree: ModuleTree | None
 
-    def is_of(self, module: nn.Module) -> bool:
+    def describes(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the recorded module, and the recorded tensors still have the
         recorded declarations.
         """
@@ -97,12 +102,15 @@ class LastWalk:
     """
 
     def __init__(self) -> None:
+        # All but the last one of these dicts have the path of a module, optimizer or dict as key.
         self.segments: dict[str, Segment] = {}
         self.logged_types: set[type] = set()
-        self.tables: dict[str, Table] = {}
+        """The classes of optimizers for which the log says why they are not copied late."""
+        self.known_dicts: dict[str, KnownDict] = {}
         self.modules: dict[str, _KnownModule] = {}
         self.optimizers: dict[str, OptimizerItems] = {}
         self.versions: dict[str, tuple[ModuleItems, Node]] = {}
+        """The items of each module, with the node of the versions in them."""
         self._choices: dict[Patterns, Choice] = {}
 
     def choice(self, patterns: Patterns) -> Choice:
@@ -120,12 +128,12 @@ class LastWalk:
         if isinstance(module, ModuleStandIn):
             return module.items(path)
         record = self.modules.get(path)
-        if record is not None and not record.is_of(module):
+        if record is not None and not record.describes(module):
             record = None
         if record is not None and record.tree is not None and record.tree.is_unchanged():
             return record.items
-        raw = raw_state(path, module)
-        keys, values = tuple(raw), tuple(raw.values())
+        state_dict = raw_state(path, module)
+        keys, values = tuple(state_dict), tuple(state_dict.values())
         parameters = dict(module.named_parameters())
         if (
             record is None
@@ -137,22 +145,32 @@ class LastWalk:
         ):
             tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
             parts = declarations(tensors or ())
-            items = items_of(path, module, raw)
+            items = items_of(path, module, state_dict)
             record = _KnownModule(module, keys, tensors, parameters, parts, items, tree=None)
         tree = tree_of(module) if record.tensors is not None else None
         self.modules[path] = record = record._replace(tree=tree)
         return record.items
 
     def name_chars(self, tree: Mapping[str, Node]) -> dict[str, float]:
-        """Return the ``name_chars`` of those entries of ``tree`` that are nodes of ``tables``."""
-        tables = {id(table.node): table for table in self.tables.values() if table.node}
-        nodes = ((key, tables.get(id(node))) for key, node in tree.items()) if tables else ()
-        return {key: table.name_chars for key, table in nodes if table is not None}
+        """Return the ``name_chars`` of those entries of ``tree`` that are nodes of known dicts: the
+        most characters of all names in the node.
+        """
+        known_dicts = {
+            id(known_dict.node): known_dict
+            for known_dict in self.known_dicts.values()
+            if known_dict.node
+        }
+        entries = ((key, known_dicts.get(id(node))) for key, node in tree.items())
+        return {
+            key: known_dict.name_chars
+            for key, known_dict in (entries if known_dicts else ())
+            if known_dict is not None
+        }
 
     def forget(self) -> None:
         """Forget all results, and release all tensors."""
         self.segments.clear()
-        self.tables.clear()
+        self.known_dicts.clear()
         self.modules.clear()
         self.optimizers.clear()
         self.versions.clear()
@@ -197,30 +215,37 @@ class Structure:
         self.values: list[Any] = list(chain.from_iterable(map(_values_of, entries)))
         self.kinds = list(map(type, self.values))
 
-    def is_as(self, structure: Structure, sources: Iterable[int]) -> bool:
+    def is_as(self, structure: Structure, tensor_indices: Iterable[int]) -> bool:
         """Return True if this structure is the same as ``structure``.
 
-        The values of the state at the indices ``sources`` must be the same objects. All other
+        The values of the state at ``tensor_indices`` must be the same objects. All other
         values need only have the same types.
         """
         if self.sizes != structure.sizes or self.kinds != structure.kinds:
             return False
         own_values, values = self.values, structure.values
         return all(map(is_, self.objects, structure.objects)) and all(
-            map(is_, map(own_values.__getitem__, sources), map(values.__getitem__, sources))
+            map(
+                is_,
+                map(own_values.__getitem__, tensor_indices),
+                map(values.__getitem__, tensor_indices),
+            )
         )
 
 
 def _plain_keys(
-    owners: Sequence[tuple[Part, object, Source]], tensors: Sequence[Source]
+    owners: Sequence[tuple[Part, object, TensorOrShards]], tensors: Sequence[TensorOrShards]
 ) -> tuple[str, ...]:
-    """Return the keys for ``OptimizerItems.plain``. A tensor without a dimension does not count,
-    since a restore makes it plain in any case.
+    """Return the keys of an optimizer's state whose tensors are all plain although their parameters
+    are DTensors. A tensor without a dimension does not count, since a restore makes it plain in any
+    case.
+
+    ``owners`` has for each of ``tensors`` the part that it belongs to, its key, and the parameter.
     """
     keys_by_plainness: dict[bool, set[str]] = {True: set(), False: set()}
     for (_, key, parameter), tensor in zip(owners, tensors, strict=True):
         if isinstance(parameter, DTensor) and tensor.shape:
-            keys_by_plainness[is_plain(tensor)].add(part_of(key))
+            keys_by_plainness[is_plain(tensor)].add(key_text(key))
     return tuple(sorted(keys_by_plainness[True] - keys_by_plainness[False]))
 
 
@@ -236,7 +261,7 @@ class OptimizerItems:
             ``Structure.values`` and its name.
         keys: The node of the order of the parameters in the state, and of the keys of each.
         plain: The keys whose tensors are plain though their parameters are ``DTensor`` objects, as
-            ``part_of`` gives them, sorted.
+            ``key_text`` gives them, sorted.
         are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
     """
 
@@ -244,9 +269,9 @@ class OptimizerItems:
         "_choice",
         "_items",
         "_loose",
-        "_own",
-        "_sources",
+        "_own_ids",
         "_structure",
+        "_tensor_indices",
         "are_plain",
         "keys",
         "names",
@@ -260,27 +285,30 @@ class OptimizerItems:
         self,
         path: str,
         optimizer: Optimizer,
-        keeper: Keeper,
+        local_state: LocalState,
         parameters: Parameters,
         structure: Structure,
         choice: Choice,
     ) -> None:
         check_owners(path, optimizer)
-        self._structure, self._own, self._choice = structure, keeper.own_ids, choice
+        self._structure, self._own_ids, self._choice = structure, local_state.own_ids, choice
         self._items, self._loose = parameters.items, dict(parameters.loose)
-        self._sources = [
-            index for index, value in enumerate(structure.values) if isinstance(value, Source)
+        self._tensor_indices = [
+            index
+            for index, value in enumerate(structure.values)
+            if isinstance(value, TensorOrShards)
         ]
         self.names: list[list[str]] = []
-        self.owners: list[tuple[Part, object, Source]] = []
-        self.tensors: list[Source] = []
+        self.owners: list[tuple[Part, object, TensorOrShards]] = []
+        self.tensors: list[TensorOrShards] = []
         self.value_items: list[tuple[int, str]] = []
-        orders: dict[str, tuple[str, ...]] = {}
-        start_by_path: dict[str, int] = {}
-        start_by_id, position = dict[int, int](), 0
-        for parameter, values in keeper.state.items():
-            start_by_id[id(parameter)] = position
-            position += len(values)
+        keys_by_path: dict[str, tuple[str, ...]] = {}
+        first_index_by_path: dict[str, int] = {}
+        # The index in ``Structure.values`` of the first value of each parameter
+        first_index_by_id, value_count = dict[int, int](), 0
+        for parameter, values in local_state.by_parameter.items():
+            first_index_by_id[id(parameter)] = value_count
+            value_count += len(values)
         groups = part_groups(optimizer, parameters)
         for group, all_parts in zip(optimizer.param_groups, groups, strict=True):
             group_parts = [
@@ -289,26 +317,28 @@ class OptimizerItems:
             ]
             self.names.append([part.path for parts in group_parts for part in parts])
             for parameter, parts in zip(group["params"], group_parts, strict=True):
-                values = keeper.state.get(parameter, {})
-                keys = tuple(map(part_of, values))
-                start = start_by_id.get(id(parameter), 0)
-                orders |= {part.path: keys for part in parts if keys}
-                start_by_path |= {part.path: start for part in parts}
-                for index, (key, value) in enumerate(values.items(), start):
+                values = local_state.by_parameter.get(parameter, {})
+                keys = tuple(map(key_text, values))
+                first_index = first_index_by_id.get(id(parameter), 0)
+                keys_by_path |= {part.path: keys for part in parts if keys}
+                first_index_by_path |= {part.path: first_index for part in parts}
+                for index, (key, value) in enumerate(values.items(), first_index):
                     for part in parts:
                         if part.piece is not None and not part.keeps(value):
                             continue
-                        if isinstance(value, Source):
+                        if isinstance(value, TensorOrShards):
                             self.owners.append((part, key, parameter))
                             self.tensors.append(value)
                         else:
                             self.value_items.append((index, state_name(path, part.path, key)))
-        self.keys = KeyOrder.of(orders, sorted(orders, key=start_by_path.__getitem__)).node()
+        self.keys = KeyOrder.of(
+            keys_by_path, sorted(keys_by_path, key=first_index_by_path.__getitem__)
+        ).node()
         self.plain = _plain_keys(self.owners, self.tensors)
-        self.are_plain = PLAIN.issuperset(map(type, self.tensors))
+        self.are_plain = PLAIN_CLASSES.issuperset(map(type, self.tensors))
 
-    def is_of(
-        self, keeper: Keeper, parameters: Parameters, structure: Structure, choice: Choice
+    def describes(
+        self, local_state: LocalState, parameters: Parameters, structure: Structure, choice: Choice
     ) -> bool:
         """Return True if this record still describes the optimizer, whose structure is
         ``structure``.
@@ -321,8 +351,8 @@ class OptimizerItems:
             self._choice is choice
             and self._items == parameters.items
             and self._loose == parameters.loose
-            and self._own == keeper.own_ids
-            and structure.is_as(self._structure, self._sources)
+            and self._own_ids == local_state.own_ids
+            and structure.is_as(self._structure, self._tensor_indices)
         )
 
 
@@ -338,7 +368,7 @@ class ModuleTree:
         "_classes",
         "_contents",
         "_dicts",
-        "_kinds",
+        "_module_types",
         "_modules",
         "_names",
         "_sizes",
@@ -353,8 +383,8 @@ class ModuleTree:
             KeyError: A module lacks a table.
         """
         self._modules = _modules_of(module)
-        self._kinds = list(map(type, self._modules))
-        self._classes = frozenset(self._kinds)
+        self._module_types = list(map(type, self._modules))
+        self._classes = frozenset(self._module_types)
         self._attributes = list(map(_attributes_of, self._modules))
         self._tables: list[Any] = list(chain.from_iterable(map(_tables_of, self._attributes)))
         self._sizes = list(map(len, self._tables))
@@ -380,7 +410,7 @@ class ModuleTree:
         """
         try:
             return (
-                all(map(is_, map(type, self._modules), self._kinds))
+                all(map(is_, map(type, self._modules), self._module_types))
                 and all(map(is_, map(_attributes_of, self._modules), self._attributes))
                 and all(
                     map(is_, chain.from_iterable(map(_tables_of, self._attributes)), self._tables)
@@ -409,11 +439,11 @@ def _modules_of(module: nn.Module) -> list[nn.Module]:
     stack = [module]
     while stack:
         children = stack.pop()._modules.values()
-        fresh = {
+        new_children = {
             id(child): child for child in children if child is not None and id(child) not in modules
         }
-        modules |= fresh
-        stack += fresh.values()
+        modules |= new_children
+        stack += new_children.values()
     return list(modules.values())
 
 

@@ -1,4 +1,8 @@
-"""Describe the entries of a module, and the parts of parameters that an optimizer holds."""
+"""Describe the entries of a module, and the parts of parameters that an optimizer holds.
+
+A piece says which elements of a parameter a tensor has: a range of them in a flat tensor of FSDP1
+(`Piece`), or one box that the user has declared (`DeclaredPart`).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ckpt.state.tensors.declared import DeclaredPart
-from ckpt.state.tensors.layout import PLAIN
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.layout import PLAIN_CLASSES
+from ckpt.state.tensors.local_shards import TensorOrShards
 from ckpt.state.tensors.sharded import Piece
 
 AnyPiece = Piece | DeclaredPart
@@ -60,13 +64,13 @@ class Part(NamedTuple):
         """True if this rank holds any part of the parameter."""
         return self.piece is None or self.piece.has_elements
 
-    def all_of(self, parameter: Source) -> Source:
+    def parameter_elements(self, parameter: TensorOrShards) -> TensorOrShards:
         """Return the piece of the named parameter in the tensor ``parameter``, as ``LocalShards``.
         If the tensor is the whole named parameter, return ``parameter`` itself.
         """
         if self.piece is None or not isinstance(parameter, torch.Tensor):
             return parameter
-        return self.piece.of(self.path, parameter)
+        return self.piece.as_shards(self.path, parameter)
 
     def keeps(self, value: object) -> bool:
         """Return True if this rank saves ``value``, a value of the optimizer's state of this part.
@@ -79,14 +83,14 @@ class Part(NamedTuple):
             isinstance(value, torch.Tensor) and self.piece is not None and self.piece.fits(value)
         )
 
-    def of(self, name: str, value: Source) -> Source:
+    def elements_of(self, name: str, value: TensorOrShards) -> TensorOrShards:
         """Return the elements of ``value``, a value of the optimizer's state called ``name``, that
         belong to this part. A value that belongs to the whole parameter, such as a step counter, is
         returned as it is.
         """
         if self.piece is None or not isinstance(value, torch.Tensor) or not self.piece.fits(value):
             return value
-        return self.piece.of(name, value)
+        return self.piece.as_shards(name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +118,7 @@ class ModuleItems:
     parts: Mapping[int, tuple[Part, ...]]
     holders: Mapping[int, tuple[int, ...]]
     tensor_entries: tuple[Entry, ...] = field(init=False)
-    tensors: tuple[Source, ...] = field(init=False)
+    tensors: tuple[TensorOrShards, ...] = field(init=False)
     are_plain: bool = field(init=False)
     value_entries: tuple[Entry, ...] = field(init=False)
     piece_ids: frozenset[int] = field(init=False)
@@ -122,13 +126,15 @@ class ModuleItems:
     versions: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        tensor_entries = tuple(entry for entry in self.entries if isinstance(entry.value, Source))
+        tensor_entries = tuple(
+            entry for entry in self.entries if isinstance(entry.value, TensorOrShards)
+        )
         value_entries = tuple(
-            entry for entry in self.entries if not isinstance(entry.value, Source)
+            entry for entry in self.entries if not isinstance(entry.value, TensorOrShards)
         )
         object.__setattr__(self, "tensor_entries", tensor_entries)
         object.__setattr__(self, "tensors", tuple(entry.value for entry in tensor_entries))
-        object.__setattr__(self, "are_plain", PLAIN.issuperset(map(type, self.tensors)))
+        object.__setattr__(self, "are_plain", PLAIN_CLASSES.issuperset(map(type, self.tensors)))
         object.__setattr__(self, "value_entries", value_entries)
         piece_ids = frozenset(
             id(entry.value) for entry in tensor_entries if entry.piece is not None

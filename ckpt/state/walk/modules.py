@@ -4,6 +4,12 @@ DDP, ``torch.compile``, FSDP1 and activation checkpointing insert a part of thei
 of parameters. A canonical name is the name without these insertions. The state of an optimizer is
 named by the paths of its parameters and not by their positions, so the parameter groups may differ
 between a save and a restore.
+
+An entry is an item of a module's state dict. FSDP1 holds several parameters in one flat tensor: the
+*pieces* of such a tensor are its ranges, and its *parts* are the parameters that have pieces there.
+A stand-in is an object that takes the place of a module or optimizer of a framework. A record is
+the description of a tensor in the checkpoint. The order of a tensor is that of its dimensions in
+memory, from the largest stride to the smallest.
 """
 
 from __future__ import annotations
@@ -33,34 +39,34 @@ from ckpt.state.tensors.layout import (
     empty_in_order,
     empty_like_in_order,
     holders_of,
-    local,
     mesh_ranks,
     order_of,
+    to_local,
 )
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.state.tensors.sharded import (
     check_hooks,
     flat_parameters,
     gathered_error,
     hookless_state,
-    over_tensor_parallel,
+    keys_of_flat_dtensors,
 )
 from ckpt.state.tensors.units import units_of
 from ckpt.state.walk.module_entries import FIRST_VERSION, AnyPiece, Entry, ModuleItems, Part
-from ckpt.state.walk.segments import place_of, same_view
+from ckpt.state.walk.segments import address_of, same_view
 from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
-from ckpt.torch_private import has_step_hooks, is_fsdp1, is_zero
+from ckpt.torch_private import has_step_hooks, is_fsdp1, is_zero_redundancy
 
-PLACELESS: Final = "~param/"
-"""The prefix of the names of parameters that are not in the state (see ``placeless``)."""
-OWN_STATE: Final = (
+POSITIONAL: Final = "~param/"
+"""The prefix of the names of parameters that are not in the state (see ``positional_name``)."""
+OWN_STATE_ADVICE: Final = (
     "put an object into the state whose state_dict() and load_state_dict() call the optimizer's "
     "own. Under sharded parameters, let it give each DTensor whole (full_tensor()) beside its "
     "placements, and distribute it so again, with Replicate() for a partial one"
 )
 _TORCH_LOADS: Final[tuple[object, ...]] = (nn.Module.load_state_dict, Optimizer.load_state_dict)
 """The methods of torch, which take a state dict alone."""
-PLACING_SETTINGS: Final = ("capturable", "fused")
+STEP_DEVICE_SETTINGS: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
 _WRAPPER_PACKAGES: Final = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
 """The packages whose wrappers of optimizers have no state of their own."""
@@ -69,7 +75,7 @@ WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mod
 """The children of wrapper modules, whose names a state dict may have inside of other names."""
 
 
-def unwrap(optimizer: Any) -> Optimizer:
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
     """Return the optimizer inside of a wrapper that Accelerate or Lightning has made, or
     ``optimizer`` itself if it is no such wrapper.
 
@@ -106,7 +112,9 @@ def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
     ``eval``, for instance, and sharpness-aware ones ``first_step`` and ``second_step``. Methods
     that classes of torch and of ckpt define do not count, since they are known to be harmless.
     """
-    inner: Optimizer = getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
+    inner: Optimizer = (
+        getattr(optimizer, "optim", optimizer) if is_zero_redundancy(optimizer) else optimizer
+    )
     kind: Any = type(inner)  # Mypy takes the hash of an optimizer for that of its class
     return _own_methods(kind)
 
@@ -140,12 +148,12 @@ def check_kind(path: str, optimizer: Optimizer) -> None:
     saved or restored: it has a ``state_dict()`` of its own, its ``load_state_dict()`` does not take
     a state dict alone, or it lacks the hooks of an optimizer.
     """
-    if is_zero(optimizer) or isinstance(optimizer, OptimizerStandIn):
+    if is_zero_redundancy(optimizer) or isinstance(optimizer, OptimizerStandIn):
         return
     kind = type(optimizer).__qualname__
     if type(optimizer).state_dict is not Optimizer.state_dict:
         raise UnsupportedValue(
-            path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE
+            path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE_ADVICE
         )
     if type(optimizer).load_state_dict not in _TORCH_LOADS:
         check_load(path, optimizer)
@@ -167,7 +175,7 @@ def check_optimizer(path: str, optimizer: Optimizer, siblings: Sequence[Optimize
     hold these.
     """
     check_kind(path, optimizer)
-    if is_zero(optimizer):
+    if is_zero_redundancy(optimizer):
         return
     for name, value in vars(optimizer).items():
         members = value if isinstance(value, list | tuple) else [value]
@@ -191,12 +199,14 @@ def check_owners(path: str, optimizer: Optimizer) -> None:
     """Raise ``UnsupportedValue`` if the optimizer at ``path`` has state that belongs to none of its
     parameters.
     """
-    if is_zero(optimizer):
+    if is_zero_redundancy(optimizer):
         return
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(id(key) not in ids for key in optimizer.state):
         kind = type(optimizer).__qualname__
-        raise UnsupportedValue(path, f"{kind} with state that belongs to no parameter", OWN_STATE)
+        raise UnsupportedValue(
+            path, f"{kind} with state that belongs to no parameter", OWN_STATE_ADVICE
+        )
 
 
 def check_state(path: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
@@ -209,7 +219,7 @@ def check_state(path: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> No
                 check_owners(path, optimizer)
                 kind = type(optimizer).__qualname__
                 description = f"{kind} whose state of a parameter is a {type(values).__name__}"
-                raise UnsupportedValue(path, description, OWN_STATE)
+                raise UnsupportedValue(path, description, OWN_STATE_ADVICE)
 
 
 def check_load(path: str, value: Any) -> None:
@@ -282,9 +292,9 @@ def entries(path: str, module: nn.Module) -> Iterator[Entry]:
 def _entries(module: nn.Module, raw: Mapping[str, Any]) -> Iterator[Entry]:
     """Yield the entries of ``raw``, the state dict of ``module``. See ``entries``."""
     prefixes = _wrapper_prefixes(module)
-    flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
+    pieces_by_id: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
     for key, value in raw.items():
-        for name, piece in flats.get(id(value), {"": declaration_of(value)}).items():
+        for name, piece in pieces_by_id.get(id(value), {"": declaration_of(value)}).items():
             yield Entry(
                 key=name or key,
                 fqn=_canonical_name(name or key, prefixes),
@@ -340,7 +350,7 @@ def items_of(path: str, module: nn.Module, raw: Mapping[str, Any] | None = None)
     _check_fsdp1(path, module, {id(entry.value) for entry in entries})
     all_entries = tuple(_with_replicas(module, (*entries, *_unlisted_entries(module, entries))))
     parts: dict[int, dict[AnyPiece | None, Part]] = defaultdict(dict)
-    holders: dict[int, tuple[int, ...]] = {}
+    holder_ranks: dict[int, tuple[int, ...]] = {}
     for entry in all_entries:
         if isinstance(value := entry.value, nn.Parameter):
             parts[id(value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
@@ -349,11 +359,11 @@ def items_of(path: str, module: nn.Module, raw: Mapping[str, Any] | None = None)
                 if not isinstance(value, DTensor)
                 else holders_of(value, entry.replicas)
             )
-            holders.setdefault(id(value), ranks)
+            holder_ranks.setdefault(id(value), ranks)
     return ModuleItems(
         entries=all_entries[: len(entries)],
         parts={key: tuple(by_piece.values()) for key, by_piece in parts.items()},
-        holders=holders,
+        holders=holder_ranks,
         versions=_versions(module, raw),
     )
 
@@ -402,7 +412,7 @@ def _check_fsdp1(path: str, module: nn.Module, ids: set[int]) -> None:
     if not is_fsdp1(module):
         return
     canonical_name = canonical(module)
-    for key in over_tensor_parallel(module):
+    for key in keys_of_flat_dtensors(module):
         raise UnsupportedValue(
             f"{path}/{canonical_name(key)}",
             "parameter of FSDP1 over tensor parallelism",
@@ -415,8 +425,13 @@ def _check_fsdp1(path: str, module: nn.Module, ids: set[int]) -> None:
 
 
 def _with_replicas(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield ``entries`` of ``module``, with ``replicas`` and ``is_delegated`` set if
-    the unit of the entry (see ``tensors.units``) determines them.
+    """Yield ``entries`` of ``module``, with ``replicas`` and ``is_delegated`` set if the unit of
+    the entry determines them.
+
+    A unit is the part of a module that one wrapper, such as DDP, keeps equal on its ranks (see
+    ``tensors.units``). ``unit.is_first`` is True on the one of these ranks whose buffers are saved,
+    and ``unit.ignored`` has the identities of the tensors that the wrapper does not keep equal. A
+    delegated entry is one that another rank saves.
     """
     unit_of = units_of(module)
     units = [unit_of(entry.key) for entry in entries]
@@ -459,7 +474,7 @@ class Parameters:
         self.items = tuple(self._items.values())
         self.loose: dict[int, str] = {}
 
-    def look_for(
+    def add_loose(
         self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Add to ``loose`` those parameters of ``optimizers`` that no module holds and that are
@@ -473,16 +488,16 @@ class Parameters:
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         if all(ids.issuperset(map(id, parameters)) for parameters in groups):
             return
-        by_place: dict[int, list[torch.Tensor]] = defaultdict(list)
+        by_address: dict[int, list[torch.Tensor]] = defaultdict(list)
         for parameter in chain.from_iterable(groups):
             if id(parameter) not in ids and isinstance(parameter, torch.Tensor):
-                by_place[place_of(parameter)].append(parameter)
-        for path, tensor in tensors if by_place else ():
-            for parameter in by_place.get(place_of(tensor), ()):
-                if tensor is parameter or (place_of(tensor) and same_view(tensor, parameter)):
+                by_address[address_of(parameter)].append(parameter)
+        for path, tensor in tensors if by_address else ():
+            for parameter in by_address.get(address_of(tensor), ()):
+                if tensor is parameter or (address_of(tensor) and same_view(tensor, parameter)):
                     self.loose.setdefault(id(parameter), path)
 
-    def in_module(self, parameter: Source) -> bool:
+    def in_module(self, parameter: TensorOrShards) -> bool:
         """Return True if a module of the state holds the parameter."""
         return any(id(parameter) in items.parts for items in self._items.values())
 
@@ -492,19 +507,19 @@ class Parameters:
         """
         return self._items.get(id(module))
 
-    def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
+    def parts_of(self, parameter: TensorOrShards, group: int, position: int) -> tuple[Part, ...]:
         """Return the parts of a parameter, which is number ``position`` of the optimizer's
         parameter group ``group``.
 
         A flat parameter of FSDP1 may have several parts. A parameter that is not in the state has
-        one part, whose name is made of ``group`` and ``position`` (see ``placeless``).
+        one part, whose name is made of ``group`` and ``position`` (see ``positional_name``).
         """
         for items in self._items.values():
             if parts := items.parts.get(id(parameter)):
                 return parts
-        return (Part(self.loose.get(id(parameter)) or placeless(group, position)),)
+        return (Part(self.loose.get(id(parameter)) or positional_name(group, position)),)
 
-    def holders_of(self, parameter: Source) -> tuple[int, ...]:
+    def holders_of(self, parameter: TensorOrShards) -> tuple[int, ...]:
         """Return the ranks that are known to have a parameter with the name of ``parameter``. The
         result is empty if no module of the state holds ``parameter``.
         """
@@ -514,11 +529,11 @@ class Parameters:
         return ()
 
 
-def placeless(group: int, position: int) -> str:
+def positional_name(group: int, position: int) -> str:
     """Return the name to use in place of a path for a parameter that is not in the state. It
     consists of the index of its parameter group and its position in the group.
     """
-    return f"{PLACELESS}{group}/{position}"
+    return f"{POSITIONAL}{group}/{position}"
 
 
 def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple[Part, ...]]]:
@@ -539,7 +554,7 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
     return join(f"{optimizer_path}/{parameter_path}", key)
 
 
-def part_of(key: object) -> str:
+def key_text(key: object) -> str:
     """Return the text that stands for ``key``, a key of an optimizer's state, in a name."""
     return state_name("", "", key)[2:]
 
@@ -549,7 +564,7 @@ def fits(present: Any, record: Tensor, piece: AnyPiece | None) -> bool:
     its part ``piece``), has the dtype, the shape and the order of ``record``, so that a restore can
     fill it in place.
     """
-    if not isinstance(present, Source):
+    if not isinstance(present, TensorOrShards):
         return False
     if present.dtype not in (None, getattr(torch, record.dtype, None)):
         return False
@@ -565,7 +580,7 @@ def fits(present: Any, record: Tensor, piece: AnyPiece | None) -> bool:
 
 def _has_order(tensor: torch.Tensor, order: tuple[int, ...]) -> bool:
     """Return True if the dimensions of a tensor have this order in memory (see ``order_of``)."""
-    memory = local(tensor)
+    memory = to_local(tensor)
     return memory.numel() < 2 or order_of(memory) == order
 
 
@@ -576,14 +591,19 @@ def _has_shape(parameter: torch.Tensor, record: Tensor) -> bool:
     return not is_lazy(parameter) and tuple(parameter.shape) == record.shape
 
 
-def in_present_order(record: Tensor, weight: Tensor | None, parameter: Source) -> Tensor:
+def in_present_order(
+    record: Tensor, parameter_record: Tensor | None, parameter: TensorOrShards
+) -> Tensor:
     """Return ``record``, a value of an optimizer's state, with the order that a restore gives it.
 
     This is the saved order. But a value that was saved with the shape and the order of its
-    parameter, ``weight``, gets the order that the parameter has now, since optimizers make their
-    values like the parameters.
+    parameter, ``parameter_record``, gets the order that the parameter has now, since optimizers
+    make their values like the parameters.
     """
-    is_like_parameter = weight is not None and (weight.shape, weight.order) == (
+    is_like_parameter = parameter_record is not None and (
+        parameter_record.shape,
+        parameter_record.order,
+    ) == (
         record.shape,
         record.order,
     )
@@ -593,7 +613,7 @@ def in_present_order(record: Tensor, weight: Tensor | None, parameter: Source) -
         or not _has_shape(parameter, record)
     ):
         return record
-    order = order_of(local(parameter))
+    order = order_of(to_local(parameter))
     return record if order == record.order else msgspec.structs.replace(record, order=order)
 
 
@@ -649,4 +669,4 @@ def is_on_device(key: object, group: Mapping[str, Any]) -> bool:
     This is so unless the value is ``step``, and the parameter group ``group`` is neither capturable
     nor fused.
     """
-    return key != "step" or any(group.get(setting) for setting in PLACING_SETTINGS)
+    return key != "step" or any(group.get(setting) for setting in STEP_DEVICE_SETTINGS)

@@ -20,8 +20,8 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.errors import UnsupportedValue
-from ckpt.state.walk.modules import OWN_STATE, state_dict_errors
-from ckpt.torch_private import is_zero, optimizer_hooks, overlaps_with_ddp
+from ckpt.state.walk.modules import OWN_STATE_ADVICE, state_dict_errors
+from ckpt.torch_private import is_zero_redundancy, optimizer_hooks, overlaps_with_ddp
 
 _GROUPS: Final = "param_groups"
 _PARAMETERS: Final = "params"
@@ -30,16 +30,16 @@ State = MutableMapping[torch.Tensor, dict[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class LocalState:
     """The state of an optimizer on this rank.
 
     Attributes:
-        state: The state of each parameter.
+        by_parameter: The state of each parameter.
         own_ids: The identities (``id``) of the parameters whose state this rank keeps; None if it
             keeps the state of all.
     """
 
-    state: State
+    by_parameter: State
     own_ids: frozenset[int] | None = None
 
     def keeps(self, parameter: torch.Tensor) -> bool:
@@ -47,7 +47,7 @@ class Keeper:
         return self.own_ids is None or id(parameter) in self.own_ids
 
 
-def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
+def local_state_of(path: str, optimizer: Optimizer) -> LocalState:
     """Return the state of ``optimizer``, which is at ``path`` in the state to save or restore.
 
     The result has no parameter groups. ``optimizer.param_groups`` has all parameters, also for a
@@ -57,8 +57,8 @@ def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
         UnsupportedValue: ``optimizer`` is a ``ZeroRedundancyOptimizer`` that steps during
             ``backward()``.
     """
-    if not is_zero(optimizer):
-        return Keeper(optimizer.state)
+    if not is_zero_redundancy(optimizer):
+        return LocalState(optimizer.state)
     if overlaps_with_ddp(optimizer):
         raise UnsupportedValue(
             path,
@@ -66,7 +66,7 @@ def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
             "make it with overlap_with_ddp=False",
         )
     inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
-    return Keeper(
+    return LocalState(
         inner.state, frozenset(id(p) for group in inner.param_groups for p in group["params"])
     )
 
@@ -126,7 +126,7 @@ def after_state_dict(
             path,
             f"{type(optimizer).__qualname__} with a state_dict hook that changes the state of a "
             "parameter",
-            OWN_STATE,
+            OWN_STATE_ADVICE,
         )
     return result[_GROUPS], values
 
@@ -148,7 +148,7 @@ def _has_same_state(result: Mapping[str, Any], other_result: Mapping[str, Any]) 
     )
 
 
-def plain_of(setting: Any) -> Any:
+def enum_value_of(setting: Any) -> Any:
     """Return the value of ``setting`` if it is a member of an enum and equal to its value, as those
     of ``IntEnum`` and ``StrEnum`` are. Return any other setting itself.
     """
@@ -163,4 +163,4 @@ def member_like(present: Any, value: Any) -> Any:
     Raises:
         ValueError: The enum has no member for ``value``.
     """
-    return value if plain_of(present) is present else type(present)(value)
+    return value if enum_value_of(present) is present else type(present)(value)

@@ -3,7 +3,7 @@
 A job may restore a step into other tensors than those that it saves, for example to evaluate the
 best model so far. Such a restore does not move the point from which the job continues. States are
 compared by the memory of their tensors. A state whose tensors are gone, or that has none, cannot be
-compared.
+compared. A mark is what a state is recognized by later. The leader, rank 0, decides for all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.exchanges import Wait, leader_decides
 from ckpt.model.keys import StepRef
-from ckpt.state.tensors.layout import local
+from ckpt.state.tensors.layout import to_local
 from ckpt.state.walk.state_objects import walk_objects, walk_tensors, without_plain
 
 _SAMPLE_TENSORS: Final = 4
@@ -49,14 +49,14 @@ class StateMark:
         self._tensors = tuple(map(weakref.ref, islice(tensors, limit)))
         self._limit = limit
 
-    def meets(self, mark: StateMark) -> bool:
+    def shares_memory_with(self, mark: StateMark) -> bool:
         """Return True if the two states are known to share memory."""
         return not self.memory().isdisjoint(mark.memory())
 
-    def is_apart(self, mark: StateMark) -> bool:
+    def shares_no_memory_with(self, mark: StateMark) -> bool:
         """Return True if the tensors of both states still exist and share no memory."""
-        own, addresses = self.memory(), mark.memory()
-        return bool(own and addresses) and own.isdisjoint(addresses)
+        own_addresses, other_addresses = self.memory(), mark.memory()
+        return bool(own_addresses and other_addresses) and own_addresses.isdisjoint(other_addresses)
 
     def memory(self) -> frozenset[int]:
         """Return the addresses of the memory of those tensors that still exist."""
@@ -84,7 +84,9 @@ class Origin:
         self._coordinator = coordinator
         self.is_certain = False
         self._last_mark: StateMark | None = None
+        """The mark of the state of the last save."""
         self._restores: list[tuple[StepRef, StateMark]] = []
+        """The restored steps since then, each with the mark of the state that it filled."""
         self._restored_ref: StepRef | None = None
         """The step that the job continues from, by the restores since its last save."""
         self._decision_count = 0
@@ -115,9 +117,11 @@ class Origin:
             if self._last_mark
             else [restored_mark for _, restored_mark in self._restores]
         )
-        self.is_certain = not any(other_mark.is_apart(mark) for other_mark in other_marks)
+        self.is_certain = not any(
+            other_mark.shares_no_memory_with(mark) for other_mark in other_marks
+        )
         self._restores.append((ref, mark))
-        is_of_job = self._last_mark is None or not self._last_mark.is_apart(mark)
+        is_of_job = self._last_mark is None or not self._last_mark.shares_no_memory_with(mark)
         if self._last_mark is not None and self._coordinator.world_size > 1:
             is_of_job = self._ask_leader(is_of_job)
         if is_of_job:
@@ -141,7 +145,11 @@ class Origin:
         self._last_mark = StateMark(state, _SAMPLE_TENSORS)
         mark = StateMark(state) if restores else self._last_mark
         origin = next(
-            (ref for ref, restored_mark in reversed(restores) if restored_mark.meets(mark)),
+            (
+                ref
+                for ref, restored_mark in reversed(restores)
+                if restored_mark.shares_memory_with(mark)
+            ),
             restored_ref,
         )
         return origin if origin != restored_ref else None
@@ -150,6 +158,6 @@ class Origin:
 def _address(tensor: torch.Tensor) -> int:
     """Return the address of the memory that ``tensor`` is a view of; 0 if it has none."""
     try:
-        return local(tensor).untyped_storage().data_ptr()
+        return to_local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # Some tensor subclasses have no storage
         return 0

@@ -4,6 +4,14 @@ The plan is kept as long as the structure of the state (names, layouts and repli
 Every save compares the structure, part by part, so a plan is never used for another structure. The
 copies from a segment's tensors to their places in a slot are kept too, since the tensors of an
 unchanged segment have the same memory.
+
+The parts of a state are its segments, which are the named tensors of one module, optimizer or large
+dict, and the named tensors outside of segments. A leaf describes a tensor without its data: its
+name, its dtype and the boxes (rectangular regions) that this rank holds. A form is the layout and
+the memory that a tensor has at one time. Replicas are ranks that hold the same boxes; each of them
+writes a share. An image is a rank's part of the state in host memory, laid out as the rank's file,
+and a slot is one of the reusable buffers that hold images. A *late* tensor is copied to the image
+while training goes on, and an *eager* one before the call of the save returns.
 """
 
 from __future__ import annotations
@@ -30,10 +38,10 @@ from ckpt.staging.image import Image, copyable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Batch, Check, Snapshot
 from ckpt.staging.window import begin_image
-from ckpt.state.tensors.layout import Form, check_storage, form_of, leaf_of, local
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.layout import Form, check_storage, form_of, leaf_of, to_local
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.state.walk.collect import WalkResult
-from ckpt.state.walk.optimizer_state import keeper_of
+from ckpt.state.walk.optimizer_state import local_state_of
 from ckpt.state.walk.segments import NamedTensor, Segment
 from ckpt.storage.tiers import OpenTier
 
@@ -63,7 +71,7 @@ class PreparedPlan:
     Attributes:
         leaves: The leaves, in the order of the collected tensors.
         plan: The save plan.
-        by_leaf: For each leaf, the sources of the plan's items that write it.
+        places_by_leaf: For each leaf, the sources of the plan's items that write it.
         devices: The devices of the tensors that are not in host memory.
         lock: The lock that a thread holds while it makes the image in a slot and the copies into
             this image, or looks them up.
@@ -71,7 +79,7 @@ class PreparedPlan:
 
     leaves: tuple[Leaf, ...]
     plan: SavePlan
-    by_leaf: tuple[tuple[_Place, ...], ...]
+    places_by_leaf: tuple[tuple[_Place, ...], ...]
     devices: Devices = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -87,7 +95,7 @@ class PreparedPlan:
         for slot in slots:
             with self.lock:
                 batches = self._batches(slot, parts, overlap)
-                if check == "sampled":
+                if check == "sampled":  # Choose the bytes of late tensors that saves compare
                     for batch in batches:
                         batch.sample.build()
 
@@ -115,6 +123,7 @@ class PreparedPlan:
         """
         with self.lock:
             batches = self._batches(slot, parts, overlap)
+            # The window is the view of the image through which it is copied and written.
             window = begin_image(slot, self.plan.size, self.plan.header)
             return Snapshot(step, batches, window, check=check)
 
@@ -127,16 +136,16 @@ class PreparedPlan:
         )
         if layout is None:
             layout = slot.layouts[self] = Image(self.plan, self.leaves, slot), {}
-        image, batches = layout
+        image, known_batches = layout
         part_batches: list[Batch] = []
         leaf_index = 0
         for index, part in enumerate(parts):
-            known_part, batch = batches.get((index, overlap), (None, None))
+            known_part, batch = known_batches.get((index, overlap), (None, None))
             if batch is None or known_part is not part:
                 batch = self._batch(image, part, leaf_index, overlap)
                 # A tensor outside of a segment may be temporary, so it is not kept alive.
                 if isinstance(part, Segment):
-                    batches[(index, overlap)] = (part, batch)
+                    known_batches[(index, overlap)] = (part, batch)
             part_batches.append(batch)
             leaf_index += len(part.named_tensors) if isinstance(part, Segment) else 1
         return part_batches
@@ -144,12 +153,16 @@ class PreparedPlan:
     def _batch(self, image: Image, part: Part, leaf_index: int, overlap: bool) -> Batch:
         """Return the copies of ``part`` into ``image``. ``leaf_index`` is the index of the first
         leaf of the part.
+
+        Each copy fills a view of the image, whose last byte is before ``end``. A check compares the
+        bytes of a tensor on all of its replicas. The wrappers of a late tensor are the DTensor and
+        the tensors of other subclasses around it, whose version counters are compared too.
         """
-        eager: list[Copy] = []
+        eager_copies: list[Copy] = []
         late_copies: list[Copy] = []
         checks: list[Check] = []
         wrappers: list[tuple[str, torch.Tensor]] = []
-        for offset, (entry, form) in enumerate(_forms(part)):
+        for offset, (named_tensor, form) in enumerate(_forms(part)):
             leaf = self.leaves[leaf_index + offset]
             # These tensors are aliases of the memory that the source has when the save is called.
             # If ``parameter.data = other`` replaces this memory during the copy, the old memory is
@@ -157,24 +170,29 @@ class PreparedPlan:
             memories = form.memories(leaf.boxes)
             # A cached plan guarantees shapes, but not that the memory still exists.
             for memory in memories:
-                check_storage(entry.name, memory)
+                check_storage(named_tensor.name, memory)
             is_late = (
                 overlap
-                and entry.is_late
-                and all(map(_may_be_late, (*memories, *entry.outer_tensors)))
+                and named_tensor.is_late
+                and all(map(_may_be_late, (*memories, *named_tensor.outer_tensors)))
             )
-            for item, piece, region in self.by_leaf[leaf_index + offset]:
-                memory = memories[piece]
+            for item_index, piece_index, region in self.places_by_leaf[leaf_index + offset]:
+                memory = memories[piece_index]
                 source = copyable(memory, leaf.dtype)
                 source = source if region is None else source[region]
                 address = source.data_ptr()
-                (late_copies if is_late else eager).extend(
-                    Copy(entry.name, source, view, memory, end, part_range, address)
-                    for view, end, part_range in image.targets(item, flat=source.is_contiguous())
+                (late_copies if is_late else eager_copies).extend(
+                    Copy(named_tensor.name, source, view, memory, end, part_range, address)
+                    for view, end, part_range in image.targets(
+                        item_index, flat=source.is_contiguous()
+                    )
                 )
             if is_late:
-                own_wrappers = () if form.wrapper is None else (form.wrapper,)
-                wrappers += [(entry.name, outer) for outer in (*own_wrappers, *entry.outer_tensors)]
+                dtensors = () if form.wrapper is None else (form.wrapper,)
+                wrappers += [
+                    (named_tensor.name, outer_tensor)
+                    for outer_tensor in (*dtensors, *named_tensor.outer_tensors)
+                ]
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, tuple(memories), is_late))
@@ -182,7 +200,7 @@ class PreparedPlan:
         # sorted already.
         late_copies.sort(key=attrgetter("end"))
         return Batch(
-            eager=tuple(eager),
+            eager=tuple(eager_copies),
             late_copies=tuple(late_copies),
             checks=tuple(checks),
             wrappers=tuple(wrappers),
@@ -257,27 +275,41 @@ class PlanCache:
             names.add(item.name)
         leaves = tuple(self._leaf(item) for item in tensors)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
-        by_leaf: list[list[_Place]] = [[] for _ in leaves]
+        places_by_leaf: list[list[_Place]] = [[] for _ in leaves]
         box_indices = [BoxIndex(leaf.boxes) for leaf in leaves]
-        for index, write in enumerate(plan.items):
-            if write.nbytes:
-                boxes = leaves[write.leaf].boxes
-                candidates = box_indices[write.leaf].search(write.box)
-                piece = next(
-                    i for i in candidates if write.box == boxes[i] or boxes[i].contains(write.box)
+        for index, write_item in enumerate(plan.items):
+            if write_item.nbytes:
+                boxes = leaves[write_item.leaf].boxes
+                candidates = box_indices[write_item.leaf].search(write_item.box)
+                piece_index = next(
+                    i
+                    for i in candidates
+                    if write_item.box == boxes[i] or boxes[i].contains(write_item.box)
                 )
-                whole = boxes[piece]
-                region = None if write.box == whole else write.box.relative_to(whole).slices()
-                by_leaf[write.leaf].append(_Place(index, piece, region))
+                whole_box = boxes[piece_index]
+                region = (
+                    None
+                    if write_item.box == whole_box
+                    else write_item.box.relative_to(whole_box).slices()
+                )
+                places_by_leaf[write_item.leaf].append(_Place(index, piece_index, region))
         return PreparedPlan(
-            leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)), devices=_devices(tensors)
+            leaves=leaves,
+            plan=plan,
+            places_by_leaf=tuple(map(tuple, places_by_leaf)),
+            devices=_devices(tensors),
         )
 
     def _leaf(self, item: NamedTensor) -> Leaf:
-        """Return the leaf of a tensor, whose replicas are the ranks that share its writing."""
+        """Return the leaf of a tensor, whose replicas are the ranks that share its writing.
+
+        A delegated tensor is one that another replica saves, and this rank does not. If nodes have
+        tiers of their own, ``_node_of`` gives the node of each rank, and each node writes a copy of
+        a small tensor.
+        """
         leaf = leaf_of(item.name, item.tensor, () if item.is_delegated else item.replicas)
-        is_own = isinstance(item.tensor, LocalShards)
-        if is_own and leaf.replicas and self._rank not in leaf.replicas:
+        is_local_shards = isinstance(item.tensor, LocalShards)
+        if is_local_shards and leaf.replicas and self._rank not in leaf.replicas:
             raise UnsupportedValue(
                 item.name,
                 f"LocalShards whose replicas lack this rank ({self._rank})",
@@ -320,7 +352,9 @@ def _signatures(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
     signatures: list[Hashable] = []
     for part in parts:
         signatures += (
-            [_signature(*pair) for pair in _forms(part)] if isinstance(part, Segment) else [part]
+            [_signature(item, form) for item, form in _forms(part)]
+            if isinstance(part, Segment)
+            else [part]
         )
     return signatures
 
@@ -336,18 +370,18 @@ def _signature(item: NamedTensor, form: Form) -> Hashable:
     return (item.name, form.signature, item.replicas, item.is_delegated)
 
 
-def growth_of(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
+def first_step_growth(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
     """Return an estimate of how many bytes this rank's image grows by when the optimizers make
     their first step.
 
     The settings of an optimizer show how many tensors it probably keeps for a parameter.
     ``leaves`` are those of ``walk_result.named_tensors``, in the same order.
     """
-    pairs = zip(walk_result.named_tensors, leaves, strict=True)
-    replica_counts = {id(item.tensor): len(leaf.replicas) or 1 for item, leaf in pairs}
-    growth = 0
+    named_leaves = zip(walk_result.named_tensors, leaves, strict=True)
+    replica_counts = {id(item.tensor): len(leaf.replicas) or 1 for item, leaf in named_leaves}
+    growth_bytes = 0
     for optimizer in walk_result.optimizers:
-        keeper = keeper_of("", optimizer)
+        local_state = local_state_of("", optimizer)
         for group in optimizer.param_groups:
             # Adam has two moments, and a third one with amsgrad. SGD has a buffer with momentum.
             tensor_count = (
@@ -358,18 +392,18 @@ def growth_of(walk_result: WalkResult, leaves: Sequence[Leaf]) -> int:
                 else 0
             )
             for parameter in group["params"]:
-                if keeper.keeps(parameter) and not keeper.state.get(parameter):
-                    growth += (
+                if local_state.keeps(parameter) and not local_state.by_parameter.get(parameter):
+                    growth_bytes += (
                         tensor_count * _nbytes(parameter) // replica_counts.get(id(parameter), 1)
                         + _SMALL_STATE_BYTES
                     )
-    return growth
+    return growth_bytes
 
 
-def _nbytes(parameter: Source) -> int:
+def _nbytes(parameter: TensorOrShards) -> int:
     if isinstance(parameter, LocalShards):
         return sum(part.nbytes for part in parameter.tensors)
-    return local(parameter).nbytes
+    return to_local(parameter).nbytes
 
 
 def _may_be_late(memory: torch.Tensor) -> bool:
@@ -391,6 +425,6 @@ def _devices(items: Iterable[NamedTensor]) -> Devices:
     devices = {
         part.device
         for source in sources
-        for part in (source.tensors if isinstance(source, LocalShards) else (local(source),))
+        for part in (source.tensors if isinstance(source, LocalShards) else (to_local(source),))
     }
     return tuple(sorted((device for device in devices if device.type != "cpu"), key=str))

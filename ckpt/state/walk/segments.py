@@ -8,8 +8,10 @@ A tensor object may get another dtype, shape or memory at any time (``model.half
 ``parameter.data = other``). So a segment keeps these properties of its tensors as values, which it
 reads on the training thread when it is built.
 
-Tensors that share a buffer with others have places in it (``views_of``). A segment remembers
-whether it has such tensors.
+Tensors that share a buffer with others have places in it, their views (``views_of``). A segment
+remembers whether it has such tensors. A tensor is tied to an earlier one if both have the same
+memory and elements: the bytes are then stored once. The memory of a tensor is its local memory on
+this rank.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckpt.model.views import View, without_sparse
-from ckpt.state.tensors.layout import PLAIN, dtype_name, form_of, is_expanded, is_plain
-from ckpt.state.tensors.local_shards import LocalShards, Source
+from ckpt.state.tensors.layout import PLAIN_CLASSES, dtype_name, form_of, is_expanded, is_plain
+from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.torch_private import guards_of, storage_identity
 
 
@@ -48,7 +50,7 @@ class NamedTensor(NamedTuple):
     """
 
     name: str
-    tensor: Source
+    tensor: TensorOrShards
     is_late: bool
     replicas: tuple[int, ...]
     is_delegated: bool = False
@@ -82,14 +84,14 @@ class Segment:
             may be used again.
         is_made: True if a restore may have to make the tensors. It never makes those of a module.
         has_parts_of_buffers: Whether one of ``named_tensors`` may be a view of a buffer (see
-            ``is_part``).
+            ``may_be_view``).
         apart_from: The segments that came before this one in the last walk, and that are known to
             share no tensor and no memory with it; None if this is not known.
     """
 
     __slots__ = (
-        "_facts",
         "_key",
+        "_tensor_facts",
         "_tensors",
         "apart_from",
         "by_address",
@@ -105,7 +107,7 @@ class Segment:
     def __init__(
         self,
         key: Sequence[object],
-        tensors: Sequence[Source],
+        tensors: Sequence[TensorOrShards],
         *,
         named_tensors: Sequence[NamedTensor],
         ties: Mapping[str, str],
@@ -121,12 +123,12 @@ class Segment:
         self.closed = {item.name for item in named_tensors}.issuperset(ties.values())
         self.apart_from: list[Segment] | None = None
         self.is_made = True
-        self.has_parts_of_buffers = any(is_part(item.tensor) for item in self.named_tensors)
+        self.has_parts_of_buffers = any(may_be_view(item.tensor) for item in self.named_tensors)
         self._key, self._tensors = tuple(key), tuple(tensors)
-        self._facts = Facts(self._tensors)
+        self._tensor_facts = TensorFacts(self._tensors)
         self.forms = tuple(form_of(item.tensor) for item in self.named_tensors)
 
-    def is_unchanged(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
+    def is_unchanged(self, key: Sequence[object], tensors: Sequence[TensorOrShards]) -> bool:
         """Return True if ``key`` equals that of this segment, and ``tensors`` are the same objects
         with the same memory and form.
         """
@@ -134,14 +136,14 @@ class Segment:
             len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
             and self._key == tuple(key)
-            and self._facts.is_unchanged(tensors)
+            and self._tensor_facts.is_unchanged(tensors)
         )
 
 
 _referent: Final = weakref.ref.__call__
 
 
-class Table:
+class KnownDict:
     """A large dict of tensors as it was in the last walk. This record keeps the tensors alive only
     when it has a ``segment``.
 
@@ -154,7 +156,9 @@ class Table:
 
     __slots__ = ("_refs", "keys", "name_chars", "node", "segment")
 
-    def __init__(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> None:
+    def __init__(
+        self, value: Mapping[str, TensorOrShards], tensors: Sequence[TensorOrShards]
+    ) -> None:
         self.keys = tuple(value)
         self._refs = tuple(map(weakref.ref, tensors))
         self.node: dict[str, Any] | None = None
@@ -162,16 +166,19 @@ class Table:
         self.segment: Segment | None = None
 
     def keep_node(self, node: dict[str, Any], segment: Segment, name_chars: float) -> None:
+        """Set the attributes of the same names."""
         self.node, self.segment, self.name_chars = node, segment, name_chars
 
-    def is_of(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> bool:
+    def describes(
+        self, value: Mapping[str, TensorOrShards], tensors: Sequence[TensorOrShards]
+    ) -> bool:
         """Return True if ``value``, whose values are ``tensors``, has the same keys and the same
         tensor objects as this record.
         """
         return self.keys == tuple(value) and all(map(is_, map(_referent, self._refs), tensors))
 
 
-class Facts:
+class TensorFacts:
     """The properties of some tensors that must not change while views of their memory are in use.
 
     The properties are kept as values. Each property of all tensors is compared in one pass at the
@@ -191,11 +198,11 @@ class Facts:
         "_strides",
     )
 
-    def __init__(self, tensors: Sequence[Source]) -> None:
+    def __init__(self, tensors: Sequence[TensorOrShards]) -> None:
         self._kinds: list[type] | None = None
         kinds = list(map(type, tensors))
         memories, self._layouts = _memories(tensors, kinds)
-        if not PLAIN.issuperset(map(type, memories)):
+        if not PLAIN_CLASSES.issuperset(map(type, memories)):
             return
         try:
             self._addresses = list(map(torch.Tensor.data_ptr, memories))
@@ -209,7 +216,7 @@ class Facts:
             return
         self._kinds = kinds
 
-    def is_unchanged(self, tensors: Sequence[Source]) -> bool:
+    def is_unchanged(self, tensors: Sequence[TensorOrShards]) -> bool:
         """Return True if ``tensors`` have the recorded properties now. Return False if a tensor is
         of a kind that cannot be compared.
         """
@@ -220,7 +227,7 @@ class Facts:
         try:
             return (
                 len(memories) == len(self._addresses)
-                and (memories is tensors or PLAIN.issuperset(map(type, memories)))
+                and (memories is tensors or PLAIN_CLASSES.issuperset(map(type, memories)))
                 and layouts == self._layouts
                 and (self._guards(*memories) or self._are_alike(memories))
                 and all(map(eq, map(torch.Tensor.data_ptr, memories), self._addresses))
@@ -245,13 +252,13 @@ class Facts:
 
 
 def _memories(
-    tensors: Sequence[Source], kinds: Sequence[type]
+    tensors: Sequence[TensorOrShards], kinds: Sequence[type]
 ) -> tuple[Sequence[torch.Tensor], list[Any]]:
     """Return the tensors with the memory of ``tensors``: the local tensors of DTensors, the parts
     of ``LocalShards``, and any other tensor itself. Return also the layouts of the DTensors and
     ``LocalShards``.
     """
-    if PLAIN.issuperset(kinds):
+    if PLAIN_CLASSES.issuperset(kinds):
         return tensors, []  # type: ignore[return-value]
     memories: list[torch.Tensor] = []
     layouts: list[Any] = []
@@ -274,7 +281,7 @@ place.
 _dtype_of: Final = attrgetter("dtype")
 
 
-def is_part(tensor: Source) -> bool:
+def may_be_view(tensor: TensorOrShards) -> bool:
     """Return True if a plain tensor is not all of its storage, so that others may have the rest."""
     return (
         is_plain(tensor)
@@ -283,7 +290,7 @@ def is_part(tensor: Source) -> bool:
     )
 
 
-def place_of(tensor: Source) -> int:
+def address_of(tensor: TensorOrShards) -> int:
     """Return a number that is equal for tensors whose memory begins at the same address: this
     address, or 0 if the tensor has no memory of its own at one address.
 
@@ -293,25 +300,29 @@ def place_of(tensor: Source) -> int:
     if is_plain(tensor):
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
     if isinstance(tensor, DTensor) and is_plain(memory := tensor._local_tensor):
-        return place_of(memory) or hash((storage_identity(memory), memory.storage_offset()))
+        return address_of(memory) or hash((storage_identity(memory), memory.storage_offset()))
     return 0
 
 
-def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_view(tensor: torch.Tensor, candidate: torch.Tensor) -> bool:
     """Return True if two tensors at the same address have the same elements.
 
     A tensor that is lazily conjugated or negated has the same memory as the original, but other
     values.
     """
-    if isinstance(a, DTensor) or isinstance(b, DTensor):
-        if not (isinstance(a, DTensor) and isinstance(b, DTensor)) or a._spec != b._spec:
+    if isinstance(tensor, DTensor) or isinstance(candidate, DTensor):
+        if (
+            not (isinstance(tensor, DTensor) and isinstance(candidate, DTensor))
+            or tensor._spec != candidate._spec
+        ):
             return False
-        a, b = a._local_tensor, b._local_tensor
+        tensor, candidate = tensor._local_tensor, candidate._local_tensor
     return (
-        (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
-        and a.stride() == b.stride()
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
+        (tensor.dtype, tensor.shape, tensor.device)
+        == (candidate.dtype, candidate.shape, candidate.device)
+        and tensor.stride() == candidate.stride()
+        and tensor.is_conj() == candidate.is_conj()
+        and tensor.is_neg() == candidate.is_neg()
     )
 
 
@@ -328,7 +339,7 @@ def views_of(parts: Sequence[Segment | NamedTensor]) -> dict[str, View]:
     if not any(
         (part.is_made and part.has_parts_of_buffers)
         if isinstance(part, Segment)
-        else is_part(part.tensor)
+        else may_be_view(part.tensor)
         for part in parts
     ):
         return {}
@@ -340,11 +351,12 @@ def views_of(parts: Sequence[Segment | NamedTensor]) -> dict[str, View]:
     for group in by_storage.values():
         if len(group) == 1:
             continue
-        buffer_name, any_tensor = group[0]
-        start = any_tensor.untyped_storage().data_ptr()
-        base = min(tensor.data_ptr() - start for _, tensor in group) // _ALIGNMENT * _ALIGNMENT
+        buffer_name, first_tensor = group[0]
+        storage_start = first_tensor.untyped_storage().data_ptr()
+        first_offset = min(tensor.data_ptr() - storage_start for _, tensor in group)
+        buffer_start = storage_start + first_offset // _ALIGNMENT * _ALIGNMENT
         for name, tensor in group:
-            offset = tensor.data_ptr() - start - base
+            offset = tensor.data_ptr() - buffer_start
             views[name] = View(buffer_name, offset, tensor.stride())
             kinds[name] = dtype_name(name, tensor.dtype), tuple(tensor.shape)
     return without_sparse(views, kinds)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.local_shards import TensorOrShards
 from ckpt.state.walk.module_entries import ModuleItems
 
 
@@ -27,13 +27,13 @@ class StandIn(ABC):
     """
 
     @abstractmethod
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Bring this stand-in up to date with the object that it stands for, without changing that
         object. ckpt calls this method before every walk over the state.
         """
 
     @abstractmethod
-    def settle(self) -> None:
+    def take_restored_values(self) -> None:
         """Pass the restored tensors and values on to the object that this stand-in stands for.
 
         ckpt calls this method on every rank, after all tensors were read and all values set.
@@ -83,7 +83,7 @@ class ModuleStandIn(nn.Module, StandIn):
     """The base class of objects that stand for a module.
 
     Attributes:
-        fills_module: True if the items are tensors of the state dict of ``keyed_by()``. A restore
+        fills_module: True if the items are tensors of the state dict of ``key_module()``. A restore
             then calls the ``load_state_dict()`` of that module if it has code of its own.
     """
 
@@ -95,7 +95,7 @@ class ModuleStandIn(nn.Module, StandIn):
         object as in the last call if nothing has changed.
         """
 
-    def keyed_by(self) -> nn.Module:
+    def key_module(self) -> nn.Module:
         """Return the module in whose state dict the items have their keys (``Entry.key``)."""
         return self
 
@@ -113,7 +113,7 @@ class OptimizerStandIn(Optimizer, StandIn, ExtraValues):
     @abstractmethod
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> Source:
+    ) -> TensorOrShards:
         """Return a new tensor for the value ``key`` of the state of ``parameter``.
 
         A restore calls this method if the optimizer has no such value of this dtype and shape. It
@@ -124,5 +124,6 @@ class OptimizerStandIn(Optimizer, StandIn, ExtraValues):
     def load_extra(self, extra: dict[str, Any]) -> None:
         """Set the values that ``extra`` returned when the checkpoint was saved.
 
-        ckpt calls this method before ``settle``, and only if the checkpoint has these values.
+        ckpt calls this method before ``take_restored_values``, and only if the checkpoint has these
+        values.
         """

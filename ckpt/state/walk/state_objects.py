@@ -1,5 +1,9 @@
 """Find modules, optimizers, tensors and objects with a ``state_dict()`` in the dicts, lists and
 tuples of a state, and choose those that a save writes.
+
+A stand-in is an object that takes the place of a module or optimizer of a framework. A value is
+plain if it has no tensors and objects inside. A walk over a value takes exponential time if its
+containers hold the same containers many times, level by level.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from ckpt.errors import UnsupportedValue
 from ckpt.model.levels import is_bounded, is_plain
 from ckpt.model.patterns import WHOLE, Patterns, left_out
 from ckpt.model.values import PlainNode, check_bounded, check_name, join, plain_node
-from ckpt.state.tensors.layout import PLAIN
+from ckpt.state.tensors.layout import PLAIN_CLASSES
 from ckpt.state.walk.stand_in import StandIn
 
 _MAX_DEPTH: Final = 100
@@ -27,7 +31,7 @@ _VALUE_TYPES: Final[frozenset[type]] = frozenset(
     {int, float, str, bool, type(None), bytes, bytearray, complex, set, frozenset}
 )
 """Types whose values contain no tensor."""
-_LEAF_TYPES: Final[frozenset[type]] = _VALUE_TYPES | PLAIN
+_LEAF_TYPES: Final[frozenset[type]] = _VALUE_TYPES | PLAIN_CLASSES
 """Types whose values contain no module, optimizer or other object."""
 
 
@@ -38,7 +42,7 @@ def is_stateful(value: object) -> bool:
     )
 
 
-def declares_state(value: object) -> bool:
+def inherits_stateful(value: object) -> bool:
     """Return True if the class of ``value`` inherits from torch's ``Stateful`` (of
     ``torch.distributed.checkpoint``) and is no ``nn.Module``.
 
@@ -66,10 +70,10 @@ def refresh_stand_ins(objects: Sequence[tuple[str, Any]]) -> None:
     """
     for _, value in objects:
         if isinstance(value, StandIn):
-            value.look()
+            value.refresh()
 
 
-def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> None:
+def refuse_fake_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> None:
     """Raise ``UnsupportedValue`` if ``FakeTensorMode`` is active, and the state has a tensor in a
     module, optimizer, dict, list or tuple. In this mode, tensors have no data.
 
@@ -146,7 +150,7 @@ def named_entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def check_all_bounded(state: Mapping[str, Any]) -> None:
+def check_walk_times(state: Mapping[str, Any]) -> None:
     """Raise ``UnsupportedValue`` if a walk over a value of ``state`` would take exponential
     time.
     """
@@ -161,10 +165,10 @@ def has_optimizer(state: object) -> bool:
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the path and the object of each module and optimizer in the dicts, lists and tuples of
-    a state, except those for which ``declares_state`` is True.
+    a state, except those for which ``inherits_stateful`` is True.
     """
     if isinstance(value, nn.Module | Optimizer):
-        if not declares_state(value):
+        if not inherits_stateful(value):
             yield path, value
     elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
         for key, item in value.items():
@@ -238,8 +242,8 @@ class Choice:
     def part_of(self, state: Mapping[Any, Any], path: str = "") -> Mapping[Any, Any]:
         """Return ``state``, the dict at ``path``, without the values that are not saved.
 
-        A module or optimizer stays in the result if any part of it may be saved. The walk then
-        calls ``takes`` for each of its values.
+        A module or optimizer stays in the result if the patterns reach a value inside of it. The
+        walk then calls ``takes`` for each of its values.
         """
         if self._patterns is WHOLE:
             return state
@@ -252,7 +256,7 @@ class Choice:
             is_taken = self.takes(name)
             if self._patterns.excludes(name) or not (is_taken or self._patterns.reaches(name)):
                 continue
-            if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
+            if isinstance(value, nn.Module | Optimizer) and not inherits_stateful(value):
                 part[key] = value
             elif isinstance(value, dict) and type(value) in (dict, OrderedDict):
                 inner_part = self.part_of(value, name)

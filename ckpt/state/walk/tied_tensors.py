@@ -1,4 +1,8 @@
-"""Register the tensors of a walk, alone or as segments, and find the tensors that share memory."""
+"""Register the tensors of a walk, alone or as segments, and find the tensors that share memory.
+
+A segment has the named tensors of one module, optimizer or large dict. It is used again by the next
+walk if nothing in it has changed.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import torch
 
 from ckpt.model.values import check_name
 from ckpt.state.tensors.layout import check_initialized
-from ckpt.state.tensors.local_shards import Source
-from ckpt.state.walk.segments import NamedTensor, Segment, TensorsByAddress, place_of, same_view
+from ckpt.state.tensors.local_shards import TensorOrShards
+from ckpt.state.walk.segments import NamedTensor, Segment, TensorsByAddress, address_of, same_view
 
 
 class Registry:
@@ -33,6 +37,7 @@ class Registry:
         self.ties: dict[str, str] = {}
         self._segments: Final = segments
         self._names_by_id: dict[int, str] = {}
+        """The identity (``id``) of each tensor -> the name under which its bytes are stored."""
         self._by_address: TensorsByAddress = {}
         self._pending_segments: list[
             Segment
@@ -55,7 +60,7 @@ class Registry:
         self,
         path: str,
         key: Sequence[object],
-        tensors: Sequence[Source],
+        tensors: Sequence[TensorOrShards],
         make: Callable[[], Iterator[NamedTensor]],
         *,
         is_made: bool = True,
@@ -70,7 +75,7 @@ class Registry:
         return segment or self.add_new(path, key, tensors, make(), is_made=is_made)
 
     def add_known(
-        self, path: str, key: Sequence[object], tensors: Sequence[Source]
+        self, path: str, key: Sequence[object], tensors: Sequence[TensorOrShards]
     ) -> Segment | None:
         """Register the segment of the last walk at ``path``, and return it.
 
@@ -98,12 +103,14 @@ class Registry:
         self,
         path: str,
         key: Sequence[object],
-        tensors: Sequence[Source],
+        tensors: Sequence[TensorOrShards],
         candidates: Iterator[NamedTensor],
         *,
         is_made: bool = True,
     ) -> Segment:
-        """Register a new segment of ``candidates`` at ``path``, and return it."""
+        """Register a new segment of ``candidates`` at ``path``, and return it. ``key``, ``tensors``
+        and ``is_made`` are those of ``Segment``.
+        """
         named_tensors: list[NamedTensor] = []
         ties: dict[str, str] = {}
         names_by_id: dict[int, str] = {}
@@ -162,7 +169,11 @@ class Registry:
         self._pending_segments.clear()
 
     def _stored_name(
-        self, name: str, tensor: Source, names_by_id: dict[int, str], by_address: TensorsByAddress
+        self,
+        name: str,
+        tensor: TensorOrShards,
+        names_by_id: dict[int, str],
+        by_address: TensorsByAddress,
     ) -> str:
         """Return the name under which the bytes of ``tensor`` are stored: ``name``, or that of an
         earlier tensor to which it is tied.
@@ -177,7 +188,7 @@ class Registry:
         stored_name = self._names_by_id.get(id(tensor)) or names_by_id.get(id(tensor))
         if stored_name is None:
             stored_name = name
-            if isinstance(tensor, torch.Tensor) and (address := place_of(tensor)):
+            if isinstance(tensor, torch.Tensor) and (address := address_of(tensor)):
                 candidates = (
                     [*self._by_address.get(address, ()), *by_address.get(address, ())]
                     if by_address is not self._by_address

@@ -1,4 +1,7 @@
-"""Put the trained part of a model into a state, in place of the model."""
+"""Put the trained part of a model into a state, in place of the model.
+
+The items of a module are the values of its state dict that are saved, and an entry is one of them.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ def trainable(model: nn.Module) -> nn.Module:
 
 
 class _Trainable(ModuleStandIn):
+    """Stands for the trained part of a model in a state. See ``trainable``."""
+
     fills_module = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,13 +57,13 @@ class _Trainable(ModuleStandIn):
         )
         """The items of the model at the last call, which of them are trained, and the result."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Do nothing, since ``items`` reads the model on every call."""
 
-    def settle(self) -> None:
+    def take_restored_values(self) -> None:
         """Do nothing, since a restore fills the model's own tensors."""
 
-    def keyed_by(self) -> nn.Module:
+    def key_module(self) -> nn.Module:
         """Return the model."""
         return self.model
 
@@ -70,27 +75,31 @@ class _Trainable(ModuleStandIn):
         flags = [_is_trained(entry.value) for entry in whole.entries]
         last_whole, last_flags, part = self._last_items
         if part is None or last_whole is not whole or last_flags != flags:
-            part = _part_of(whole, flags)
+            part = _trained_items(whole, flags)
             self._last_items = whole, flags, part
         return part
 
 
-def _part_of(whole: ModuleItems, flags: Sequence[bool]) -> ModuleItems:
+def _trained_items(whole: ModuleItems, flags: Sequence[bool]) -> ModuleItems:
     """Return ``whole`` without the entries to leave out. ``flags`` says for each entry whether it
     is a trained parameter.
     """
-    pairs = list(zip(whole.entries, flags, strict=True))
-    trained_modules = {_module_name(entry) for entry, is_trained in pairs if is_trained}
+    flagged_entries = list(zip(whole.entries, flags, strict=True))
+    trained_modules = {_module_name(entry) for entry, is_trained in flagged_entries if is_trained}
     keep_flags = [
         is_trained
         or (id(entry.value) not in whole.parts and _module_name(entry) in trained_modules)
-        for entry, is_trained in pairs
+        for entry, is_trained in flagged_entries
     ]
     return replace(
         whole,
-        entries=tuple(entry for (entry, _), keep in zip(pairs, keep_flags, strict=True) if keep),
+        entries=tuple(
+            entry for (entry, _), keep in zip(flagged_entries, keep_flags, strict=True) if keep
+        ),
         omissions=tuple(
-            entry.fqn for (entry, _), keep in zip(pairs, keep_flags, strict=True) if not keep
+            entry.fqn
+            for (entry, _), keep in zip(flagged_entries, keep_flags, strict=True)
+            if not keep
         ),
     )
 

@@ -1,5 +1,8 @@
 """Replace the wrapper tensors (see ``tensors.wrapped``) of a module or optimizer by the tensors
 inside of them.
+
+A wrapper tensor is one whose elements are in other tensors, down to the innermost ones, which are
+no wrapper tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node
-from ckpt.state.tensors.local_shards import Source
+from ckpt.state.tensors.local_shards import TensorOrShards
 from ckpt.state.tensors.wrapped import WrapperParts, kind_of, take_apart, wrappers_in
 from ckpt.state.walk.last_walk import OptimizerItems
 from ckpt.state.walk.module_entries import AnyPiece, ModuleItems
@@ -38,13 +41,13 @@ class Wrappers:
         parts: The index of each wrapper tensor that is saved -> its parts.
     """
 
-    tensors: Sequence[Source]
+    tensors: Sequence[TensorOrShards]
     key: tuple[Hashable, ...] = ()
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
     parts: dict[int, WrapperParts] = field(default_factory=dict[int, WrapperParts])
 
     @classmethod
-    def among(cls, tensors: Sequence[Source], name_of: NameOf) -> Wrappers:
+    def among(cls, tensors: Sequence[TensorOrShards], name_of: NameOf) -> Wrappers:
         """Take apart the wrapper tensors among ``tensors``, each once. ``name_of`` gives the name
         of each.
 
@@ -69,6 +72,7 @@ class Wrappers:
             if id(tensor) not in parts_by_id:
                 parts_by_id[id(tensor)] = take_apart(name, tensor)
             parts = parts_by_index[index] = parts_by_id[id(tensor)]
+            # The innermost tensors are stored under their own names.
             nodes[name] = parts.layer.node(name, str)
         unsaved_indices = set(indices) - parts_by_index.keys()
         inner_tensors = [
@@ -91,17 +95,21 @@ class Wrappers:
         if (parts := self.parts.get(index)) is None:
             yield item
             return
-        for path, inner in parts.sources(item.replicas).items():
+        for path, inner in parts.innermost_tensors(item.replicas).items():
             yield item._replace(
                 name=f"{item.name}/{path}",
-                tensor=inner.source,
+                tensor=inner.tensor,
                 replicas=inner.replicas,
                 outer_tensors=parts.outer_tensors,
             )
 
 
-def _innermost(tensor: Source, parts: WrapperParts | None) -> list[Source]:
-    return [tensor] if parts is None else [leaf for _, leaf in parts.layer.leaves()]
+def _innermost(tensor: TensorOrShards, parts: WrapperParts | None) -> list[TensorOrShards]:
+    return (
+        [tensor]
+        if parts is None
+        else [inner_tensor for _, inner_tensor in parts.layer.inner_tensors()]
+    )
 
 
 def module_wrappers(path: str, items: ModuleItems, choice: Choice) -> Wrappers:

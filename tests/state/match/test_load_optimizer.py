@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.state.match import load_optimizer
-from ckpt.state.match.optimizer_load_code import place
+from ckpt.state.match.optimizer_load_code import move_to_parameter
 from ckpt.state.walk.modules import new_state
 from tests.kit.worlds import world
 from tests.state.saving import assert_same, restored, saved
@@ -72,11 +72,11 @@ def test_tensors_inside_of_lists_go_to_the_device_of_the_parameter() -> None:
     value = {"dirs": [torch.ones(2), (torch.ones(1), None, 3)], "in": {"step": torch.ones(())}}
     parameter = torch.empty(3, device="meta")
     meta = parameter.device
-    moved = place(value, {}, parameter)
+    moved = move_to_parameter(value, {}, parameter)
     assert moved["dirs"][0].device == moved["dirs"][1][0].device == meta
     assert moved["dirs"][1][1:] == (None, 3)
     assert moved["in"]["step"].device.type == "cpu"
-    assert place(value, {"fused": True}, parameter)["in"]["step"].device == meta
+    assert move_to_parameter(value, {"fused": True}, parameter)["in"]["step"].device == meta
 
 
 @pytest.mark.distributed
