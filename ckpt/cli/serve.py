@@ -16,7 +16,7 @@ from ckpt.cli.options import PlacesArgument, RootsOption, places, tiers_of, with
 from ckpt.config import MEMORY
 from ckpt.errors import ConfigError
 from ckpt.observe.run_view import RunWatch, watch_runs
-from ckpt.observe.timed_calls import answers
+from ckpt.observe.timed_calls import results_in_time
 from ckpt.page.prices import LIST_PRICES, price_of
 from ckpt.page.server import address, listen, read_token
 from ckpt.page.server import run as run_server
@@ -129,15 +129,17 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
         tiers = resolve_tiers(None)
         return watch_runs((), {tiers[-1].url: tiers})
     folders = [root for root in roots if root != MEMORY]
-    files = answers([partial(is_file, root) for root in folders], _PATIENCE_SECONDS)
-    for root, is_no_folder in zip(folders, files, strict=True):
-        if is_no_folder:
+    are_files = results_in_time([partial(is_file, root) for root in folders], _PATIENCE_SECONDS)
+    for root, is_file_there in zip(folders, are_files, strict=True):
+        if is_file_there:
             raise ConfigError(
                 f"{root} is a file: name the folder of a run, or --config FILE if the file has the "
                 "tiers of one"
             )
-    missing = answers([partial(is_missing, root) for root in folders], _PATIENCE_SECONDS)
-    for root, is_gone in zip(folders, missing, strict=True):
+    are_missing = results_in_time(
+        [partial(is_missing, root) for root in folders], _PATIENCE_SECONDS
+    )
+    for root, is_gone in zip(folders, are_missing, strict=True):
         if is_gone:
             output.warn(f"{root} does not exist: it is shown as soon as a job makes it")
     return watch_runs([resolve_tier(url) for url in with_memory(roots)], tiers_by_config)

@@ -1,4 +1,7 @@
-"""``ckpt top``: show runs in the terminal."""
+"""``ckpt top``: show runs in the terminal.
+
+A *scrub* is the verification of stored steps by the agent of this node.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def _tables(run: RunView) -> Iterator[Table | Text]:
     for number, tier in enumerate(run.tiers, 1):
         free = "-" if isnan(tier.free) else size(tier.free)
         newest = str(tier.newest) if tier.newest >= 0 else "-"
-        used_size = size(tier.used_bytes) if tier.opened else "-"
+        used_size = size(tier.used_bytes) if tier.is_listed else "-"
         cells = (f"{number} {tier.url}", str(tier.steps), newest, used_size, free, _under_way(tier))
         tiers.add_row(*(Text(clean(cell)) for cell in cells))
     yield tiers

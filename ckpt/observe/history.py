@@ -1,4 +1,8 @@
-"""The history of a run, computed from the records of its journal. No function does I/O."""
+"""The history of a run, computed from the records of its journal. No function does I/O.
+
+A save is *staged* when its state is copied to host memory. From then on it is on its way to its
+tiers: each of them commits it, or misses it if the tier is too far behind or fails.
+"""
 
 from __future__ import annotations
 
@@ -128,9 +132,11 @@ class History:
     @property
     def evaluations(self) -> set[str]:
         """The ids of the jobs that have saved nothing, and have restored only to evaluate."""
-        going_on = {name for name, job in self.jobs.items() if job.has_saved}
-        going_on |= {r.record.job for r in self.restores if not r.record.evaluates}
-        return {restore.record.job for restore in self.restores} - going_on
+        trainings = {name for name, job in self.jobs.items() if job.has_saved}
+        trainings |= {
+            restore.record.job for restore in self.restores if not restore.record.evaluates
+        }
+        return {restore.record.job for restore in self.restores} - trainings
 
     def is_of(self, root: str) -> bool:
         """Return True if jobs have used the root at the path ``root``, which has no links. If not,
@@ -149,7 +155,8 @@ class History:
 
 def history_of(records: Sequence[Record]) -> History:
     """Return the history of a run from the records of its journal, oldest first."""
-    history, troubles = History(), list[Record]()
+    history = History()
+    troubles: list[Record] = []  # What the restore under way could not use
     staged_steps: set[int] = set()  # Steps that the current job has staged
     for record in records:
         job = history.jobs.get(record.job)
@@ -157,7 +164,8 @@ def history_of(records: Sequence[Record]) -> History:
             job.last_at = record.at
         match record.event:
             case "SaveStaged":
-                if job is not None and not job.has_saved:  # A job that only restores cuts nothing
+                if job is not None and not job.has_saved:
+                    # The job before has ended, and so what it had staged gets to no tier
                     job.has_saved = True
                     mark_cut(history.saves[step] for step in staged_steps)
                     staged_steps.clear()

@@ -1,4 +1,7 @@
-"""Whether the job of a run lives, from its journal and from its process. It does almost no I/O."""
+"""Whether the job of a run lives, from its journal and from its process. It does almost no I/O.
+
+A *beat* is the time at which a job, in its journal, last showed that it is alive.
+"""
 
 from __future__ import annotations
 
@@ -66,23 +69,29 @@ def life_of(history: History, beats: Mapping[str, float], current_time: float) -
     """
     jobs = list(history.jobs.items())
     lives = lives_of(history, beats, current_time)
-    savers = [name for name, job in reversed(jobs) if job.has_saved]
-    for name in savers:
+    saving_jobs = [name for name, job in reversed(jobs) if job.has_saved]
+    for name in saving_jobs:
         if lives[name].is_alive:
             return lives[name]
-    saver = next(iter(savers), None)
+    newest_saving_job = next(iter(saving_jobs), None)
     for name, job in reversed(jobs):
         if job.has_saved:
             break
         if lives[name].is_alive:
             return lives[name]
-    return lives[saver] if saver is not None else None
+    return lives[newest_saving_job] if newest_saving_job is not None else None
 
 
 def lives_of(
     history: History, beats: Mapping[str, float], current_time: float
 ) -> dict[str, JobLife]:
-    """Return whether each job of a run lives, by its id. The arguments are those of ``life_of``."""
+    """Return whether each job of a run lives, by its id.
+
+    Args:
+        history: The history of the run.
+        beats: When each job that has not closed its manager was alive last, by its id.
+        current_time: The time, in seconds since 1970.
+    """
     evaluations = history.evaluations
     return {
         name: _life_of_job(job, beats.get(name), current_time, evaluates=name in evaluations)
@@ -91,6 +100,15 @@ def lives_of(
 
 
 def _life_of_job(job: Job, beat: float | None, current_time: float, *, evaluates: bool) -> JobLife:
+    """Return whether a job lives: whether its process does on this machine, and by its beat on
+    another machine.
+
+    Args:
+        job: The job.
+        beat: When it was alive last; None if it has closed its manager.
+        current_time: The time, in seconds since 1970.
+        evaluates: Whether the job has restored only to evaluate.
+    """
     start = job.start
     if (end := job.end) is not None:
         state: Life = "stopped" if end.reason == PLANNED_STOP else "ended"
@@ -99,10 +117,10 @@ def _life_of_job(job: Job, beat: float | None, current_time: float, *, evaluates
         reason = f"{end.error}: {end.reason}" if end.error else ""
         return JobLife(state, end.at, start.host, start.pid, reason)
     if start.machine == machine() and start.pid:
-        lives = Process(start.pid, start.start_time).lives
+        is_alive = Process(start.pid, start.start_time).lives
     else:
-        lives = beat is not None and current_time - beat < _SILENT_SECONDS
-    if lives:
+        is_alive = beat is not None and current_time - beat < _SILENT_SECONDS
+    if is_alive:
         state = "lives" if job.has_saved else "evaluates" if evaluates else "begins"
         return JobLife(state, start.at, start.host, start.pid)
     return JobLife("died", end_of(job, beat), start.host, start.pid)

@@ -5,7 +5,8 @@ training, how long each commit took, the metrics of steps that were removed late
 restore took from a farther tier, and whether the job lives.
 
 A thread of the journal writes it, so that a file system that does not answer delays no save.
-Nothing depends on the journal, and an error of it is only logged.
+Nothing depends on the journal, and an error of it is only logged. While a job lives, rank 0 renews
+the time of a small file in the folder every few seconds, which is a *beat*.
 """
 
 from __future__ import annotations
@@ -108,6 +109,10 @@ class Journal:
     Raises:
         ConfigError: ``root`` is neither a path nor a ``file://`` URL.
 
+    The thread runs ``_task`` and takes the records from ``_queue``. The records from before there
+    was a folder are in ``_early_records``. ``_has_open_record`` says whether the file has the first
+    record of the job, and ``_has_begun`` whether the job has saved, or goes on from a step.
+
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_task``. Only the
     thread of the journal uses the attributes from ``_file`` on.
     """
@@ -131,7 +136,7 @@ class Journal:
         self._early_records: deque[Record] = deque(maxlen=_MOST_EARLY_RECORDS)
         self._has_warned = False
         self._has_open_record = self._rank != 0  # Only rank 0 writes the record ``OPEN_EVENT``
-        self._has_begun = False  # Whether the job has saved, or goes on from a step
+        self._has_begun = False
 
     def __call__(self, event: Event) -> None:
         """Let the thread of the journal write the record of ``event``.
@@ -154,12 +159,12 @@ class Journal:
             reason: ``PLANNED_STOP``, or empty.
         """
         if self._rank == 0 and self._task is not None:
-            name, text = (type(error).__name__, str(error)) if error else ("", reason)
+            error_name, text = (type(error).__name__, str(error)) if error else ("", reason)
             self._queue.put(
                 Record(
                     at=time.time(),
                     event=CLOSE_EVENT,
-                    error=name,
+                    error=error_name,
                     reason=text[:_MOST_TEXT_CHARS],
                     job=self._job,
                 )
@@ -182,7 +187,7 @@ class Journal:
         with self._lock:
             if self._task is not None:
                 return
-            if has_script_ended():  # ``submit`` may run the call itself
+            if has_script_ended():  # ``submit`` may run the call on this thread: let it end
                 self._queue.put(None)
             try:
                 self._task = Workers("journal", 1).submit(self._run)
@@ -224,9 +229,10 @@ class Journal:
             lines = [msgspec.json.encode(record) + b"\n" for record in records]
             os.write(self._file, b"".join(lines))  # One call, so that processes do not mix lines
             self._has_warned = False
-            begins = record.event == "Restored" and not (record.evaluates or self._has_begun)
-            self._has_begun |= is_save or begins
-            if begins:
+            resumes = record.event == "Restored" and not record.evaluates
+            is_first_resume = resumes and not self._has_begun
+            self._has_begun |= is_save or resumes
+            if is_first_resume:
                 _warn_of_other_jobs(self._folder.removesuffix(FOLDER_SUFFIX))
         except OSError as error:
             if not self._has_warned and is_save:
@@ -262,8 +268,8 @@ class Journal:
         self._beat()
 
     def _first_record(self, moment: float) -> Record:
-        """Return the first record of this job."""
-        for name in filter(job_of_beat, os.listdir(self._folder)):  # Of jobs that were killed
+        """Return the first record of this job, and remove the old beats of others."""
+        for name in filter(job_of_beat, os.listdir(self._folder)):  # Beats of jobs that were killed
             path = os.path.join(self._folder, name)
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(path).st_mtime > _STALE_BEAT_SECONDS:
@@ -300,7 +306,7 @@ class Journal:
 
 def _warn_of_other_jobs(root: str) -> None:
     """Log a warning about each job of another process of this machine that lives and has not saved
-    to ``root`` yet, so that no ``writer.json`` names it. Evaluations do not count.
+    to ``root`` yet, so that it is not the owner of the root yet. Evaluations do not count.
 
     A job on another machine may have died some seconds ago, so nothing is said about it.
     """
@@ -309,8 +315,8 @@ def _warn_of_other_jobs(root: str) -> None:
     if not history.is_of(os.path.realpath(root)):
         return
     for name, life in lives_of(history, reader.beats(), time.time()).items():
-        is_here = history.jobs[name].start.machine == machine() and life.pid != os.getpid()
-        if life.state == "begins" and is_here:
+        is_on_machine = history.jobs[name].start.machine == machine()
+        if life.state == "begins" and is_on_machine and life.pid != os.getpid():
             _log.warning(
                 "ckpt: %s: another job lives, and has not saved yet (%s, process %d). One job "
                 "writes to a root at a time: once one of the two has saved, the saves of the other "
@@ -329,7 +335,9 @@ def default_journal(tiers: Sequence[OpenTier], rank: int) -> Journal | None:
     place = next((tier for tier in folders if not tier.local), next(iter(folders), None))
     if place is None:
         return None
-    rules = sorted((rule for tier in tiers if (rule := tier.tier.best)), key=lambda r: r.count)
+    rules = sorted(
+        (rule for tier in tiers if (rule := tier.tier.best)), key=lambda rule: rule.count
+    )
     best_rules = {rule.metric: rule for rule in rules}.values()  # The largest count of a metric
     return Journal(place.url, rank=rank, best_rules=best_rules, needs_root=True)
 

@@ -52,11 +52,11 @@ class JournalReader:
             try:
                 status = os.stat(path)
                 size = min(status.st_size, 2 * LIMIT_BYTES, budget)
-                state = (status.st_mtime_ns, status.st_size, size)
-                known_state, file_records = self._cache.get(name, (None, list[Record]()))
-                if known_state != state:
+                version = (status.st_mtime_ns, status.st_size, size)
+                cached_version, file_records = self._cache.get(name, (None, list[Record]()))
+                if cached_version != version:
                     file_records = list(_records(path, size))
-                    self._cache[name] = (state, file_records)
+                    self._cache[name] = (version, file_records)
             except OSError:
                 # The file was renamed after it was listed.
                 continue
@@ -77,7 +77,7 @@ class JournalReader:
 
     def beats(self) -> dict[str, float]:
         """Return when each job that has not closed its manager was alive last, by the id of the
-        job, in seconds since 1970.
+        job, in seconds since 1970: the time of a file that the job renews while it lives.
         """
         times: dict[str, float] = {}
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:

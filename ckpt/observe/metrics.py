@@ -1,4 +1,9 @@
-"""The metrics of one rank for Prometheus and OpenTelemetry."""
+"""The metrics of one rank for Prometheus and OpenTelemetry.
+
+A save is *staged* when its state is copied to host memory, into one of the buffers that are called
+slots. Then it waits for its tiers, as a part of their *backlog*, until they have committed it. A
+*replica* is a copy of the files of another node.
+"""
 
 from __future__ import annotations
 
@@ -79,19 +84,19 @@ class Metrics:
     ) -> None:
         rank = rank_of_this_process() if rank is None else rank
         self.registry, self._series = make_series(run, rank)
-        self._series.durable_timestamp_seconds().set_to_current_time()
+        self._series.durable_timestamp_seconds().set_to_current_time()  # Until the first commit
         self._backlog = Backlog()
         self._tiers: set[str] = set()
-        self._staged_at = 0.0
+        self._staged_at = 0.0  # When a save was last staged
         self._file: str | None = None
         if textfile is not None:
             self._file = os.path.join(os.fspath(textfile), f"ckpt-{rank}.prom")
-            self._write_first()
+            self._write_file_or_raise()
         self._sender = sender(self.registry, otlp)
         self._server: Any = None
         self.port: int | None = None
         if port is not None:
-            whole("port", port, 0, _LAST_PORT)
+            whole("port", port, 0, _LAST_PORT)  # Raises if it is no whole number in this range
             own_port = port + local_rank_of_this_process() if port else 0
             if own_port > _LAST_PORT:
                 raise ConfigError(
@@ -137,7 +142,7 @@ class Metrics:
             case _:
                 pass  # The metrics of the training are no metrics of checkpoints
         if self._file is not None:
-            self._write()
+            self._write_file_or_warn()
 
     def close(self) -> None:
         """Stop serving the metrics. If they are sent as OTLP, first send the last values, and wait
@@ -213,7 +218,7 @@ class Metrics:
             ) from None
         self._server, self.port = server, server.server_port
 
-    def _write_first(self) -> None:
+    def _write_file_or_raise(self) -> None:
         try:
             self._write_file()
         except OSError as error:
@@ -222,7 +227,7 @@ class Metrics:
                 "give the folder that node-exporter reads (--collector.textfile.directory)"
             ) from None
 
-    def _write(self) -> None:
+    def _write_file_or_warn(self) -> None:
         try:
             self._write_file()
         except OSError as error:

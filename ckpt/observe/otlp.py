@@ -48,7 +48,8 @@ def sender(registry: Any, otlp: bool | str | None) -> Sender | None:
 
     Args:
         registry: The `prometheus_client.CollectorRegistry`.
-        otlp: The argument ``otlp`` of `Metrics`.
+        otlp: The URL of the receiver, or True for the one that the environment names; None to send
+            only if the environment asks for it; False not to send.
 
     Raises:
         MissingExtra: The packages are missing, and ``otlp`` is True or a URL.
@@ -190,7 +191,7 @@ def _metrics(
     The names and labels are those of Prometheus.
 
     Args:
-        sdk: The first result of ``_packages``.
+        sdk: A namespace with the classes of the SDK of OpenTelemetry.
         families: The metrics of a registry, as its ``collect`` returns them.
         start_time: When the process began to count, in nanoseconds since 1970. It is used for a
             series whose creation time the registry does not contain.

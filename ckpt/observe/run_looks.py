@@ -40,7 +40,7 @@ class RunLooks:
 
 
 class _Look:
-    """Looks at one run on a thread of its own.
+    """Looks at one run on a thread of its own. ``_query`` is the look that is under way.
 
     Attributes:
         is_late: Whether the run had not answered when ``take`` was called last.

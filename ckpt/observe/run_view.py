@@ -1,4 +1,8 @@
-"""Views of runs for ``ckpt serve`` and ``ckpt top``, from the tiers and journals of each run."""
+"""Views of runs for ``ckpt serve`` and ``ckpt top``, from the tiers and journals of each run.
+
+A *listing* is an attempt at a step as a tier lists it now. An *arrival* is the progress of a save
+on one tier, as a journal has it. A journal names steps, and not attempts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from ckpt.observe.journal_reader import JournalReader
 from ckpt.observe.journal_record import Record
 from ckpt.observe.step_rows import facts_of, time_of
 from ckpt.observe.time_spent import TimeSpent, time_spent
-from ckpt.observe.timed_calls import answers
+from ckpt.observe.timed_calls import results_in_time
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import is_folder, is_missing, is_spelling_of
@@ -117,8 +121,9 @@ class TierView:
 
     Attributes:
         url: The URL of the tier.
-        opened: Whether the view is from a `TierWatch`, which lists the tier; ``error`` says if that
-            has failed. Otherwise only a journal names the tier, and all facts are from the journal.
+        is_listed: Whether the view is from a `TierWatch`, which lists the tier; ``error`` says if
+            that has failed. Otherwise only a journal names the tier, and all facts are from the
+            journal.
         error: Why the tier cannot be listed; empty if it can be.
         steps: How many attempts are committed on the tier.
         newest: The newest committed step; -1 if there is none.
@@ -129,7 +134,7 @@ class TierView:
     """
 
     url: str
-    opened: bool = True
+    is_listed: bool = True
     error: str = ""
     steps: int = 0
     newest: int = -1
@@ -166,7 +171,8 @@ class RunView:
 class TierWatch:
     """Lists one tier whenever ``ask`` is called, on a thread of its own.
 
-    If the store does not answer, only that thread is blocked, and ``error`` says so.
+    If the store does not answer, only that thread is blocked, and ``error`` says so. ``_query`` is
+    the listing that is under way.
 
     Args:
         url: The URL of the store. It is the URL of a store in memory if ``tier.url`` is "memory".
@@ -381,7 +387,7 @@ def _journal_view(url: str, history: History, committed: Collection[int] = ()) -
     saves = [save for save, arrival in arrivals if arrival.state == "committed"]
     return TierView(
         url=url,
-        opened=False,
+        is_listed=False,
         steps=0 if url.startswith(_MEMORY_SCHEME) else len(saves),
         newest=max((save.step for save in saves), default=-1),
         waiting=len(start_times),
@@ -406,7 +412,7 @@ def _rows(
         for listing in steps:
             attempts.setdefault((listing.ref.step, listing.ref.attempt), {})[url] = listing
     # A journal does not name attempts, so its save and its verifications of a step count for the
-    # youngest attempt.
+    # youngest attempt. Each entry is the time of the attempt, and its name.
     youngest_attempts: dict[int, tuple[float, str]] = {}
     for (step, attempt), step_by_tier in attempts.items():
         creation_time = max(map(time_of, step_by_tier.values()))
@@ -485,7 +491,7 @@ def _cell(listing: StoredStep | None, arrival: Arrival | None, tier: TierView) -
         is_there = listing.state == "committed"
         return Cell("committed" if is_there else "damaged", seconds, listing.reason)
     if arrival is not None and arrival.state == "committed":
-        is_gone = (tier.opened and not tier.error) or tier.url.startswith(_MEMORY_SCHEME)
+        is_gone = (tier.is_listed and not tier.error) or tier.url.startswith(_MEMORY_SCHEME)
         return Cell("removed" if is_gone else "committed", seconds)
     if arrival is not None:
         return Cell(arrival.state, 0.0, arrival.reason)
@@ -500,11 +506,13 @@ def watch_runs(roots: Sequence[Tier], tiers_by_run: Mapping[str, Sequence[Tier]]
             with the tiers in the order of the roots. Each other root becomes a run of its own.
         tiers_by_run: The tiers of further runs, by the name of the run.
     """
-    places = answers([partial(_place, root) for root in roots], _OPEN_SECONDS)
+    places = results_in_time([partial(_place, root) for root in roots], _OPEN_SECONDS)
     groups: list[list[tuple[Tier, _Place]]] = []
     for root, answer in zip(roots, places, strict=True):
         place = answer or _Place(root.url)
-        matches = [group for group in groups if any(place.joins(member) for _, member in group)]
+        matches = [
+            group for group in groups if any(place.shares_run_with(member) for _, member in group)
+        ]
         groups = [group for group in groups if group not in matches]
         groups.append([*(pair for group in matches for pair in group), (root, place)])
     tiers_by_group = [[tier for tier, _ in group] for group in groups]
@@ -519,7 +527,7 @@ class _Place:
     url: str
     saves: frozenset[tuple[str, ...]] = frozenset()
 
-    def joins(self, place: _Place) -> bool:
+    def shares_run_with(self, place: _Place) -> bool:
         """Return True if a journal beside one of the two roots has a save that goes to both."""
         return any({self.url, place.url} <= set(tiers) for tiers in self.saves | place.saves)
 

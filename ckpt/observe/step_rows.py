@@ -1,4 +1,7 @@
-"""The history of a run as rows of a table, one for each step: ``OpenCheckpoint.history``."""
+"""The history of a run as rows of a table, one for each step: ``OpenCheckpoint.history``.
+
+A *listing* is an attempt at a step as a tier lists it now. A save is what a journal says of a step.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def step_rows(url: str, steps: Sequence[StoredStep], history: History) -> list[d
     youngest: dict[int, StoredStep] = {}
     for step in sorted(steps, key=time_of):
         youngest[step.ref.step] = step
-    for step in sorted(steps, key=_rank):
+    for step in sorted(steps, key=_precedence):  # The last one counts
         listings[step.ref.step] = step
     failures = {record.step: record for record in history.failures}
     rows: list[dict[str, Any]] = []
@@ -75,7 +78,7 @@ def step_rows(url: str, steps: Sequence[StoredStep], history: History) -> list[d
         listing, save = listings.get(number), history.saves.get(number)
         if listing is not youngest.get(number):
             save = None  # A journal does not name attempts, so its save is the youngest attempt
-        arrival = save.tiers.get(url, Arrival()) if save else Arrival()
+        arrival = save.tiers.get(url, Arrival()) if save else Arrival()  # On this tier
         if listing is None and save is None:
             rows.append(_row(number, failures[number].at, "failed", 0, None, {}))
             continue
@@ -94,11 +97,13 @@ def time_of(step: StoredStep) -> float:
     return step.created_at or step.last_change or math.inf
 
 
-def _rank(step: StoredStep) -> tuple[bool, bool, float]:
+def _precedence(step: StoredStep) -> tuple[bool, bool, float]:
+    """Return a key that sorts the attempts at a step so that the one that counts comes last."""
     return step.state == "committed", not step.is_abandoned, time_of(step)
 
 
 def _state(url: str, listing: StoredStep | None, save: SavedStep | None) -> str:
+    """Return the state of a step on the tier ``url``, by its listing, or else by its save."""
     if listing is not None:
         return "damaged" if listing.state == "unsupported" else listing.state
     if save is None or url not in save.tiers:

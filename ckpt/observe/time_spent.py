@@ -53,7 +53,7 @@ def time_spent(history: History, ends: Mapping[str, float]) -> TimeSpent | None:
     if not alive_intervals:
         return None
     restores: list[Interval] = []
-    losses: list[Interval] = []
+    losses: list[Interval] = []  # From the save of a restored step to the begin of the restore
     for restore in history.job_restores:
         record = restore.record
         restores.append((record.at - record.seconds, record.at))

@@ -11,7 +11,7 @@ from ckpt.pipeline.workers import Workers
 T = TypeVar("T")
 
 
-def answers(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | None]:
+def results_in_time(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | None]:
     """Run each call on a thread of its own, and return the results.
 
     The result of a call that has not returned within ``seconds`` is None. Its thread waits on.
