@@ -77,7 +77,14 @@ def make_app(
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """The handlers of the routes. A handler that is not ``async`` runs in a thread of a pool."""
+    """The handlers of the routes. A handler that is not ``async`` runs in a thread of a pool.
+
+    Attributes:
+        live: The views of the runs.
+        openers: For each run, in the same order, what opens its steps.
+        templates: The templates of the pages.
+        measure: Says how far a tensor has moved between two steps; None if the page cannot say so.
+    """
 
     live: Live
     openers: tuple[StepOpener, ...]
@@ -153,7 +160,8 @@ class _Pages:
 
 async def _event_stream(live: Live) -> AsyncGenerator[bytes]:
     """Yield a server-sent event with the version of the views at the start and after each change,
-    until ``live`` is closed. After 15 seconds without an event, yield a comment.
+    until ``live`` is closed. After 15 seconds without an event, yield a comment. The views are
+    renewed as long as the stream is open.
     """
     sent_version, idle_seconds = -1, 0.0
     while not live.closed:

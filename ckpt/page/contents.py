@@ -1,4 +1,9 @@
-"""The contents of the pages, as values for the templates."""
+"""The contents of the pages, as values for the templates.
+
+A row stands for one attempt of a job at a step. It has a cell for each tier of the run, with the
+state of the attempt there. The *mode* of a metric says whether its smallest or its largest value is
+the best.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +114,7 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         current_rows = _by_metric(current_rows, sort, run)
     saves = [run.history.saves[step] for step in sorted(run.history.saves)]
     stalls = [(save.step, save.stall_seconds) for save in saves if save.stall_seconds]
-    arrivals = {
+    arrivals = {  # The seconds until each save was committed, by the URL of the tier
         tier.url: [
             (save.step, save.tiers[tier.url].seconds)
             for save in saves
@@ -364,7 +369,7 @@ class StepOpener:
         raise NoCheckpoint(run.name, f"step {row.step} is on no tier that can be read")
 
     def page(self, run: RunView, name: str, query: str, tensor: str, page: int) -> StepPage:
-        """Return the page of a step. Raises what ``step`` raises.
+        """Return the page of a step. Raises ``CkptError`` if no tier has it, or it cannot be read.
 
         Args:
             run: The view of the run.

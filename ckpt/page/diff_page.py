@@ -1,4 +1,9 @@
-"""The contents of the page that compares two steps."""
+"""The contents of the page that compares two steps.
+
+The *movement* of a tensor says how far its elements in both steps are apart. A *part* of the state
+is all tensors whose names begin alike. In a part, tensors with other ``values`` have other bytes,
+and ``unlike`` ones are in one step only, or have another dtype or shape.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +67,7 @@ def diff_page(
 
     Raises:
         ConfigError: The name of a step is empty.
-        CkptError: A step cannot be opened or read; see ``StepOpener.step``.
+        CkptError: No tier has the step, or it cannot be read.
     """
     if not name_a or not name_b:
         raise ConfigError("compare what? Give two steps")
@@ -76,7 +81,7 @@ def diff_page(
     is_read = measure is not None and read_bytes <= MOST_READ_BYTES
     movements: dict[str, Movement] = {}
     if measure is not None and is_read:
-        # The count of an optimizer's steps would move most.
+        # Without scalars, since the count of an optimizer's steps would move most
         for name in difference.other_values:
             if not reader_a.tensors[name].shape:
                 continue

@@ -123,7 +123,7 @@ def metric_chart(
         return None
     branch_points = _finite(abandoned_points)
     scale = _scale([*finite_points, *branch_points])
-    fork = [
+    fork = [  # The last point before the abandoned steps, from which their line begins
         point for point in finite_points if branch_points and point.step < branch_points[0].step
     ][-1:]
     best = next((point for point in finite_points if point.step == best_step), None)
@@ -180,7 +180,12 @@ def runs_chart(name: str, runs: Mapping[str, Sequence[Point]]) -> Chart | None:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """The place of steps and values in the image."""
+    """The place of steps and values in the image.
+
+    Attributes:
+        start, end: The first and the last step, at the left and the right edge.
+        low, top: The values at the lower and the upper edge.
+    """
 
     start: int
     end: int
@@ -200,10 +205,11 @@ class _Scale:
 
 
 def _scale(points: Sequence[Point]) -> _Scale:
+    """Return the scale for the points. A spike does not fit (see ``_TOP_FACTOR``)."""
     values = sorted(point.value for point in points)
     low = values[0]
-    usual = values[int(0.95 * (len(values) - 1))] - low
-    top = min(values[-1], low + _TOP_FACTOR * usual) if usual else values[-1]
+    usual_height = values[int(0.95 * (len(values) - 1))] - low
+    top = min(values[-1], low + _TOP_FACTOR * usual_height) if usual_height else values[-1]
     steps = [point.step for point in points]
     return _Scale(min(steps), max(steps), low, top if top > low else low + (abs(low) or 1.0))
 

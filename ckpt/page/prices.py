@@ -88,7 +88,7 @@ def price_of(text: str) -> tuple[str, Price]:
     if (
         not url
         or len(numbers) not in (1, _PRICE_COUNT)
-        or not all(0 <= n < math.inf for n in numbers)
+        or not all(0 <= number < math.inf for number in numbers)
     ):
         raise ConfigError(
             f"{text!r} is no price: give URL=DOLLARS, per gigabyte and month, such as "

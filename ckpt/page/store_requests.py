@@ -95,6 +95,7 @@ def save_requests(run: RunView, index: int) -> SaveRequests | None:
 
     They are those of a whole step without a codec. A save that writes less may need fewer puts.
     """
+    # The steps that the tier has or had. A row has a cell for each tier.
     rows = [row for row in run.steps if row.cells[index].state in _ARRIVAL_STATES]
     newest = next(
         (row for row in rows if row.ranks and row.cells[index].state in _PRESENT_STATES), None
