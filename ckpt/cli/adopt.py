@@ -1,4 +1,7 @@
-"""``ckpt adopt``: make a step of the files of another program, where they are."""
+"""``ckpt adopt``: make a step of the files of another program, where they are.
+
+An *attempt* at a step is what one job has saved as this step; a root may have several.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def adopt(
     kind: Annotated[
         Format | None, typer.Option("--format", help="Default: what FOLDER looks like.")
     ] = None,
-    plain: PlainOption = None,
+    plain_dicts: PlainOption = None,
     param_names: ParamNamesOption = None,
     root: RootOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
@@ -71,9 +74,9 @@ def adopt(
     tier = resolve_tier(one_place([argument] if argument else None, root))
     store = open_watched(tier.url, tier.options, timeout)
     foreign = ForeignCheckpoint(
-        path=source, kind=kind, plain=plain or (), parameter_names=lines_of(param_names)
+        path=source, kind=kind, plain=plain_dicts or (), parameter_names=lines_of(param_names)
     )
-    list_attempts = partial(store.ask, partial(committed, store))
+    list_attempts = partial(store.call_in_time, partial(committed, store))
     with output.progress("reading") as bar:
         report = adopt_checkpoint(foreign, tier, step, list_attempts=list_attempts, on_progress=bar)
     if json:

@@ -76,7 +76,7 @@ def advise(
     if not records:
         if not os.path.exists(local_path(url)):
             raise NoCheckpoint(url, "it does not exist")
-        open_backend(url).close()  # A file, or the folder of a step, is refused as elsewhere
+        open_backend(url).close()  # Raises if it is a file, or the folder of a step
         raise ConfigError(
             f"{url} has no journal: the job that wrote it had journal=False, or another tier has "
             "it: a journal is beside the nearest folder of a job"
@@ -102,7 +102,13 @@ def advise(
             }
         )
     else:
-        _show(measurements, assumptions, advice, drag=bool(drag), from_journal=failures is None)
+        _show(
+            measurements,
+            assumptions,
+            advice,
+            is_drag_known=bool(drag),
+            are_failures_measured=failures is None,
+        )
 
 
 def _show(
@@ -110,9 +116,22 @@ def _show(
     assumptions: Assumptions,
     advice: Sequence[Advice],
     *,
-    drag: bool,
-    from_journal: bool,
+    is_drag_known: bool,
+    are_failures_measured: bool,
 ) -> None:
+    """Print the advice for each tier, and the numbers that it follows from.
+
+    An interval is marked as "(durable)" if a shorter one would be best, but is not advised, since
+    the tier takes longer until a step is durable (``Advice.is_bound``).
+
+    Args:
+        measurements: What the journal has measured.
+        assumptions: The numbers that the options give.
+        advice: The advice for each tier.
+        is_drag_known: Whether ``--drag`` was given, the training time that a save costs while it
+            streams.
+        are_failures_measured: Whether the rate of failures is from the journal.
+    """
     rows = [
         (
             entry.tier,
@@ -129,11 +148,11 @@ def _show(
         {
             "stall": f"{output.duration(measurements.stall_seconds)} per save (median)",
             "drag": f"{output.duration(assumptions.drag_seconds)} per save"
-            if drag
+            if is_drag_known
             else "not in the journal, taken as 0: give --drag",
             "interval now": _duration_text(measurements.interval_seconds),
             "failures": f"{assumptions.failures_per_day:.2g} per day"
-            + (", as the journal shows" if from_journal else ""),
+            + (", as the journal shows" if are_failures_measured else ""),
             "restart": _duration_text(assumptions.restart_seconds),
             "host memory": f"{output.size(measurements.nbytes)} to "
             f"{output.size(2 * measurements.nbytes)} per rank: one image, or two where they pay",
@@ -152,13 +171,13 @@ def sentence(measurements: Measurements, advice: Sequence[Advice]) -> str:
     interval, least_loss = _duration_text(entry.interval_seconds), _loss_text(entry.lost_minutes)
     if not math.isfinite(entry.lost_minutes_now):
         return f"save every {interval}: you would lose {least_loss} a day"
-    habit = (
+    current_text = (
         f"you save every {_duration_text(measurements.interval_seconds)} and lose "
         f"{_loss_text(entry.lost_minutes_now)} a day"
     )
     if entry.lost_minutes_now < _NEAR_LEAST_FACTOR * entry.lost_minutes:
-        return f"{habit}, which is near the least"
-    return f"{habit}; every {interval} you would lose {least_loss}"
+        return f"{current_text}, which is near the least"
+    return f"{current_text}; every {interval} you would lose {least_loss}"
 
 
 def _loss_text(minutes: float) -> str:

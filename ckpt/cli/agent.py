@@ -1,4 +1,8 @@
-"""``ckpt agent``: run, start, ask or stop the agent of this user on this node."""
+"""``ckpt agent``: run, start, ask or stop the agent of this user on this node.
+
+The agent copies the steps of jobs to farther tiers. It also verifies them, which is a *scrub*, and
+mends damaged files from other copies.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +121,7 @@ def _start(*, as_json: bool) -> None:
 
 
 def _status(*, as_json: bool) -> None:
+    """Print the status of the agent. Raises ``AgentError`` if none runs."""
     folder = AgentFolder.of_this_user()
     agent_status = status(folder)
     if agent_status is None:
@@ -131,6 +136,9 @@ def _status(*, as_json: bool) -> None:
 
 
 def _show(agent_status: AgentStatus) -> None:
+    """Print the agent, a table of its jobs, and the damage that it has found. The agent ``works``
+    once no older agent of this user does, so that it may begin to copy.
+    """
     remark = "" if agent_status.works or not agent_status.jobs else ", which has not worked yet"
     output.show_line(f"agent {agent_status.version}, process {agent_status.pid}{remark}")
     if agent_status.jobs:
@@ -168,6 +176,9 @@ def scrub_progress(scrub: ScrubStatus) -> str:
 
 
 def _activity(job: JobStatus) -> str:
+    """Return what the agent does for a job: the step that it copies now, why its last try to finish
+    the job has failed, or how many steps it has copied.
+    """
     if job.step >= 0:
         so_far = f"{output.size(job.done_bytes)} of {output.size(job.total_bytes)}"
         return f"step {job.step} to {job.to}: {so_far}"
@@ -177,6 +188,11 @@ def _activity(job: JobStatus) -> str:
 
 
 def _stop(*, at_once: bool, as_json: bool) -> None:
+    """Ask the agent to end, and wait for that. With ``at_once``, it leaves what is not finished.
+
+    Raises:
+        AgentError: The agent has given up jobs, which it could not finish.
+    """
     connection, answer = connect(AgentFolder.of_this_user()), Stopped()
     if connection is not None:
         try:

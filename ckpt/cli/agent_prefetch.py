@@ -8,7 +8,7 @@ from typing import Final
 from ckpt.agent.prefetch import PrefetchResult
 from ckpt.agent.prefetch import prefetch as copy_ahead
 from ckpt.cli import output, records
-from ckpt.cli.options import TIMEOUT_SECONDS, find_steps, removal_as_no_checkpoint, workers_for
+from ckpt.cli.options import TIMEOUT_SECONDS, find_steps, no_checkpoint_if_removed, workers_for
 from ckpt.cli.records import Field
 from ckpt.cli.store_timeout import open_watched
 from ckpt.config import MEMORY, Tier, load_config
@@ -94,7 +94,7 @@ def _fill(
     far_tier: Tier, near_tiers: Sequence[OpenTier], step: Selector | None, config: str | None
 ) -> list[PrefetchResult]:
     """Copy the newest intact one of the attempts that ``step`` names to the near tiers, and return
-    the result for each tier.
+    the result for each tier. Without ``step``, a near tier that has a later step gets nothing.
     """
     source = open_watched(far_tier.url, far_tier.options, TIMEOUT_SECONDS)
     refs = find_steps(source, step, config)
@@ -103,7 +103,7 @@ def _fill(
             try:
                 with (
                     output.progress(f"step {ref.step}") as bar,
-                    removal_as_no_checkpoint([source], ref),
+                    no_checkpoint_if_removed([source], ref),
                 ):
                     return copy_ahead(
                         source, near_tiers, ref, workers, latest=step is None, on_progress=bar
@@ -114,4 +114,4 @@ def _fill(
                 if older is None:
                     raise
                 output.warn(f"step {ref.step} is damaged: {error}; trying step {older.step}")
-    raise AssertionError(refs)
+    raise AssertionError(refs)  # Not reached: ``find_steps`` raises if there is no attempt

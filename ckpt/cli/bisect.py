@@ -1,4 +1,7 @@
-"""``ckpt bisect``: find the first step for which a command fails."""
+"""``ckpt bisect``: find the first step for which a command fails.
+
+While the command runs for a step, a *lease*, a pin that is renewed, keeps it from being removed.
+"""
 
 from __future__ import annotations
 
@@ -86,11 +89,12 @@ def bisect(
     if good >= bad:
         raise ConfigError(f"--good {good} must be earlier than --bad {bad}")
     backend = open_root(one_place([argument] if argument else None, root), config, timeout=timeout)
-    refs = backend.ask(partial(_steps_between, backend, good, bad))
+    refs = backend.call_in_time(partial(_steps_between, backend, good, bad))
     watcher, signals = Watcher(backend, "bisect"), StepSignals()
     tests: list[tuple[int, Outcome]] = []
 
     def test(ref: StepRef) -> Outcome:
+        """Run the command for a step, which a lease keeps meanwhile."""
         step = watcher.committed_step(ref)
         with watcher.lease(step):
             outcome = _outcome(ref.step, run_for_step(command, step, signals))
@@ -135,20 +139,20 @@ def search(refs: Sequence[StepRef], test: Callable[[StepRef], Outcome]) -> Bisec
     The first of them is known to be good, and the last to be bad. ``test`` is called about as often
     as the logarithm of their number, unless steps cannot be tested.
     """
-    good, bad = 0, len(refs) - 1
+    last_good, first_bad = 0, len(refs) - 1  # Indexes in ``refs``
     untestable: set[int] = set()
-    while rest := [index for index in range(good + 1, bad) if index not in untestable]:
-        middle = (good + bad) / 2
+    while rest := [index for index in range(last_good + 1, first_bad) if index not in untestable]:
+        middle = (last_good + first_bad) / 2
         index = min(rest, key=lambda index: (abs(index - middle), index))
         match test(refs[index]):
             case "good":
-                good = index
+                last_good = index
             case "bad":
-                bad = index
+                first_bad = index
             case "untestable":
                 untestable.add(index)
-    gap = range(good + 1, bad)
-    return Bisection(refs[good].step, refs[bad].step, tuple(refs[index].step for index in gap))
+    gap = tuple(refs[index].step for index in range(last_good + 1, first_bad))
+    return Bisection(refs[last_good].step, refs[first_bad].step, gap)
 
 
 def _check_ends(
@@ -160,10 +164,10 @@ def _check_ends(
     Raises:
         ConfigError: The command says of this step what it says of the others.
     """
-    for ref, claim, opposite in ((refs[0], "good", "bad"), (refs[-1], "bad", "good")):
-        if opposite in outcomes and claim not in outcomes and test(ref) == opposite:
+    for ref, option, opposite in ((refs[0], "good", "bad"), (refs[-1], "bad", "good")):
+        if opposite in outcomes and option not in outcomes and test(ref) == opposite:
             raise ConfigError(
-                f"the command says that step {ref.step} is {opposite} too, which --{claim} names: "
+                f"the command says that step {ref.step} is {opposite} too, which --{option} names: "
                 "it tells nothing, so check the command"
             )
 
@@ -179,7 +183,7 @@ def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef
     by_step: dict[int, StepRef] = {}
     for ref in refs:
         if ref in branch and good <= ref.step <= bad:
-            by_step.setdefault(ref.step, ref)
+            by_step.setdefault(ref.step, ref)  # ``find`` returns the attempt that counts first
     for number in (good, bad):
         if number not in by_step:
             detail = "is no checkpoint there"
@@ -194,6 +198,7 @@ def _steps_between(backend: StorageBackend, good: int, bad: int) -> list[StepRef
 
 
 def _outcome(step: int, code: int) -> Outcome:
+    """Return what the exit code of the command says of a step."""
     if code == _UNTESTABLE_CODE:
         return "untestable"
     if code in _NOT_STARTED_CODES:

@@ -1,4 +1,8 @@
-"""``ckpt branch``: give a step a name, and keep it."""
+"""``ckpt branch``: give a step a name, and keep it.
+
+A step names the attempt of the job that saved it, so that a root may have several attempts at one
+step. The name of a branch stands for one of them.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,7 @@ def branch(
     if step is None:
         ref, changes = _delete(tiers, name)
     else:
+        # The attempt of a branch, or a number. None stands for no selector only.
         target = step_id([tier.store for tier in tiers], parse_selector(step), config)
         ref = target if isinstance(target, StepRef) else attempt_at(tiers, target or 0)
         changes = _put(tiers, name, ref, reason)
@@ -94,27 +99,31 @@ def branch(
 
 
 def _put(tiers: Sequence[RunTier], name: BranchStep, ref: StepRef, reason: str) -> list[str]:
-    """Give ``ref`` the name on each tier that has it, and return their URLs.
+    """Give ``ref`` the name on each tier that has it, and return their URLs. A tier in memory gets
+    it only if no other tier has the step.
 
     Raises:
         ConfigError: Another step of the run has the name. Nothing was written.
     """
     for tier in tiers:
-        tier.store.ask(partial(may_name, tier.store, name, ref))
+        # Raises if the name is taken
+        tier.store.call_in_time(partial(may_name, tier.store, name, ref))
     holders = [
         tier
         for tier in tiers
         if any(step.ref == ref and step.state == "committed" for step in tier.steps)
     ]
-    durable = [tier for tier in holders if scheme_of(tier.store.url) != "shm"] or holders
-    for tier in durable:
-        tier.store.ask(partial(put_branch, tier.store, name, ref, reason))
-    return [tier.store.url for tier in durable]
+    durable_tiers = [tier for tier in holders if scheme_of(tier.store.url) != "shm"] or holders
+    for tier in durable_tiers:
+        tier.store.call_in_time(partial(put_branch, tier.store, name, ref, reason))
+    return [tier.store.url for tier in durable_tiers]
 
 
 def _delete(tiers: Sequence[RunTier], name: BranchStep) -> tuple[StepRef, list[str]]:
     """Remove the name from all tiers. Return its step, and the URLs of the tiers that had it."""
     stores = [tier.store for tier in tiers]
-    ref = stores[0].ask(partial(find_branch, stores, name))
-    urls = [store.url for store in stores if store.ask(partial(remove_branch, store, name))]
+    ref = stores[0].call_in_time(partial(find_branch, stores, name))
+    urls = [
+        store.url for store in stores if store.call_in_time(partial(remove_branch, store, name))
+    ]
     return ref, urls

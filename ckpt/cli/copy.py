@@ -1,4 +1,8 @@
-"""``ckpt copy``: copy checkpoints from one place to another."""
+"""``ckpt copy``: copy checkpoints from one place to another.
+
+Each job that saves a step makes an *attempt* at it. An attempt may be stored in another encoding at
+each place, which its manifest there names. An attempt with a *claim marker* is being removed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     find_steps,
-    removal_as_no_checkpoint,
+    no_checkpoint_if_removed,
     removal_error,
     source_and_destination,
     workers_for,
@@ -108,10 +112,12 @@ def copy(
     if server_of(tiers[0]) == server_of(tiers[1]):
         _check_apart(origin.url, destination.url)
     refs = find_steps(origin, selector, config)
-    destination.ask(partial(is_committed, destination, refs[0]))  # Checks that the store answers
+    destination.call_in_time(
+        partial(is_committed, destination, refs[0])
+    )  # Checks that the store answers
     if not all_steps and selector is None:
         refs = refs[:1]
-    if not destination.ask(partial(copy_rollbacks, origin, destination)):
+    if not destination.call_in_time(partial(copy_rollbacks, origin, destination)):
         output.warn(
             f"{destination.url} has rollbacks of its own: the newest step there may be one that "
             f"{origin.url} has abandoned"
@@ -120,7 +126,7 @@ def copy(
     with workers_for(origin, destination) as workers:
         for ref in refs:
             try:
-                with removal_as_no_checkpoint([origin], ref):
+                with no_checkpoint_if_removed([origin], ref):
                     outcomes.append(_copy(origin, ref, destination, workers, check=check))
             except FormatUnsupported:
                 raise
@@ -171,6 +177,9 @@ class _Outcome:
 
     @property
     def result(self) -> str:
+        """What the command has done, for the table: an attempt of which the destination had a part
+        is "completed", and one of which it had all bytes, after a check, is "intact".
+        """
         if self.error:
             return "not copied"
         if self.is_skipped:
@@ -206,7 +215,7 @@ def _copy(
     there too.
     """
     folder = StepFolder(destination, ref, workers)
-    if destination.ask(partial(is_being_removed, destination, ref)):
+    if destination.call_in_time(partial(is_being_removed, destination, ref)):
         raise ObjectExists(
             ref.claim_marker,
             f"it is being removed on {destination.url}: if that was cut short, `ckpt rm "
@@ -226,19 +235,20 @@ def _size_of_copy(source: StorageBackend, folder: StepFolder) -> int | None:
 
     The destination has the attempt if the manifest there has the same chunks as the manifest at the
     source, and its data files, and those of the steps that it refers to, have the sizes that the
-    manifest says. The encoding may differ. No data file is read.
+    manifest says. The encoding may differ. No data file is read. The manifests need no comparison
+    of chunks if their bytes are equal.
     """
     ref, destination = folder.ref, folder.backend
-    _, packed_source = read_packed(source, ref)
+    _, source_manifest_bytes = read_packed(source, ref)
     try:
-        copy_manifest, packed_copy = read_packed(destination, ref)
+        copy_manifest, copy_manifest_bytes = read_packed(destination, ref)
         sizes = {info.key: info.size for info in own_objects(destination, ref)}
         files = copy_manifest.stored_files().values()
         if any(sizes.get(file.key) != file.size for file in files):
             return None
         if size_faults(folder, [file.base for file in files if file.base is not None]):
             return None
-        if packed_copy == packed_source or same_chunks(
+        if copy_manifest_bytes == source_manifest_bytes or same_chunks(
             read_manifest(destination, ref), read_manifest(source, ref)
         ):
             return copy_manifest.stored_bytes

@@ -1,4 +1,8 @@
-"""``ckpt diff``: compare two checkpoints."""
+"""``ckpt diff``: compare two checkpoints, A and B.
+
+The *movement* of a tensor says how far its elements in A and in B are apart. A *part* of the state
+is all tensors whose names begin alike, such as ``model``.
+"""
 
 from __future__ import annotations
 
@@ -93,18 +97,18 @@ def diff(
     if len(selectors) > 2:
         raise ConfigError("one step is for both, two are of A and of B: leave the others out")
     places = [*([root] if root else []), *(word for word in words if not is_selector(word))]
-    a, b = one_place(places[:1]), one_place(places[1:])
-    if b is None and len(selectors) < 2:
+    place_a, place_b = one_place(places[:1]), one_place(places[1:])
+    if place_b is None and len(selectors) < 2:
         raise ConfigError("compare with what? Give B, or two steps")
     step_a, step_b = (selectors[0], selectors[-1]) if selectors else (None, None)
     with ExitStack() as stack:
-        reader_a = stack.enter_context(_reader(a, step_a, timeout))
-        reader_b = stack.enter_context(_reader(b or a, step_b, timeout))
+        reader_a = stack.enter_context(_reader(place_a, step_a, timeout))
+        reader_b = stack.enter_context(_reader(place_b or place_a, step_b, timeout))
         with output.progress("comparing", in_bytes=False) as bar:
             difference = compare(reader_a, reader_b, on_name=bar)
         movements = _movements(reader_a, reader_b, difference.other_values) if values else {}
         names = reader_a.tensors.keys() | reader_b.tensors.keys()
-        # The count of an optimizer's steps would move most.
+        # Without scalars, since the count of an optimizer's steps would move most
         movements_of_arrays = {
             name: entry for name, entry in movements.items() if reader_a.tensors[name].shape
         }
@@ -125,7 +129,7 @@ def _reader(root: str | None, step: Selector | None, timeout: float) -> Generato
     backend = open_root(root, timeout=timeout)
     ref = find_steps(backend, step)[0]
     with adding_mend_advice(backend, ref), workers_for(backend) as workers:
-        manifest = backend.ask(partial(read_manifest, backend, ref))
+        manifest = backend.call_in_time(partial(read_manifest, backend, ref))
         yield StepReader(backend, ref, manifest, workers)
 
 
@@ -151,11 +155,11 @@ def plain_differences(
     ``reader_a`` and its text in ``reader_b``. A text is None if that checkpoint does not have the
     value.
     """
-    a, b = exact_values(reader_a.manifest), exact_values(reader_b.manifest)
+    texts_a, texts_b = exact_values(reader_a.manifest), exact_values(reader_b.manifest)
     return {
-        name: (a.get(name), b.get(name))
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
+        name: (texts_a.get(name), texts_b.get(name))
+        for name in sorted(texts_a.keys() | texts_b.keys())
+        if texts_a.get(name) != texts_b.get(name)
     }
 
 
@@ -166,6 +170,16 @@ def _show(
     movements: dict[str, Movement],
     plain: dict[str, tuple[str | None, str | None]],
 ) -> None:
+    """Print a row for each name that differs, and then how the checkpoints were compared.
+
+    Args:
+        reader_a: The reader of checkpoint A.
+        reader_b: The reader of checkpoint B.
+        difference: How the tensors differ: the names that only one checkpoint has, those of another
+            dtype or shape, and those of other bytes.
+        movements: How far the tensors have moved that were read for ``--values``.
+        plain: The text in A and in B of each plain value that differs, by its name.
+    """
     output.show_facts({"A": _place(reader_a), "B": _place(reader_b)})
     rows = [
         (name, "only in A", _dtype_and_shape(reader_a.tensors[name]))
@@ -216,7 +230,11 @@ def _show(
 
 
 def _show_parts(parts: Sequence[PartDifference], movements: dict[str, Movement]) -> None:
-    """Show the parts that differ, and what has moved most. Nothing is shown if all is equal."""
+    """Show the parts that differ, and what has moved most. Nothing is shown if all is equal.
+
+    A part differs if it has tensors with other ``values``, or ``unlike`` ones, which only one
+    checkpoint has or which have another dtype or shape.
+    """
     parts = [part for part in parts if part.values or part.unlike]
     if not parts:
         return

@@ -1,4 +1,7 @@
-"""``ckpt export``: write a checkpoint in a format of other programs."""
+"""``ckpt export``: write a checkpoint in a format of other programs.
+
+A *lease*, a pin that is renewed, keeps the step from being removed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ from ckpt.cli.options import (
     TimeoutOption,
     adding_mend_advice,
     find_steps,
+    no_checkpoint_if_removed,
     open_root,
-    removal_as_no_checkpoint,
     source_and_destination,
     workers_for,
 )
@@ -162,11 +165,11 @@ def export(
         workers_for(backend) as workers,
         output.progress(f"step {ref.step}") as bar,
         adding_mend_advice(backend, ref),
-        removal_as_no_checkpoint([backend], ref),
+        no_checkpoint_if_removed([backend], ref),
         lease_if_allowed(backend, ref, "ckpt export"),
     ):
         reader = StepReader(
-            backend, ref, backend.ask(partial(read_manifest, backend, ref)), workers
+            backend, ref, backend.call_in_time(partial(read_manifest, backend, ref)), workers
         )
 
         def start_meter(nbytes: int) -> None:
@@ -235,6 +238,7 @@ def _format_of(out: str) -> Format:
 
 
 def _show(report: ExportReport, step: int, kind: Format) -> None:
+    """Print what was written, and the names of which the format holds less, with the reasons."""
     tensors = output.count(report.tensors, "tensor")
     output.show_line(
         f"step {step}: {tensors}, {output.size(report.nbytes)}, as {kind}", style="green"

@@ -1,4 +1,8 @@
-"""``ckpt finalize``: finish the saves whose leader died before it wrote the manifest."""
+"""``ckpt finalize``: finish the saves whose leader died before it wrote the manifest.
+
+Each job that saves a step makes an *attempt* at it, which a `StepRef` names. An attempt is
+committed, and so a checkpoint, once it has a manifest.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +76,15 @@ def finalize(
     default = "all that are unfinished are tried"
     place, number = place_and_number(arguments, root, step, default)
     backend = open_root(place, config, timeout=timeout)
-    all_refs = backend.ask(partial(step_refs, backend))
+    all_refs = backend.call_in_time(partial(step_refs, backend))
     refs = [ref for ref in all_refs if number in (None, ref.step)]
     if not refs:
         raise NoCheckpoint(
-            backend.url, backend.ask(partial(why_missing, backend, all_refs, number))
+            backend.url, backend.call_in_time(partial(why_missing, backend, all_refs, number))
         )
-    uncommitted_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
+    uncommitted_refs = backend.call_in_time(
+        lambda: [ref for ref in refs if not is_committed(backend, ref)]
+    )
     with workers_for(backend) as workers:
         outcomes = [
             _try_to_finish(backend, ref, workers, job_is_dead=job_is_dead)
@@ -89,7 +95,8 @@ def finalize(
             {"root": backend.url, "steps": [_as_json(outcome) for outcome in outcomes]}
         )
     elif not outcomes:
-        steps = backend.ask(partial(Inventory(backend, for_display=True).look, among=refs))
+        # The steps with their states
+        steps = backend.call_in_time(partial(Inventory(backend, for_display=True).look, among=refs))
         damaged_count = sum(stored_step.state == "damaged" for stored_step in steps)
         text = (
             f"nothing is unfinished: {output.count(len(steps) - damaged_count, 'step')} committed"

@@ -51,7 +51,7 @@ def import_(
     kind: Annotated[
         Format | None, typer.Option("--format", help="Default: what SOURCE looks like.")
     ] = None,
-    plain: PlainOption = None,
+    plain_dicts: PlainOption = None,
     param_names: ParamNamesOption = None,
     root: RootOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
@@ -86,11 +86,11 @@ def import_(
     foreign = ForeignCheckpoint(
         path=source,
         kind=kind,
-        plain=plain or (),
+        plain=plain_dicts or (),
         parameter_names=lines_of(param_names),
     )
     report = import_checkpoint(
-        foreign, tier, step, list_attempts=partial(store.ask, partial(committed, store))
+        foreign, tier, step, list_attempts=partial(store.call_in_time, partial(committed, store))
     )
     if json:
         output.show_json(

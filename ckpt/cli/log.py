@@ -1,4 +1,9 @@
-"""``ckpt log``: show the history of a run, with its branches."""
+"""``ckpt log``: show the history of a run, with its branches.
+
+A rollback lets the run go on from an older step, and abandons the later ones, which are a branch of
+their own then. The steps that no rollback has abandoned are the current branch. The *mode* of a
+metric says whether its smallest or its largest value is the best.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +85,8 @@ def log(
     if not steps:
         urls = ", ".join(tier.store.url for tier in tiers)
         store, refs = tiers[-1].store, [step.ref for step in tiers[-1].steps]
-        raise NoCheckpoint(urls, store.ask(partial(why_missing, store, refs, None)))
-    rollbacks, branches = history_of(rollbacks_of(tiers)), _branches(tiers)
+        raise NoCheckpoint(urls, store.call_in_time(partial(why_missing, store, refs, None)))
+    rollbacks, branches = history_of(rollbacks_of(tiers)), _branches(tiers)  # Oldest first
     if json:
         rollback_by_ref = {ref: abandoned_by(rollbacks, ref) for ref in steps}
         current_refs = [ref for ref, rollback in rollback_by_ref.items() if rollback is None]
@@ -119,7 +124,7 @@ def _branches(tiers: Sequence[RunTier]) -> list[Branch]:
     """Return the named branches on any tier, by name."""
     by_name: dict[str, Branch] = {}
     for tier in tiers:
-        for branch in tier.store.ask(partial(all_branches, tier.store)):
+        for branch in tier.store.call_in_time(partial(all_branches, tier.store)):
             by_name.setdefault(branch.name, branch)
     return [by_name[name] for name in sorted(by_name)]
 
@@ -132,7 +137,7 @@ def _lines(
     The steps that one rollback has abandoned stand together, after the steps of the current branch
     that are later than all that both branches have in common.
     """
-    groups: dict[int, list[StoredStep]] = {}
+    groups: dict[int, list[StoredStep]] = {}  # Abandoned steps, by the number of the rollback
     current_steps: list[StoredStep] = []
     for step in steps:
         if (rollback := abandoned_by(rollbacks, step.ref)) is None:
@@ -143,11 +148,11 @@ def _lines(
     lines: list[_Line] = []
     for step in current_steps:
         is_older = step.ref in older_refs
-        lines += _groups_above(groups, step.ref.step)
+        lines += _take_groups_above(groups, step.ref.step)
         targets = [rollback for rollback in rollbacks if rollback.ref == step.ref]
         notes = [*(["older attempt"] if is_older else []), *map(_rollback_text, targets)]
         lines.append(_Line(_OLDER_SYMBOL if is_older else _CURRENT_SYMBOL, step, "; ".join(notes)))
-    lines += _groups_above(groups, -1)  # All groups that are left
+    lines += _take_groups_above(groups, -1)  # All groups that are left
     return [_with_names(line, branches) for line in lines]
 
 
@@ -168,7 +173,7 @@ def _branch_text(branch: Branch) -> str:
     return f"{BranchStep(branch.name)}{f': {branch.reason}' if branch.reason else ''}"
 
 
-def _groups_above(groups: dict[int, list[StoredStep]], number: int) -> list[_Line]:
+def _take_groups_above(groups: dict[int, list[StoredStep]], number: int) -> list[_Line]:
     """Remove the abandoned groups whose steps are all later than ``number`` from ``groups``, and
     return their lines.
     """
@@ -191,7 +196,7 @@ def _rollback_text(rollback: Rollback) -> str:
 
 
 def _head(lines: Sequence[_Line], count: int) -> list[_Line]:
-    """Return the lines up to the step with the number ``count``."""
+    """Return the lines of the first ``count`` steps."""
     indexes = [index for index, line in enumerate(lines) if line.step is not None]
     return list(lines[: indexes[count - 1] + 1]) if count < len(indexes) else list(lines)
 

@@ -1,4 +1,9 @@
-"""``ckpt ls``: list the checkpoints."""
+"""``ckpt ls``: list the checkpoints.
+
+Each job that saves a step makes an *attempt* at it, and each row of the list is one attempt. A
+*base* is an older step that holds a part of its data; an *outer base* is in another root. The
+*mode* of a metric says whether its smallest or its largest value is the best.
+"""
 
 from __future__ import annotations
 
@@ -283,12 +288,12 @@ def _rows(tiers: Sequence[_Tier], newest: int | None) -> list[_Row]:
         ref for tier in tiers for ref, step in tier.steps.items() if step.is_abandoned
     }
 
-    def age(ref: StepRef) -> tuple[int, bool, bool, float, str]:
+    def sort_key(ref: StepRef) -> tuple[int, bool, bool, float, str]:
         step, is_abandoned = committed_steps[ref], ref in abandoned_refs
         created_at = step.created_at if step else 0.0
         return ref.step, step is not None, not is_abandoned, created_at, ref.attempt
 
-    refs = sorted(committed_steps, key=age)
+    refs = sorted(committed_steps, key=sort_key)
     older = {
         ref
         for ref, successor in pairwise(ref for ref in refs if committed_steps[ref])
@@ -311,7 +316,7 @@ def _note_memory(listing: _Tier, tier: Tier) -> None:
         listing: The listing of ``tier``.
         tier: The tier as a job has it, with its URL and options.
     """
-    memory = urls_of([Tier(MEMORY), tier])[0]
+    memory = urls_of([Tier(MEMORY), tier])[0]  # The next tier decides which store it is
     if memory not in stores_in_memory():  # Opening a store in memory that is not there creates it
         return
     with suppress(CkptError), closing(open_backend(memory)) as store:
@@ -327,6 +332,7 @@ def _note_memory(listing: _Tier, tier: Tier) -> None:
 
 
 def _show_tier(tier: _Tier, table: _Table, *, json: bool) -> None:
+    """Print the table of one tier, or the same data as JSON. Raises the error of the tier."""
     if tier.error:
         raise tier.error
     if json:
@@ -338,7 +344,8 @@ def _show_tier(tier: _Tier, table: _Table, *, json: bool) -> None:
         (*row.facts, size, *table.metrics.cells(row.metrics, row.step), state)
         for row, (size, state) in zip(table.rows, sizes_and_states, strict=True)
     ]
-    _show([], table, (*_FACTS, "size", *table.metrics.titles, "state"), cells)
+    titles = (*_FACTS, "size", *table.metrics.titles, "state")
+    _show(urls=(), table=table, titles=titles, cells=cells)
 
 
 def _show_tiers_apart(tiers: Sequence[_Tier], view: _View) -> None:
@@ -508,6 +515,7 @@ def _metadata(step: StoredStep | None) -> dict[str, Any]:
     these patterns under ``LEFT_OUT``.
     """
     raw = parse(step.metadata, "metadata") if step else None
+    # A value of a type that JSON does not have is shown as the tag of this type
     metadata = decode(raw, lambda tag, _: f"<{tag}>")
     if not isinstance(metadata, dict):
         return {}
@@ -548,7 +556,11 @@ def _state_and_detail(step: StoredStep) -> tuple[str, str]:
 
 
 def _size_and_state(step: StoredStep) -> tuple[str, str]:
-    """Return the cells "size" and "state" of a step on a tier."""
+    """Return the cells "size" and "state" of a step on a tier.
+
+    A pin whose end is ``ENDLESS`` stands for a named branch. One with the end ``BASE_END`` keeps
+    the step for another run, whose steps need it as their base.
+    """
     state, detail = _state_and_detail(step)
     text = state
     if step.is_abandoned:
@@ -568,8 +580,9 @@ def _size(step: StoredStep) -> str:
     """Return as text the size of a committed step on the tier.
 
     For an encoded step the text also has the codecs and the size before encoding, and for an
-    adopted step the size of the data files, which are elsewhere. If a part of the step is in older
-    steps, the text names them. Deltas are no part of the step, and have a size of their own.
+    adopted step, which files of another program stand for, the size of these files. If a part of
+    the step is in older steps, the text names them. Deltas, small files with the differences from
+    an earlier step, are no part of the step, and have a size of their own.
     """
     deltas = sum(info.size for info in step.objects if info.key.endswith(".delta"))
     text = output.size(step.nbytes - deltas)

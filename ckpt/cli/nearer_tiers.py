@@ -1,4 +1,7 @@
-"""Find the tiers of a job that are nearer than a given root, by asking the agent of this node."""
+"""Find the tiers of a job that are nearer than a given root, by asking the agent of this node.
+
+The ``attempt`` of a job is its id.
+"""
 
 from __future__ import annotations
 
@@ -43,43 +46,47 @@ def nearer_tiers(
         The stores. The list is empty if there is no agent or no such job, or if one of the stores
         fails.
     """
-    jobs = [job for job in known_jobs() if not job.in_parts and _place_of(root, job) > 0]
+    jobs = [job for job in known_jobs() if not job.in_parts and _index_of(root, job) > 0]
     if not jobs:
         return []
     with suppress(CkptError):
-        names = root.ask(partial(_jobs_of, root))
+        root_jobs = root.call_in_time(partial(_jobs_of, root))
         for job in reversed(jobs):
-            if job.attempt in names:
+            if job.attempt in root_jobs:
                 stores = [
                     open_watched(url, None, timeout)
-                    for url in job.tiers[: _place_of(root, job)]
+                    for url in job.tiers[: _index_of(root, job)]
                     if _is_here(url) and relation(url, destination.url) == "apart"
                 ]
-                stores = [tier for tier in stores if tier.ask(partial(_last_job, tier)) in names]
+                stores = [
+                    tier
+                    for tier in stores
+                    if tier.call_in_time(partial(_last_job, tier)) in root_jobs
+                ]
                 if stores:
-                    places = ", ".join(store.url for store in stores)
-                    output.note(f"the agent knows nearer tiers of this job: {places}")
+                    urls = ", ".join(store.url for store in stores)
+                    output.note(f"the agent knows nearer tiers of this job: {urls}")
                 return stores
     return []
 
 
-def _place_of(root: WatchedStore, job: JobStatus) -> int:
+def _index_of(root: WatchedStore, job: JobStatus) -> int:
     """Return the index of the root among the tiers of a job; -1 if the job has no such tier."""
-    places = (index for index, url in enumerate(job.tiers) if is_same_place(url, root.url))
-    return next(places, -1)
+    indexes = (index for index, url in enumerate(job.tiers) if is_same_place(url, root.url))
+    return next(indexes, -1)
 
 
 def _jobs_of(root: WatchedStore) -> set[str]:
-    """Return the attempts of the jobs that own the root or have a step in the root."""
+    """Return the ids of the jobs that own the root or have a step in the root."""
     owner = read_owner(root)
     return {ref.job for ref in step_refs(root)} | ({owner.attempt} if owner else set())
 
 
 def _last_job(tier: WatchedStore) -> str | None:
-    """Return the attempt of the job that owns a tier.
+    """Return the id of the job that owns a tier.
 
-    If the tier has no owner, return the attempt of the job of its newest step; None if the tier has
-    no step either.
+    If the tier has no owner, return the id of the job of its newest step; None if the tier has no
+    step either.
     """
     if (owner := read_owner(tier)) is not None:
         return owner.attempt

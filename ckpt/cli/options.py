@@ -1,4 +1,8 @@
-"""The options and arguments that several commands share, and functions that open their stores."""
+"""The options and arguments that several commands share, and functions that open their stores.
+
+A *selector* says which step a person means: a number, the newest, the best by a metric, or the step
+of a named branch. A step may have several *attempts*, each named by a `StepRef`.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +172,8 @@ def places_and_step(
 def place_and_step(
     arguments: Sequence[str] | None, root: str | None, step: str | None
 ) -> tuple[str | None, Selector | None]:
-    """Do the same as ``places_and_step`` for a command that works on one place.
+    """Separate the place from the step among the arguments ``[ROOT] [STEP]``, and combine them with
+    the values of ``--root`` and ``--step``.
 
     Returns:
         The place (None if no place is given), and the selector of the step (None for the newest).
@@ -183,7 +188,8 @@ def place_and_step(
 def place_and_number(
     arguments: Sequence[str] | None, root: str | None, step: str | None, default: str
 ) -> tuple[str | None, int | None]:
-    """Do the same as ``place_and_step`` for a command that takes only the number of a step.
+    """Separate the place from the step among the arguments, for a command that takes only the
+    number of a step. Return both; None stands for one that is not given.
 
     Args:
         arguments: The arguments ``[ROOT] [STEP]`` of a command.
@@ -254,7 +260,7 @@ def source_and_destination(
     place = one_place(source, root)
     if place is None:
         try:
-            resolve_tier(None)
+            resolve_tier(None)  # Raises if neither the environment nor ``ckpt.toml`` names SOURCE
         except ConfigError as error:
             raise ConfigError(
                 f"{destination} is SOURCE or {name}: give both, SOURCE first; {error}"
@@ -267,12 +273,14 @@ def step_id(
     selector: Selector | None,
     config: str | None = None,
 ) -> StepId | None:
-    """Do the same as ``number_of``, but return the attempt for the name of a branch. If
-    ``selector`` is None, return None for the newest step.
+    """Return the number of the step that ``selector`` names, or the attempt that the name of a
+    branch stands for. If ``selector`` is None, return None for the newest step.
+
+    The arguments and errors are those of ``number_of``.
     """
     if isinstance(selector, BranchStep):
         open_stores = _opened_stores(stores)
-        return open_stores[0].ask(partial(find_branch, open_stores, selector))
+        return open_stores[0].call_in_time(partial(find_branch, open_stores, selector))
     return None if selector is None else number_of(stores, selector, config)
 
 
@@ -307,10 +315,11 @@ def number_of(
         return selector
     if isinstance(selector, BranchStep):
         open_stores = _opened_stores(stores)
-        return open_stores[0].ask(partial(find_branch, open_stores, selector)).step
+        return open_stores[0].call_in_time(partial(find_branch, open_stores, selector)).step
     tiers = load_config(config).tiers
-    measured_roots: list[MeasuredRoot] = [
-        store.ask(partial(MetricsReader(store).read, selector)) for store in _opened_stores(stores)
+    measured_roots: list[MeasuredRoot] = [  # Each with the metrics of its checkpoints
+        store.call_in_time(partial(MetricsReader(store).read, selector))
+        for store in _opened_stores(stores)
     ]
     modes: dict[str, Mode] = {}
     if isinstance(selector, BestStep):
@@ -326,7 +335,7 @@ def find_steps(
     order of ``find``. The arguments and errors are those of ``step_id``.
     """
     step = step_id([backend], selector, config)
-    return backend.ask(partial(find, backend, step))
+    return backend.call_in_time(partial(find, backend, step))
 
 
 def open_root(root: str | None, config: str | None = None, *, timeout: float) -> WatchedStore:
@@ -347,8 +356,8 @@ def adding_mend_advice(backend: WatchedStore, ref: StepRef) -> Generator[None]:
         yield
     except IntegrityError as error:
         key: str = getattr(error, "key", ref.folder)
-        is_here = key.startswith(ref.folder) and error.root in ("", backend.url)
-        if is_here and is_damage(error):
+        is_of_step = key.startswith(ref.folder) and error.root in ("", backend.url)
+        if is_of_step and is_damage(error):
             error.args = (f"{error}; {mend_advice(backend, ref)}",)
         raise
 
@@ -360,7 +369,10 @@ def mend_advice(backend: WatchedStore, ref: StepRef) -> str:
     copy = f"ckpt copy OTHER {backend.url} --step {ref.step} --check"
     mend = f"mend it from another copy with `{copy}`"
     with suppress(CkptError):
-        steps = [committed_ref.step for committed_ref in backend.ask(partial(committed, backend))]
+        steps = [
+            committed_ref.step
+            for committed_ref in backend.call_in_time(partial(committed, backend))
+        ]
         earlier_step = next((step for step in steps if step < ref.step), None)
         if earlier_step is not None:
             return f"the previous step is there too: --step {earlier_step}; or {mend}"
@@ -371,7 +383,7 @@ def mend_advice(backend: WatchedStore, ref: StepRef) -> str:
 
 
 @contextmanager
-def removal_as_no_checkpoint(sources: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
+def no_checkpoint_if_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
     """Return a context manager for a block that reads the attempt ``ref``. It replaces an error
     about damage with ``NoCheckpoint`` if the attempt was removed.
 
@@ -456,6 +468,7 @@ def open_each(
     urls = [store.url for store in stores]
     for (tier, url), (other_tier, other_url) in combinations(zip(tiers, urls, strict=True), 2):
         if is_spelling_of(url, other_url):
+            # Stores of two servers may have the same URL
             is_one_server = server_of(tier) == server_of(other_tier)
             raise ConfigError(f"{url} is named twice") if is_one_server else same_url_error(url)
     return stores
@@ -490,7 +503,7 @@ def ask_each(
         if isinstance(store := tier.store, CkptError):
             return tier.url, store
         try:
-            return tier.url, store.ask(partial(question, store))
+            return tier.url, store.call_in_time(partial(question, store))
         except CkptError as error:
             return tier.url, error
 
@@ -510,15 +523,15 @@ def workers_for(backend: StorageBackend, *stores: StorageBackend) -> Generator[W
         yield workers
 
 
-def seconds(option: str, text: str, *, unit: bool = False) -> float:
+def seconds(option: str, text: str, *, needs_unit: bool = False) -> float:
     """Return a time such as '90s', '30m', '2h' or '1d' in seconds; '5' is five seconds.
 
     Raises:
-        ConfigError: ``text`` is not such a time, it is zero, or it must have a ``unit`` and has
-            none. The message names ``option``.
+        ConfigError: ``text`` is not such a time, it is zero, or it has no unit and ``needs_unit``
+            is set. The message names ``option``.
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     number = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}.get(match[2], 1) if match else 0
-    if number <= 0 or (unit and match and not match[2]):
+    if number <= 0 or (needs_unit and match and not match[2]):
         raise ConfigError(f"{option} {text}: give a time such as 90s, 30m, 2h or 1d")
     return number

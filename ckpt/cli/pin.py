@@ -1,4 +1,9 @@
-"""``ckpt pin`` and ``ckpt unpin``: keep a step from being removed for some time."""
+"""``ckpt pin`` and ``ckpt unpin``: keep a step from being removed for some time.
+
+The note of a pin says who has put it, and why. Two kinds of pins do not end by themselves: that of
+a named branch, whose end is ``ENDLESS``, and that of another run which needs the step as a base of
+its own steps, whose end is ``BASE_END``.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +68,10 @@ def pin(
       ckpt pin runs/gpt best:accuracy:max --for 7d
     """
     place, selector = place_and_step(arguments, root, step)
-    duration = seconds("--for", hold, unit=True)
+    pin_seconds = seconds("--for", hold, needs_unit=True)
     backend = open_root(place, config, timeout=timeout)
     ref = find_steps(backend, selector, config)[0]
-    new_pin = backend.ask(partial(put_pin, backend, ref, duration, reason))
+    new_pin = backend.call_in_time(partial(put_pin, backend, ref, pin_seconds, reason))
     if json:
         output.show_json(
             {
@@ -99,13 +104,15 @@ def unpin(
     """
     place, number = place_and_number(arguments, root, step, "all pins end")
     backend = open_root(place, config, timeout=timeout)
-    pins_and_names = [
-        pin for pin in backend.ask(partial(all_pins, backend)) if number in (None, pin.ref.step)
+    pins_of_all_kinds = [
+        pin
+        for pin in backend.call_in_time(partial(all_pins, backend))
+        if number in (None, pin.ref.step)
     ]
     kept_ends = {ENDLESS, BASE_END} if number is None else {ENDLESS}
-    pins = [pin for pin in pins_and_names if pin.until not in kept_ends]
+    pins = [pin for pin in pins_of_all_kinds if pin.until not in kept_ends]
     if not pins:
-        backend.ask(partial(find, backend, number))  # Raises if there is no such step
+        backend.call_in_time(partial(find, backend, number))  # Raises if there is no such step
     pins_with_notes = [(pin, note_of(backend, pin)) for pin in pins]
     for pin in pins:
         backend.delete(pin.key)
@@ -114,10 +121,10 @@ def unpin(
         return
     records.show(_FIELDS, pins_with_notes, flexible=("reason",))
     output.show_line(f"{output.count(len(pins), 'pin')} ended")
-    if name_count := sum(pin.until == ENDLESS for pin in pins_and_names):
+    if name_count := sum(pin.until == ENDLESS for pin in pins_of_all_kinds):
         output.note(
             f"{output.count(name_count, 'name')} still kept: `ckpt branch NAME --delete` ends a "
             "named branch"
         )
-    if number is None and any(pin.until == BASE_END for pin in pins_and_names):
+    if number is None and any(pin.until == BASE_END for pin in pins_of_all_kinds):
         output.note("other runs need some steps as their bases: give STEP to end such a pin")

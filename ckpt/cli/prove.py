@@ -1,4 +1,8 @@
-"""``ckpt prove``: show by a replay that a resume from a step is right."""
+"""``ckpt prove``: show by a replay that a resume from a step is right.
+
+A *course* is a row of steps of a run, or the replay of these steps: it begins after its *origin*,
+the step to prove, and the state is compared at its *target*. A *contrast* says how two differ.
+"""
 
 from __future__ import annotations
 
@@ -189,8 +193,8 @@ def prove(
         end = number_of([backend], parse_selector(target_text), config)
     tiers = load_config(config).tiers
     run_tiers = tiers if resolve_tier(place, config) in tiers else ()
-    journal = metrics_after(start, {backend.url, *(tier.url for tier in run_tiers)})
-    course = backend.ask(partial(_course, backend, start, end, count, journal))
+    journal_metrics = metrics_after(start, {backend.url, *(tier.url for tier in run_tiers)})
+    course = backend.call_in_time(partial(_course, backend, start, end, count, journal_metrics))
     signals = StepSignals()
     with ExitStack() as stack:
         stack.enter_context(signals.as_exceptions())
@@ -199,15 +203,15 @@ def prove(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory("-prove", "ckpt-", scratch)))
         replay = Replay(course, command, signals)
         began = time.perf_counter()
-        outcome = replay.run(folder / "first")
+        replayed_course = replay.run(folder / "first")
         seconds = time.perf_counter() - began
-        contrast = contrast_of(course, outcome)
+        contrast = contrast_of(course, replayed_course)
         is_deterministic = True
         if contrast.exists:
-            contrast_of_replays = contrast_of(outcome, replay.run(folder / "second"))
+            contrast_of_replays = contrast_of(replayed_course, replay.run(folder / "second"))
             is_deterministic = not contrast_of_replays.exists
     if not contrast.exists and course.target is not None and contrast.tensors is not None:
-        backend.ask(partial(_record_proof, backend, course.origin, course.target))
+        backend.call_in_time(partial(_record_proof, backend, course.origin, course.target))
     _show(course, contrast, seconds, is_deterministic=is_deterministic, json=json)
     if contrast.exists:
         raise typer.Exit(_DIFFERENT)
@@ -240,7 +244,7 @@ class Replay:
         course, store = self.course, open_backend(str(root))
         with workers_for(course.store) as workers:
             fetch_step([course.store], StepFolder(store, course.origin, workers))
-        # The training may remove a step soon after it has saved it.
+        # Pins for steps to come, since the training may remove a step soon after it has saved it
         for number in {course.end, course.target.step if course.target else course.end}:
             reserve_step(store, number, LONGEST_SECONDS, "ckpt prove compares with it")
         step = CommittedStep(
@@ -290,7 +294,11 @@ def contrast_of(run: Course, replay: Course) -> Contrast:
 
 
 def _course(
-    backend: StorageBackend, start: int, end: int | None, count: int | None, journal: StepMetrics
+    backend: StorageBackend,
+    start: int,
+    end: int | None,
+    count: int | None,
+    journal_metrics: StepMetrics,
 ) -> Course:
     """Return the steps to replay.
 
@@ -299,7 +307,7 @@ def _course(
         start: The step to prove.
         end: The last step to replay; None for the next one that is kept, or for ``count``.
         count: How many steps to replay; None for ``end``.
-        journal: The metrics of the steps after ``start`` in the journal.
+        journal_metrics: The metrics of the steps after ``start`` in the journal.
 
     Raises:
         NoCheckpoint: The step to prove or ``end`` is no checkpoint of the current branch.
@@ -309,11 +317,11 @@ def _course(
     refs: dict[int, StepRef] = {}
     for ref in find(backend, None):
         if ref in branch:
-            refs.setdefault(ref.step, ref)
+            refs.setdefault(ref.step, ref)  # The first of several attempts counts
     if start not in refs:
         raise NoCheckpoint(backend.url, f"step {start} is no checkpoint there")
     later_refs = [refs[number] for number in sorted(refs) if number > start]
-    numbers = sorted({*journal, *(ref.step for ref in later_refs)})
+    numbers = sorted({*journal_metrics, *(ref.step for ref in later_refs)})
     if count is not None:
         if len(numbers) < count:
             raise ConfigError(
@@ -332,7 +340,7 @@ def _course(
     if end <= start:
         raise ConfigError(f"--until {end} must be later than step {start}")
     target_refs = [ref for ref in later_refs if ref.step <= end]
-    metrics = {step: values for step, values in journal.items() if step <= end}
+    metrics = {step: values for step, values in journal_metrics.items() if step <= end}
     # The journal may have those of another attempt, which a rollback has abandoned since.
     for step, values in metrics_of_steps(backend, target_refs).items():
         metrics[step] = {**metrics.get(step, {}), **values}
@@ -352,6 +360,7 @@ def _show(
     is_deterministic: bool,
     json: bool,
 ) -> None:
+    """Print the result, with the first names that differ. ``seconds`` is the time of the replay."""
     names, is_equal = contrast.names, not contrast.exists
     if json:
         output.show_json(
@@ -392,6 +401,7 @@ def _show(
 
 
 def _show_equal(course: Course, contrast: Contrast) -> None:
+    """Print what was compared, if nothing differs."""
     if contrast.compared_steps:
         output.show_line(
             f"the metrics of {output.count(contrast.compared_steps, 'step')} are equal"

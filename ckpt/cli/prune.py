@@ -1,4 +1,9 @@
-"""``ckpt prune``: remove checkpoints that need not be kept, and the remains of failed saves."""
+"""``ckpt prune``: remove checkpoints that need not be kept, and the remains of failed saves.
+
+A *verdict* on a step has the reasons why it stays; without a reason, the step is removed. A *guard*
+names further steps that must stay. The pruning of a tier may not remove what a *farther* tier of
+the same job still has to copy from there.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +62,18 @@ def state_text(state: State) -> str:
     }[state]
 
 
-def of_bytes(step: Callable[[T], StoredStep | Removal]) -> tuple[Field[T], ...]:
-    """Return the fields of a step that is removed, or could be."""
+def step_fields(step_of: Callable[[T], StoredStep | Removal]) -> tuple[Field[T], ...]:
+    """Return the fields of a step that is removed, or could be. ``step_of`` returns the step of a
+    record.
+    """
     return (
-        Field("", lambda record: step(record).ref, kind="step"),
-        Field("size", lambda record: step(record).nbytes, key="tier_bytes", kind="size"),
+        Field("", lambda record: step_of(record).ref, kind="step"),
+        Field("size", lambda record: step_of(record).nbytes, key="tier_bytes", kind="size"),
         Field(
             "what",
-            lambda record: step(record).state,
+            lambda record: step_of(record).state,
             key="state",
-            text=lambda record: state_text(step(record).state),
+            text=lambda record: state_text(step_of(record).state),
         ),
     )
 
@@ -74,7 +81,7 @@ def of_bytes(step: Callable[[T], StoredStep | Removal]) -> tuple[Field[T], ...]:
 _Fate = tuple[StoredStep | Removal, str]
 """A step, and what happens to it."""
 _FATE_FIELDS: Final[Sequence[Field[_Fate]]] = (
-    *of_bytes(lambda fate: fate[0]),
+    *step_fields(lambda fate: fate[0]),
     Field("fate", lambda fate: fate[1]),
 )
 _REMOVAL_FIELDS: Final[Sequence[Field[_Fate]]] = (
@@ -82,7 +89,7 @@ _REMOVAL_FIELDS: Final[Sequence[Field[_Fate]]] = (
     Field("", lambda fate: fate[0].state == "committed", key="committed"),
 )
 _KEPT_FIELDS: Final[Sequence[Field[Verdict]]] = (
-    *of_bytes(lambda verdict: verdict.step),
+    *step_fields(lambda verdict: verdict.step),
     Field("", lambda verdict: verdict.reasons, key="why"),
     Field("", lambda verdict: verdict.step.metrics, key="metrics"),
 )
@@ -144,13 +151,16 @@ def prune(
     tier = resolve_tier(root, config)
     rule = _rule(tier, keep_last, keep_every, keep_best)
     backend = open_watched(tier.url, tier.options, timeout)
+    # A tier that is local to each node may have a part of each step only
     inventory = Inventory(backend, part=tier.local is True)
-    owner, steps = backend.ask(lambda: (read_owner(backend), inventory.look()))
+    owner, steps = backend.call_in_time(lambda: (read_owner(backend), inventory.look()))
     if not steps:
-        raise NoCheckpoint(backend.url, backend.ask(partial(why_missing, backend, [], None)))
+        raise NoCheckpoint(
+            backend.url, backend.call_in_time(partial(why_missing, backend, [], None))
+        )
     if rule.keep_best is None and any(step.metrics for step in steps):
         rule = replace(rule, keep_best=_best_of_job(backend))
-    _warn_of_names(rule, steps)
+    _warn_of_unknown_metric(rule, steps)
     missing_refs = (
         frozenset["StepRef"]()
         if force
@@ -167,7 +177,7 @@ def prune(
         PruneContext(
             own=owner.attempt if owner else "",
             alive=owner is not None and owner.alive,
-            includes_undated=owner is None,
+            includes_undated=owner is None,  # Remains of an unknown age go too
             guard=FixedGuard(missing_refs),
         ),
     )
@@ -190,6 +200,12 @@ def prune(
 def _rule(
     tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: str | None
 ) -> Retention:
+    """Return the rule that says which steps stay: as the options say, or else as the settings of
+    the tier. Its ``best_counts`` says whether the best steps are among the last N, or beside them.
+
+    Raises:
+        ConfigError: The rule would keep all steps, or ``--keep-last`` is missing.
+    """
     best = tier.best if keep_best is None else _best(keep_best)
     last = tier.keep_last if keep_last is None else keep_last
     for option, value in (("--keep-every", keep_every), ("--keep-best", keep_best)):
@@ -217,13 +233,14 @@ def _best_of_job(backend: WatchedStore) -> Best | None:
     """
 
     def read() -> Sequence[Best]:
-        with backend.request():
+        with backend.request():  # So that a file system that does not answer is given up in time
             return best_rules_at(backend.url)
 
-    rules = backend.ask(read)
+    rules = backend.call_in_time(read)
     if len(rules) > 1:
+        metrics = ", ".join(sorted(rule.metric for rule in rules))
         output.warn(
-            f"the job keeps the best steps by {', '.join(sorted(r.metric for r in rules))}, and "
+            f"the job keeps the best steps by {metrics}, and "
             "this command does not: name one of them with --keep-best"
         )
     return rules[0] if len(rules) == 1 else None
@@ -288,10 +305,10 @@ def _missing_farther(
     """
     missing_refs: set[StepRef] = set()
     for tier in farther_tiers:
-        present: Metrics = {}
+        tier_metrics: Metrics = {}  # The checkpoints on the tier, with their metrics
         try:
             store = open_watched(tier.url, tier.options, timeout)
-            present = store.ask(partial(checkpoints, store, tier, steps, rollback))
+            tier_metrics = store.call_in_time(partial(checkpoints, store, tier, steps, rollback))
             # Each step is judged beside the steps that the tier has, and not beside the others that
             # it lacks, since a running job copies all of these. ``best_counts`` would keep fewer.
             settings = replace(tier, best_counts=False)
@@ -300,16 +317,21 @@ def _missing_farther(
                 f"the steps that {tier.url} lacks are not known, so all that it takes stay: {error}"
             )
             settings = Tier(tier.url, every=tier.every)
-        missing_refs |= {step.ref for step in steps if missing_steps(settings, present, [step])}
+        missing_refs |= {
+            step.ref for step in steps if missing_steps(settings, tier_metrics, [step])
+        }
     return frozenset(missing_refs)
 
 
-def _warn_of_names(rule: Retention, steps: Sequence[StoredStep]) -> None:
+def _warn_of_unknown_metric(rule: Retention, steps: Sequence[StoredStep]) -> None:
     if text := unknown_metric(rule, [step.metrics for step in steps]):
         output.warn(text)
 
 
 def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run: bool) -> None:
+    """Print the steps that go, with ``dry_run`` also those that stay, and the number of saves whose
+    remains are too ``YOUNG`` to be removed.
+    """
     fates: list[_Fate] = [(removal, "goes") for removal in removals]
     fates += [
         (verdict.step, f"stays: {', '.join(verdict.reasons)}")

@@ -95,7 +95,7 @@ def show(
     Args:
         fields: The fields. Those without a title are left out.
         records: The records.
-        flexible: See ``output.show_table``.
+        flexible: The titles of the columns that are cut, or left out, if the table is too wide.
     """
     if records:
         output.show_table(

@@ -1,4 +1,8 @@
-"""``ckpt restore``: put an intact checkpoint into a local folder before a job starts."""
+"""``ckpt restore``: put an intact checkpoint into a local folder before a job starts.
+
+A *candidate* is a committed attempt of a job at a step, which a restore may choose. A *repair* is a
+file that was not intact on a nearer tier, and that was read from the next one.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ from ckpt.cli.options import (
     StepOption,
     TimeoutOption,
     mend_advice,
+    no_checkpoint_if_removed,
     places_and_step,
-    removal_as_no_checkpoint,
     step_id,
     workers_for,
 )
@@ -251,16 +255,18 @@ def _first_intact(
     list_workers = Workers(
         "list", len(sources)
     )  # Not closed: a thread may still wait for its store
+    # An iterator, which lists the stores by ``_root_contents``
     candidate_steps = candidates(sources, step, workers=list_workers, list_store=_root_contents)
     candidate = next(candidate_steps, None)
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
         while candidate is not None:
             ref, try_count = candidate.ref, try_count + 1
+            # All stores but those that have failed
             stores = [sources[position] for position in candidate.reachable]
             try:
                 with (
                     output.progress(f"step {ref.step}") as bar,
-                    removal_as_no_checkpoint(stores, ref),
+                    no_checkpoint_if_removed(stores, ref),
                 ):
                     return _restore_attempt(stores, ref, destination, workers, bar)
             except FormatUnsupported:
@@ -280,7 +286,7 @@ def _first_intact(
     if not try_count:
         if len(sources) == 1:
             # ``find`` raises an error that describes what the store has instead.
-            sources[0].ask(partial(find, sources[0], step))
+            sources[0].call_in_time(partial(find, sources[0], step))
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     if not has_damage:
         raise NoCheckpoint(urls, f"all {try_count} that were found were removed during the command")
@@ -308,7 +314,7 @@ def _root_contents(store: StorageBackend) -> RootContents:
     watched store does not answer within ``--timeout``.
     """
     return (
-        store.ask(partial(list_root, store))
+        store.call_in_time(partial(list_root, store))
         if isinstance(store, WatchedStore)
         else list_root(store)
     )

@@ -1,4 +1,9 @@
-"""``ckpt rm``: remove steps that a person names, on all tiers of a run."""
+"""``ckpt rm``: remove steps that a person names, on all tiers of a run.
+
+A *base* is a step that holds a part of other steps, its *heirs*. An *outer base* is in another
+root, where a pin, the *base pin*, keeps it for this run: its end is ``BASE_END``. A *lease* is a
+pin that a running job renews, and that may go once the job has ended.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ from ckpt.cli.options import (
     number_of,
     places,
 )
-from ckpt.cli.prune import of_bytes
+from ckpt.cli.prune import step_fields
 from ckpt.cli.records import Field
 from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of, warn_of_other_tiers
 from ckpt.cli.store_timeout import warn_of_silence
@@ -46,7 +51,7 @@ from ckpt.storage.places import is_folder, local_path, path_between
 from ckpt.storage.tiers import tier_at
 
 _FIELDS: Final[Sequence[Field[tuple[RunTier, StoredStep]]]] = (
-    *of_bytes(lambda pair: pair[1]),
+    *step_fields(lambda pair: pair[1]),
     Field("tier", lambda pair: pair[0].store.url, key="root"),
 )
 
@@ -58,16 +63,17 @@ class _Choice:
     Attributes:
         numbers: The steps that are named one by one.
         last_step: All steps after this one are named; None for none of them.
-        is_run: Whether all steps are named.
+        is_whole_run: Whether all steps are named.
     """
 
     numbers: frozenset[int]
     last_step: int | None
-    is_run: bool
+    is_whole_run: bool
 
     def takes(self, step: int) -> bool:
+        """Return True if the call names the step."""
         is_newer = self.last_step is not None and step > self.last_step
-        return self.is_run or is_newer or step in self.numbers
+        return self.is_whole_run or is_newer or step in self.numbers
 
 
 def rm(
@@ -128,9 +134,9 @@ def rm(
     warn_of_other_tiers(tiers, consequence="a job restores the steps that stay there")
     numbers = _numbers(selectors, tiers, config)
     choice = (
-        _Choice(numbers, None, whole_run)
+        _Choice(numbers, last_step=None, is_whole_run=whole_run)
         if last_step is None
-        else _Choice(frozenset(), max(numbers), is_run=False)
+        else _Choice(frozenset(), last_step=max(numbers), is_whole_run=False)
     )
     _check_presence(tiers, choice)
     removals = _removals(tiers, choice)
@@ -141,7 +147,7 @@ def rm(
         if not dry_run:
             outer_roots = [_outer_roots(tier, config) for tier in tiers]
             removals = _carry_out(removals)
-            if not force:  # A job that is alive may be writing a file that needs the base
+            if not force:  # With --force, a job that is alive may write a file that needs the base
                 _end_base_pins(tiers, outer_roots, removals)
             if whole_run:
                 _remove_rest(tiers)
@@ -165,10 +171,10 @@ def _numbers(
     """
     stores = [tier.store for tier in tiers]
     present = {step.ref.step for tier in tiers for step in tier.steps}
-    is_begun = bool(present) and not _checkpoints(tiers)
+    has_no_checkpoint = bool(present) and not _checkpoints(tiers)
     return frozenset(
         max(present)
-        if is_begun and selector == LatestStep()
+        if has_no_checkpoint and selector == LatestStep()
         else number_of(stores, selector, config)
         for selector in selectors
     )
@@ -184,9 +190,9 @@ def _check_presence(tiers: Sequence[RunTier], choice: _Choice) -> None:
     """
     present = {step.ref.step for tier in tiers for step in tier.steps}
     urls, last_step = ", ".join(tier.store.url for tier in tiers), choice.last_step
-    if not present and not (choice.is_run and any(map(_has_rest, tiers))):
+    if not present and not (choice.is_whole_run and any(map(_has_rest, tiers))):
         store = tiers[-1].store
-        raise NoCheckpoint(urls, store.ask(partial(why_missing, store, [], None)))
+        raise NoCheckpoint(urls, store.call_in_time(partial(why_missing, store, [], None)))
     if missing := sorted(choice.numbers - present):
         raise NoCheckpoint(urls, f"step {missing[0]} is not there")
     if last_step is not None and last_step not in _checkpoints(tiers):
@@ -206,10 +212,12 @@ def _removals(tiers: Sequence[RunTier], choice: _Choice) -> list[tuple[RunTier, 
     """Return the attempts to remove, newest step first. So an interrupted call leaves the history
     up to some step. A step that others refer to goes after them.
     """
-    pairs = [(tier, step) for tier in tiers for step in tier.steps if choice.takes(step.ref.step)]
-    bases = {base for _, step in pairs for base in step.bases}
-    pairs.sort(key=lambda removal: removal[1].ref, reverse=True)
-    return sorted(pairs, key=lambda removal: removal[1].ref in bases)
+    removals = [
+        (tier, step) for tier in tiers for step in tier.steps if choice.takes(step.ref.step)
+    ]
+    bases = {base for _, step in removals for base in step.bases}
+    removals.sort(key=lambda removal: removal[1].ref, reverse=True)
+    return sorted(removals, key=lambda removal: removal[1].ref in bases)
 
 
 def _check(
@@ -230,7 +238,7 @@ def _check(
     if not force:
         check_idle(tiers, consequence="may save or copy the steps again")
     for tier, step in removals:
-        # A job that was killed leaves its pins on the bases of its increments.
+        # A job that was killed leaves its leases on the bases of its steps.
         if pins := [pin for pin in step.pins if not _is_lease(tier, pin)]:
             if names := [name for pin in pins if (name := _branch_of(tier, pin))]:
                 raise CommitError(
@@ -238,7 +246,9 @@ def _check(
                     f"with `ckpt branch {tier.store.url} {names[0]} --delete` first"
                 )
             if base_pins := [pin for pin in pins if pin.until == BASE_END]:
-                notes = (tier.store.ask(partial(note_of, tier.store, pin)) for pin in base_pins)
+                notes = (
+                    tier.store.call_in_time(partial(note_of, tier.store, pin)) for pin in base_pins
+                )
                 reasons = sorted({note.reason for note in notes})
                 raise CommitError(
                     f"step {step.ref.step} on {tier.store.url} holds a part of "
@@ -262,7 +272,7 @@ def _check(
                 "them all, or copy them with `ckpt copy` first, which gives whole steps"
             )
     numbers = _checkpoints(tiers)
-    if numbers and all(map(choice.takes, numbers)) and not choice.is_run:
+    if numbers and all(map(choice.takes, numbers)) and not choice.is_whole_run:
         raise ConfigError(
             f"{output.count(len(numbers), 'checkpoint')} would go, and none be left: to remove "
             "the whole run, give --run alone"
@@ -291,11 +301,11 @@ def _check_branch(tiers: Sequence[RunTier], choice: _Choice) -> None:
 
 def _branch_of(tier: RunTier, pin: Pin) -> str:
     """Return the name of the branch that ``pin`` stands for; empty if it stands for none."""
-    return tier.store.ask(partial(note_of, tier.store, pin)).branch
+    return tier.store.call_in_time(partial(note_of, tier.store, pin)).branch
 
 
 def _is_lease(tier: RunTier, pin: Pin) -> bool:
-    return tier.store.ask(partial(note_of, tier.store, pin)).reason == LEASE_REASON
+    return tier.store.call_in_time(partial(note_of, tier.store, pin)).reason == LEASE_REASON
 
 
 def _carry_out(
@@ -307,7 +317,7 @@ def _carry_out(
         CommitError: A step stays, since another process has pinned it meanwhile, or finishes it.
     """
     for tier, step in removals:
-        for pin in step.pins:  # After the check, only leases
+        for pin in step.pins:  # Only leases, since ``_check`` raises for other pins
             remove_pin(tier.store, pin)
         if not remove(tier.store, step):
             raise CommitError(
@@ -318,8 +328,8 @@ def _carry_out(
 
 
 def _outer_roots(tier: RunTier, config: str | None) -> set[str]:
-    """Return the paths from a tier to other roots that may have pins of the run: those that its
-    steps refer to, and the one of ckpt.toml, to which a job may have begun to refer.
+    """Return the paths from a tier to other roots that may have base pins of the run: those that
+    its steps refer to, and the ``base`` of ckpt.toml, to which a job may have begun to refer.
     """
     roots = {base.root for step in tier.steps for base in step.outer_bases}
     for step in tier.steps:
@@ -336,7 +346,7 @@ def _end_base_pins(
     outer_roots: Sequence[Collection[str]],
     removals: Sequence[tuple[RunTier, StoredStep]],
 ) -> None:
-    """End the pins on steps of other roots that no step refers to any more after ``removals``.
+    """End the base pins on steps of other roots that no step refers to after ``removals``.
 
     A step that is no checkpoint may become one, and what it refers to is not known. So all pins
     stay as long as there is such a step.
@@ -362,8 +372,8 @@ def _has_rest(tier: RunTier) -> bool:
     return bool(
         tier.owner is not None
         or tier.rollback is not None
-        or tier.store.ask(partial(all_pins, tier.store))
-        or tier.store.ask(partial(watch_records, tier.store))
+        or tier.store.call_in_time(partial(all_pins, tier.store))
+        or tier.store.call_in_time(partial(watch_records, tier.store))
         or (is_folder(tier.store.url) and journal_files(tier.store.url))
     )
 
@@ -375,8 +385,8 @@ def _remove_rest(tiers: Sequence[RunTier]) -> None:
     for tier in tiers:
         for pin in all_pins(tier.store):
             remove_pin(tier.store, pin)
-        tier.store.ask(partial(remove_rollbacks, tier.store))
-        tier.store.ask(partial(remove_watch_records, tier.store))
+        tier.store.call_in_time(partial(remove_rollbacks, tier.store))
+        tier.store.call_in_time(partial(remove_watch_records, tier.store))
         delete_owner(tier.store)
         if is_folder(tier.store.url):
             for path in journal_files(tier.store.url):

@@ -1,4 +1,9 @@
-"""``ckpt rollback``: let a run go on from an older step."""
+"""``ckpt rollback``: let a run go on from an older step.
+
+A rollback abandons the later steps, which a rollback to one of them resumes. A step may have
+several attempts, each by another job: *rivals* of an attempt are the other committed ones at its
+step, and a *head* is the newest step of an attempt.
+"""
 
 from __future__ import annotations
 
@@ -83,33 +88,42 @@ def rollback(
     )
     if not (force or dry_run):
         check_idle(tiers, consequence="may save later steps again")
+    # The attempt of a branch, or a number. None stands for no selector only.
     target = step_id([tier.store for tier in tiers], selector, config)
     ref = target if isinstance(target, StepRef) else attempt_at(tiers, target or 0)
     steps = [step for tier in tiers for step in tier.steps]
     rivals = {step.ref for step in steps if step.ref.step == ref.step and step.state == "committed"}
-    new = roll_back(
+    new_rollback = roll_back(
         rollbacks_of(tiers),
         ref,
         heads_of({step.ref for step in steps}),
         rivals=rivals - {ref},
-    )
-    if new is not None:
-        new = replace(new, reason=reason, author=user_at_host())
-    record = new or rollback_of(tiers)
+    )  # None if the run stands at this step already
+    if new_rollback is not None:
+        new_rollback = replace(new_rollback, reason=reason, author=user_at_host())
+    record = new_rollback or rollback_of(tiers)
     if record is not None and not dry_run:
-        durable = [tier for tier in tiers if scheme_of(tier.store.url) != "shm"] or tiers
-        for tier in durable:  # Also those that an earlier call did not reach
-            tier.store.ask(partial(put_rollback, tier.store, record))
-    _show(tiers, ref, new, dry_run=dry_run, json=json)
+        durable_tiers = [tier for tier in tiers if scheme_of(tier.store.url) != "shm"] or tiers
+        for tier in durable_tiers:  # Also those that an earlier call did not reach
+            tier.store.call_in_time(partial(put_rollback, tier.store, record))
+    _show(tiers, ref, new_rollback, dry_run=dry_run, json=json)
 
 
 def _show(
-    tiers: Sequence[RunTier], ref: StepRef, new: Rollback | None, *, dry_run: bool, json: bool
+    tiers: Sequence[RunTier],
+    ref: StepRef,
+    new_rollback: Rollback | None,
+    *,
+    dry_run: bool,
+    json: bool,
 ) -> None:
+    """Print the steps that the new rollback to ``ref`` abandons and resumes. It is None if the run
+    stands at ``ref`` already.
+    """
     committed = {step.ref for tier in tiers for step in tier.steps if step.state == "committed"}
     old_branch = set(on_branch(rollback_of(tiers), committed))
-    branch = set(on_branch(new, committed)) if new is not None else old_branch
-    abandoned_steps, resumed_steps = sorted(old_branch - branch), sorted(branch - old_branch)
+    branch = set(on_branch(new_rollback, committed)) if new_rollback is not None else old_branch
+    abandoned_refs, resumed_refs = sorted(old_branch - branch), sorted(branch - old_branch)
     if json:
         output.show_json(
             {
@@ -117,22 +131,23 @@ def _show(
                 "dry_run": dry_run,
                 "step": ref.step,
                 "attempt": ref.attempt,
-                "rollback": new.number if new is not None else None,
-                "abandoned": [step.step for step in abandoned_steps],
-                "resumed": [step.step for step in resumed_steps],
+                "rollback": new_rollback.number if new_rollback is not None else None,
+                "abandoned": [ref.step for ref in abandoned_refs],
+                "resumed": [ref.step for ref in resumed_refs],
             }
         )
         return
-    if new is None:
+    if new_rollback is None:
         output.show_line(f"the run stands at step {ref.step} already: nothing to do")
         return
     output.show_line(f"the run {'would go' if dry_run else 'goes'} on from step {ref.step}")
-    if resumed_steps:
-        output.show_line(f"  on the branch again: {output.ranges([s.step for s in resumed_steps])}")
-    if abandoned_steps:
-        numbers = [ref.step for ref in abandoned_steps]
-        is_rival = not {ref.step for ref in resumed_steps}.isdisjoint(numbers)
-        text = output.ranges(numbers) + (", where they are other attempts" if is_rival else "")
+    if resumed_refs:
+        numbers = [ref.step for ref in resumed_refs]
+        output.show_line(f"  on the branch again: {output.ranges(numbers)}")
+    if abandoned_refs:
+        numbers = [ref.step for ref in abandoned_refs]
+        are_rivals = not {ref.step for ref in resumed_refs}.isdisjoint(numbers)
+        text = output.ranges(numbers) + (", where they are other attempts" if are_rivals else "")
         output.show_line(f"  abandoned: {text}")
         output.show_line(
             "  a tier with a limit removes them after the next save: `ckpt branch` keeps a step"

@@ -1,4 +1,8 @@
-"""What the tiers of a run have, for the commands that work on the whole run."""
+"""What the tiers of a run have, for the commands that work on the whole run.
+
+The journal of a run is beside one of its roots. In it, a job that lives leaves a *beat*, the time
+at which it was alive last, every few seconds.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ def look_at_run(urls: Sequence[str], config: str | None, timeout: float) -> list
         CkptError: A tier cannot be opened or listed.
     """
     tiers = load_config(config).tiers
-    is_in_config = (
+    is_in_config = (  # Then all tiers of the configuration are those of the run
         len(urls) < 2
         and MEMORY not in urls
         and resolve_tier(next(iter(urls), None), config) in tiers
@@ -72,10 +76,11 @@ def look_at_run(urls: Sequence[str], config: str | None, timeout: float) -> list
     stores = (
         open_each(None, config, timeout=timeout, all_tiers=True)
         if is_in_config
-        else open_each(with_own_memory(urls, config) or None, config, timeout=timeout)
+        else open_each(with_memory_of_run(urls, config) or None, config, timeout=timeout)
     )
 
     def look(store: WatchedStore) -> RunTier:
+        # A tier that is local to each node may have a part of each step only
         is_part = scheme_of(store.url) == "shm" or tier_at(store.url, tiers).local is True
         inventory = Inventory(store, part=is_part)
         steps, owner = inventory.look(), read_owner(store)
@@ -88,7 +93,7 @@ def look_at_run(urls: Sequence[str], config: str | None, timeout: float) -> list
     return [result for result in results if isinstance(result, RunTier)]
 
 
-def with_own_memory(urls: Sequence[str], config: str | None) -> list[str]:
+def with_memory_of_run(urls: Sequence[str], config: str | None) -> list[str]:
     """Return ``urls`` with "memory" replaced by the store of the run whose next tier follows. It is
     left out if no job of this user has made it on this machine.
 
@@ -112,7 +117,7 @@ def rollbacks_of(tiers: Sequence[RunTier]) -> list[Rollback]:
     return [
         rollback
         for tier in tiers
-        for rollback in tier.store.ask(partial(all_rollbacks, tier.store))
+        for rollback in tier.store.call_in_time(partial(all_rollbacks, tier.store))
     ]
 
 
@@ -150,7 +155,7 @@ def check_idle(tiers: Sequence[RunTier], *, consequence: str) -> None:
                 f"{consequence}: end it first, or give --force"
             )
     for tier in tiers:
-        history, beats, _ = tier.journal
+        history, beats, _links = tier.journal
         for life in lives_of(history, beats, time.time()).values():
             if life.is_alive:
                 raise CommitError(
@@ -200,7 +205,8 @@ def _journal_of(store: WatchedStore) -> RunJournal:
     with store.request():
         history, beats = history_of(reader.read()), reader.beats()
         root = os.path.realpath(local_path(store.url))
-        is_own = history.is_of(root)
+        is_own = history.is_of(root)  # Not so if the root was copied with its journal
     starts = [job.start for job in history.jobs.values()]
+    # Other paths to the root, by which jobs have named it
     links = {start.named_root for start in starts if start.named_root and start.root == root}
     return RunJournal(history, beats, frozenset(links)) if is_own else RunJournal(History(), {})

@@ -1,4 +1,9 @@
-"""``ckpt show``: show what a checkpoint holds."""
+"""``ckpt show``: show what a checkpoint holds.
+
+The manifest of a checkpoint names its tensors and files. A *fragment* is a small file in which a
+rank describes its data file. A *base* is an older step that has a part of a data file; an *outer
+base* is in another root.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,9 @@ from ckpt.cli.options import (
     TimeoutOption,
     adding_mend_advice,
     find_steps,
+    no_checkpoint_if_removed,
     open_root,
     place_and_step,
-    removal_as_no_checkpoint,
 )
 from ckpt.cli.output import ranges
 from ckpt.model.keys import StepRef
@@ -64,8 +69,8 @@ def show(
     place, selector = place_and_step(arguments, root, step)
     backend = open_root(place, config, timeout=timeout)
     ref = find_steps(backend, selector, config)[0]
-    with adding_mend_advice(backend, ref), removal_as_no_checkpoint([backend], ref):
-        manifest, objects = backend.ask(partial(_read, backend, ref))
+    with adding_mend_advice(backend, ref), no_checkpoint_if_removed([backend], ref):
+        manifest, objects = backend.call_in_time(partial(_read, backend, ref))
     if json:
         output.show_json(_as_json(manifest, objects, f"{backend.url.rstrip('/')}/{ref.folder}"))
         return
@@ -150,6 +155,7 @@ def _codec_text(manifest: Manifest) -> str:
 
 
 def _base_text(manifest: Manifest) -> str:
+    """Return the text that names the bases of the step; empty if it has none."""
     texts: list[str] = []
     if manifest.bases:
         texts.append(f"step {output.ranges([ref.step for ref in manifest.bases])}")
@@ -159,20 +165,23 @@ def _base_text(manifest: Manifest) -> str:
 
 
 def _show_files(manifest: Manifest) -> None:
+    """Print a row for each data file, and one for each fragment. A data file with a ``location`` is
+    a file of another program, at this path.
+    """
     output.show_line()
     output.show_line("files", style="bold")
     fragments = {fragment.rank: fragment for fragment in manifest.fragments}
-    data = manifest.stored_files()
+    data_files = manifest.stored_files()  # By rank
     rows: list[tuple[str, ...]] = []
     for rank in sorted(fragments):
-        if rank in data:
+        if rank in data_files:
             rows.append(
                 (
-                    data[rank].location or data[rank].file.name,
+                    data_files[rank].location or data_files[rank].file.name,
                     str(rank),
-                    output.size(data[rank].size),
-                    str(len(data[rank].chunks) - len(data[rank].base_chunks)),
-                    _contents(data[rank]),
+                    output.size(data_files[rank].size),
+                    str(len(data_files[rank].chunks) - len(data_files[rank].base_chunks)),
+                    _contents(data_files[rank]),
                 )
             )
         rows.append(
@@ -330,7 +339,8 @@ def _value_texts(
 
     Args:
         path: The name of ``value``; "" for the whole state.
-        value: A result of ``_decode_tree``, or a part of one.
+        value: The decoded state, or a part of it. A value that is not a plain one, such as a tensor
+            or an optimizer, is a `_TaggedValue` with a tag and fields.
         text_of: Returns the text of a plain value. The default, ``short``, limits its length.
     """
     match value:
@@ -392,7 +402,7 @@ def _setting_texts(
     Args:
         path: The name of the group.
         group: The node of the group.
-        text_of: The same as for ``_value_texts``.
+        text_of: Returns the text of a plain value; None to limit its length.
     """
     if not isinstance(group, dict) or "values" not in group:
         yield from _value_texts(path, group, text_of)

@@ -84,8 +84,8 @@ def run_for_step(command: str, step: CommittedStep, signals: StepSignals) -> int
 def run_until(
     command: str, step: CommittedStep, signals: StepSignals, is_enough: Callable[[], bool]
 ) -> int | None:
-    """Run the command for a step until ``is_enough`` returns True, and then stop it as a signal
-    does (see ``run_for_step``). If the command ends before, return its exit code.
+    """Run the command for a step until ``is_enough`` returns True, and then stop it: it gets
+    SIGTERM, and SIGKILL after 30 s. If the command ends before, return its exit code, else None.
     """
     with _process_of(command, step, signals) as process:
         while not is_enough():

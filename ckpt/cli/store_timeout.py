@@ -2,10 +2,10 @@
 
 A command opens each store as a `WatchedStore` store, which records since when an answer of the
 store is due. If no answer comes for two seconds, a line on standard error says so. The first
-requests of a command to a store (``WatchedStore.ask``) fail if the store does not answer for
-``--timeout`` seconds, and so does opening a folder whose file system does not answer. This limit
-does not apply to the data that a command transfers afterwards, because a transfer may be slow for
-good reasons. Only the retries of the backend and of the pipeline limit such a transfer.
+requests of a command to a store (``WatchedStore.call_in_time``) fail if the store does not answer
+for ``--timeout`` seconds, and so does opening a folder whose file system does not answer. This
+limit does not apply to the data that a command transfers afterwards, because a transfer may be slow
+for good reasons. Only the retries of the backend and of the pipeline limit such a transfer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _open_folder(url: str, options: Mapping[str, object] | None, timeout: float)
     """Open a folder on a thread of its own. Opening it already waits for its file system, which may
     be on a server that does not answer. The backends of other stores send no request yet.
     """
-    future = Workers("open", 1).submit(open_backend, url, options)  # Not closed, as in ``ask``
+    future = Workers("open", 1).submit(open_backend, url, options)  # Not closed: it may wait on
     wait([future], min(timeout, SILENT_SECONDS))
     root = os.path.abspath(local_path(url))
     if not future.done() and timeout > SILENT_SECONDS:
@@ -121,11 +121,11 @@ def _watched_method(name: str) -> Any:
     fetches each item inside of such a block.
     """
 
-    def method(owner: Any, *args: Any, **options: Any) -> Any:
-        call = partial(getattr(owner.backend, name), *args, **options)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        call = partial(getattr(self.backend, name), *args, **options)
         if name in _ITERATOR_METHODS:
-            return owner.iterate(call)
-        with owner.request():
+            return self.iterate(call)
+        with self.request():
             return call()
 
     return method
@@ -135,19 +135,24 @@ class WatchedStore:
     """A ``StorageBackend`` that wraps another backend, and records for how long that backend has
     not answered.
 
-    Thread safety: the threads that may use the other backend may use this object too.
+    An answer is due since ``_due_since``; None if no request is under way. ``_failure`` is the
+    error of the last request. If the store did not answer within ``--timeout``, it is given up: all
+    later requests raise ``_timeout_error``.
+
+    Thread safety: the threads that may use the other backend may use this object too. ``_lock``
+    guards all attributes that change.
     """
 
     def __init__(self, backend: StorageBackend, timeout: float) -> None:
         self.backend, self._timeout = backend, timeout
         self._lock = threading.Lock()
-        self._request_count = 0
-        self._due_since: float | None = None  # The time since which an answer is due, or None
+        self._request_count = 0  # Requests under way
+        self._due_since: float | None = None
         self._warned_at: float | None = None
         self._failure: StorageError | None = None
         self._timeout_error: StorageError | None = None
 
-    def ask(self, work: Callable[[], T]) -> T:
+    def call_in_time(self, work: Callable[[], T]) -> T:
         """Run ``work``, which makes the first requests to this store, and return its result.
 
         ``work`` runs on a thread of its own. If the store does not answer in time, this call
@@ -160,7 +165,7 @@ class WatchedStore:
         future = Workers("ask", 1).submit(work)  # Not closed, as the thread may go on waiting
         while not future.done():
             silent = self.silent_seconds
-            self.note(f"has not answered yet; {_give_up_text(self._timeout)}")
+            self.warn_if_silent(f"has not answered yet; {_give_up_text(self._timeout)}")
             if silent >= self._timeout:
                 raise self._give_up()
             deadline_seconds = SILENT_SECONDS if silent < SILENT_SECONDS else self._timeout
@@ -178,7 +183,7 @@ class WatchedStore:
         with self._lock:
             return 0.0 if self._due_since is None else time.monotonic() - self._due_since
 
-    def note(self, text: str = "") -> None:
+    def warn_if_silent(self, text: str = "") -> None:
         """Print a warning if an answer has been due for two seconds.
 
         Nothing is printed if the last warning about this store is less than 30 seconds old, or if
@@ -203,7 +208,9 @@ class WatchedStore:
         output.warn(f"{self.url} {text or f'has not answered for {silent:.0f} s'}")
 
     def _give_up(self) -> StorageError:
-        """Return the error that all later requests to the store raise, too."""
+        """Give the store up, and return the error that all later requests to it raise, too. The
+        error also says why the last request has failed.
+        """
         with self._lock:
             if self._timeout_error is None:
                 detail = (
@@ -302,13 +309,13 @@ def warn_of_silence(*stores: StorageBackend) -> Generator[None]:
     stop = threading.Event()
     watched_stores = [store for store in stores if isinstance(store, WatchedStore)]
 
-    def note_all() -> None:
+    def warn_of_all() -> None:
         while not stop.wait(_CHECK_SECONDS):
             for store in watched_stores:
-                store.note()
+                store.warn_if_silent()
 
     with Workers("watch", 1) as workers:
-        workers.submit(note_all)
+        workers.submit(warn_of_all)
         try:
             yield
         finally:

@@ -1,4 +1,8 @@
-"""``ckpt verify``: compare every byte of checkpoints with its checksum."""
+"""``ckpt verify``: compare every byte of checkpoints with its checksum.
+
+A *fault* is a span of a file that is missing or damaged. A step may have several *attempts*, each
+by another job, which a `StepRef` names.
+"""
 
 from __future__ import annotations
 
@@ -72,20 +76,22 @@ def verify(
         raise ConfigError("--all and a STEP exclude each other: leave one out")
     places = open_each(roots, config, timeout=timeout, all_tiers=all_tiers)
     chosen_step = step_id([place.store for place in places], selector, config)
-    whole = all_steps or selector is not None
+    all_attempts = all_steps or selector is not None
     if len(places) == 1 and not all_tiers:
-        _verify_one(places[0], chosen_step, whole=whole, json=json)
+        _verify_one(places[0], chosen_step, all_attempts=all_attempts, json=json)
     else:
-        _verify_several(places, chosen_step, whole=whole, json=json)
+        _verify_several(places, chosen_step, all_attempts=all_attempts, json=json)
 
 
-def _verify_one(place: StoreOrError, step: StepId | None, *, whole: bool, json: bool) -> None:
+def _verify_one(
+    place: StoreOrError, step: StepId | None, *, all_attempts: bool, json: bool
+) -> None:
     """Verify the steps of one tier, and print the reports.
 
     Args:
         place: The tier.
         step: The step whose committed attempts are considered; None for those at any step.
-        whole: Whether to verify all of these attempts, and not only the newest one.
+        all_attempts: Whether to verify all of these attempts, and not only the newest one.
         json: Whether to print JSON.
 
     Raises:
@@ -94,9 +100,9 @@ def _verify_one(place: StoreOrError, step: StepId | None, *, whole: bool, json: 
     """
     if isinstance(backend := place.store, CkptError):
         raise backend
-    refs = backend.ask(partial(find, backend, step))
+    refs = backend.call_in_time(partial(find, backend, step))
     reports: list[VerifyReport] = []
-    for ref in refs if whole else refs[:1]:
+    for ref in refs if all_attempts else refs[:1]:
         if report := _verify(backend, ref):
             reports.append(report)
             if not json:
@@ -132,6 +138,7 @@ def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyRep
 
 
 def _show(report: VerifyReport) -> None:
+    """Print the result for one attempt, with a table of its faults and what to do about them."""
     name = f"step {report.ref.step} (attempt {report.ref.attempt})"
     if report.intact:
         speed = output.rate(report.verified_bytes, report.seconds)
@@ -203,15 +210,23 @@ class _Tier:
 
 
 def _verify_several(
-    places: list[StoreOrError], step: StepId | None, *, whole: bool, json: bool
+    places: list[StoreOrError], step: StepId | None, *, all_attempts: bool, json: bool
 ) -> None:
-    """Verify the steps of several tiers, and print one result for all tiers. Except for ``places``,
-    the tiers, the arguments are those of ``_verify_one``.
+    """Verify the steps of several tiers, and print one result for all tiers.
+
+    Args:
+        places: The tiers.
+        step: The step whose committed attempts are considered; None for those at any step.
+        all_attempts: Whether to verify all of these attempts, and not only the newest one.
+        json: Whether to print JSON.
+
+    Raises:
+        typer.Exit: An attempt is damaged, a tier cannot be read, or there is no attempt.
     """
     answers = ask_each(places, lambda store: find(store, step))
     tiers = [_Tier.of(place, answer) for place, (_, answer) in zip(places, answers, strict=True)]
     for tier in tiers:
-        _verify_on(tier, tier.refs if whole else tier.refs[:1])
+        _verify_on(tier, tier.refs if all_attempts else tier.refs[:1])
     damaged_refs = {
         ref for tier in tiers for ref, report in tier.reports.items() if not report.intact
     }
@@ -250,6 +265,9 @@ def _verify_on(tier: _Tier, refs: list[StepRef]) -> None:
 
 
 def _show_tier_reports(tiers: list[_Tier]) -> None:
+    """Print a table of the attempts on all tiers, and one of the faults, with the tiers that have
+    the same bytes intact.
+    """
     rows: list[tuple[str, ...]] = []
     fault_rows: list[tuple[str, ...]] = []
     for tier in tiers:
@@ -268,7 +286,7 @@ def _show_tier_reports(tiers: list[_Tier]) -> None:
                 fault_rows.append((tier.url, *cells, intact_urls or "no other tier"))
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _error_text(tier)))
-    report_titles, fault_titles = (
+    report_titles, fault_titles = (  # Of the two tables
         ("tier", "step", "attempt", "verified", "state"),
         ("tier", "file", "bytes", "what", "intact on"),
     )
@@ -326,11 +344,11 @@ def _same_encoding(ref: StepRef, tier: _Tier, peer: _Tier) -> bool:
     if isinstance(tier.store, CkptError) or isinstance(peer.store, CkptError):
         return False
     try:
-        _, packed = read_packed(tier.store, ref)
-        _, peer_packed = read_packed(peer.store, ref)
+        _, manifest_bytes = read_packed(tier.store, ref)  # The manifest names the encoding
+        _, peer_manifest_bytes = read_packed(peer.store, ref)
     except CkptError:
         return False
-    return packed == peer_packed
+    return manifest_bytes == peer_manifest_bytes
 
 
 def _may_overlap(fault_a: Fault, fault_b: Fault, same_encoding: bool) -> bool:

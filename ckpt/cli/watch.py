@@ -79,7 +79,7 @@ def watch(
             raise NoCheckpoint(backend.url, "this folder does not exist: check the path")
         output.warn(f"{backend.url} does not exist: its steps are handled once a job makes it")
     watcher = Watcher(backend, name, newest=newest)
-    backend.ask(watcher.look)  # Raises if the store does not answer; later looks try again
+    backend.call_in_time(watcher.look)  # Raises if the store does not answer; later looks try again
     failures = 0
     steps = each_step(watcher, None if single else poll_seconds)
     signals = StepSignals()
@@ -89,13 +89,14 @@ def watch(
             _show(step, code, json=json)
             if code:
                 failures += 1
-                watcher.skip(step)
+                watcher.skip(step)  # Not handled: a later start tries it again
     if failures:
         output.warn(f"the command failed for {output.count(failures, 'step')}")
         raise typer.Exit(1)
 
 
 def _show(step: CommittedStep, code: int, *, json: bool) -> None:
+    """Print a line about a step, and the exit code of its command."""
     facts = {"step": step.step, "attempt": step.ref.attempt, "path": step.path, "exit_code": code}
     if json:
         output.show_json_line(facts)

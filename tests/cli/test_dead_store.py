@@ -160,14 +160,14 @@ def test_data_that_does_not_come_is_told_and_waited_for(
 
     monkeypatch.setattr(store_timeout, "SILENT_SECONDS", 0.1)
     reported = threading.Event()
-    note = store_timeout.WatchedStore.note
+    warn = store_timeout.WatchedStore.warn_if_silent
 
     def heard(store: store_timeout.WatchedStore, text: str = "") -> None:
-        note(store, text)
+        warn(store, text)
         if store._warned_at is not None:
             reported.set()
 
-    monkeypatch.setattr(store_timeout.WatchedStore, "note", heard)
+    monkeypatch.setattr(store_timeout.WatchedStore, "warn_if_silent", heard)
 
     class Slow(FaultyBackend):
         def read_into(self, key: str, offset: int, out: memoryview) -> None:

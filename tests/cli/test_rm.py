@@ -12,7 +12,7 @@ import torch
 import ckpt.cli.run_tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.watching import Watcher
-from ckpt.cli.run_tiers import with_own_memory
+from ckpt.cli.run_tiers import with_memory_of_run
 from ckpt.config import load_config
 from ckpt.coordination.step_files import delete_files
 from ckpt.model.keys import data_name, fragment_name
@@ -211,7 +211,7 @@ def test_the_memory_of_a_run_is_known_by_the_options_of_its_next_tier(
     memory = urls_of([Tier("memory"), tiers[1]])[0]
     assert memory != urls_of([Tier("memory"), Tier("s3://bucket/run")])[0]
     monkeypatch.setattr(ckpt.cli.run_tiers, "stores_in_memory", lambda: [memory])
-    assert with_own_memory(["memory", "s3://bucket/run"], None) == [memory, "s3://bucket/run"]
+    assert with_memory_of_run(["memory", "s3://bucket/run"], None) == [memory, "s3://bucket/run"]
 
 
 def test_one_goes_back_to_a_checkpoint_only(cli: Cli, tmp_path: Path) -> None:
