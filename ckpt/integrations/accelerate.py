@@ -10,7 +10,8 @@ optimizer, scheduler and loader, the scaler, the registered objects, the random 
 every rank, and ``accelerator.step``. The objects have the names ``model``, ``model_1``,
 ``optimizer``, ``scheduler`` and so on. So a ``CheckpointManager`` in a program without Accelerate
 can restore ``{"model": model, "optimizer": optimizer}`` from such a checkpoint with ``only=``, in
-any layout.
+any layout. ``PerRank`` marks a value of which each rank saves its own, and the argument
+``on_resize`` says what the ranks get if their number has changed.
 
 This module imports accelerate when the first `AcceleratorCheckpoints` is made.
 """
@@ -93,7 +94,7 @@ class AcceleratorCheckpoints:
         **settings: Any,
     ) -> None:
         _check_accelerator(accelerator)
-        _optimizers(accelerator)  # One that no save takes is refused before the training
+        _entries_of_optimizers(accelerator)  # This refuses an optimizer that no save takes
         project = accelerator.project_configuration
         if tiers is None:
             if not (project.automatic_checkpoint_naming and accelerator.project_dir):
@@ -103,17 +104,17 @@ class AcceleratorCheckpoints:
                 )
             tiers = os.path.join(accelerator.project_dir, _FOLDER_NAME)
         items = list(tiers) if isinstance(tiers, list | tuple) else [tiers]
-        places = [_tier_of(item, project.total_limit) for item in items]
-        self._places = [place.url for place in places]
-        self._folders = [Path(local_path(place.url)) for place in places if is_folder(place.url)]
+        limited_tiers = [_with_total_limit(item, project.total_limit) for item in items]
+        self._urls = [tier.url for tier in limited_tiers]
+        self._folders = [Path(local_path(url)) for url in self._urls if is_folder(url)]
         for folder in self._folders:
             if _is_accelerate_folder(folder):
                 raise ConfigError(_foreign_folder_text(folder))
         self._accelerator = accelerator
-        self._has_loaded = self._has_begun = False
-        self._seed_workers(0)
+        self._has_restored = self._has_begun_save = False
+        self._seed_workers(0)  # The workers of the prepared loaders
         observers = (*settings.pop("observers", ()), self._note_restored)
-        self.manager = CheckpointManager(places, observers=observers, **settings)
+        self.manager = CheckpointManager(limited_tiers, observers=observers, **settings)
 
     def save_state(self, step: int | None = None, *, metrics: Metrics | None = None) -> PendingSave:
         """Save in the background, as `CheckpointManager.save_async` does.
@@ -171,7 +172,7 @@ class AcceleratorCheckpoints:
             if objects := [name for name in error.names if _is_object_name(name)]:
                 verb = "has no" if isinstance(error, EntryMissing) else "also holds"
                 reason = f"step {error.step} {verb} {few(objects)}"
-                raise RestoreError(f"{reason}, and {self._counts_text()}") from error
+                raise RestoreError(f"{reason}, and {self._object_counts_text()}") from error
             raise
         if report is None:
             self._refuse_accelerate_folders()
@@ -215,7 +216,7 @@ class AcceleratorCheckpoints:
         for number, loader in enumerate(self._accelerator._dataloaders):
             give_generator(loader, number, step)
 
-    def _counts_text(self) -> str:
+    def _object_counts_text(self) -> str:
         counts = {name: len(objects) for name, objects in _objects_of(self._accelerator).items()}
         counts_text = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return (
@@ -232,25 +233,25 @@ class AcceleratorCheckpoints:
         this run has restored a step, and only the first save is checked. The manager makes the same
         check, but in the background, when later saves may already have begun.
         """
-        if self._has_begun:
+        if self._has_begun_save:
             return
         newest: list[int | None] = [None]
-        if self._accelerator.process_index == 0 and not self._has_loaded:
+        if self._accelerator.process_index == 0 and not self._has_restored:
             with suppress(CkptError):  # The save meets the same error, and reports it or retries
                 newest = [self.manager.latest_step()]
         import_module("accelerate.utils").broadcast_object_list(newest)  # Sets the items elsewhere
         (newest_step,) = newest
         if newest_step is not None and newest_step >= number:
-            places = ", ".join(self._places)
+            places = ", ".join(self._urls)
             raise ConfigError(
                 f"{places} holds step {newest_step} of an earlier run, which a restart would take "
                 f"before step {number}: call load_state() before the first save_state(), or give "
                 "this run another place"
             )
-        self._has_begun = True
+        self._has_begun_save = True
 
     def _note_restored(self, event: Event) -> None:
-        self._has_loaded = self._has_loaded or isinstance(event, Restored)
+        self._has_restored = self._has_restored or isinstance(event, Restored)
 
     def _refuse_accelerate_folders(self) -> None:
         """Raise ``ConfigError`` if a folder has a checkpoint of ``accelerator.save_state``.
@@ -315,14 +316,19 @@ def _objects_of(accelerator: Any) -> dict[str, list[Any]]:
     """Return the objects that ``accelerator.save_state`` saves: kind -> list of objects."""
     return {
         "model": accelerator._models,
-        "optimizer": _optimizers(accelerator),
+        "optimizer": _entries_of_optimizers(accelerator),
         "scheduler": accelerator._schedulers,
         "loader": [dict(_loader_entries(loader)) for loader in accelerator._dataloaders],
         "registered": [_entry_of(value) for value in accelerator._custom_objects],
     }
 
 
-def _optimizers(accelerator: Any) -> list[Any]:
+def _entries_of_optimizers(accelerator: Any) -> list[Any]:
+    """Return what a state holds of the optimizers.
+
+    Raises:
+        UnsupportedValue: An optimizer with a ``state_dict()`` of its own has sharded parameters.
+    """
     is_sharded = accelerator.distributed_type.value == "FSDP"
     return saved_as(accelerator._optimizers, "optimizer", is_sharded=is_sharded)
 
@@ -353,7 +359,8 @@ def _is_object_name(name: str) -> bool:
     return "/" not in name or name.endswith(("/order", "/position"))
 
 
-def _tier_of(place: Any, total_limit: int | None) -> Tier:
+def _with_total_limit(place: Any, total_limit: int | None) -> Tier:
+    """Return the tier ``place``, which keeps ``total_limit`` steps unless it has its own limit."""
     (tier,) = as_tiers(place)
     # "memory" keeps what its slots hold.
     has_own_limit = isinstance(place, Tier) or tier.url == MEMORY

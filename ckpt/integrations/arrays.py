@@ -12,13 +12,16 @@ A save reads the memory of the arrays directly. For a save, this module copies o
 cannot give to torch, such as NumPy arrays that are read-only or not contiguous. A restore fills
 NumPy arrays and variables in place, and puts new arrays into ``value`` where arrays cannot change.
 
+A tree consists of containers, such as dicts and tuples, and of leaves. A *leaf* is an array, a
+variable or another value without items.
+
 This module imports neither TensorFlow nor JAX.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -144,12 +147,16 @@ def _jax_container(value: Any) -> _Container | None:
     if "jax" not in sys.modules:
         return None
     tree = _jax().tree_util
-    leaves, kind = tree.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    if len(leaves) == 1 and leaves[0][1] is value:
+    # Only one level: the items of ``value`` count as leaves.
+    items_by_path, structure = tree.tree_flatten_with_path(
+        value, is_leaf=lambda item: item is not value
+    )
+    if len(items_by_path) == 1 and items_by_path[0][1] is value:
         return None
-    keys = [tree.keystr(path, simple=True) for path, _ in leaves]
+    keys = [tree.keystr(path, simple=True) for path, _ in items_by_path]
     return _Container(
-        _by_name(keys, [item for _, item in leaves]), lambda items: tree.tree_unflatten(kind, items)
+        _by_name(keys, [item for _, item in items_by_path]),
+        lambda items: tree.tree_unflatten(structure, items),
     )
 
 
@@ -166,7 +173,8 @@ def _by_name(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
     pairs = list(zip(map(str, names), items, strict=True))
     by_name = dict(pairs)
     if len(by_name) < len(pairs):
-        duplicates = sorted({name for name, _ in pairs if sum(name == n for n, _ in pairs) > 1})
+        counts = Counter(name for name, _ in pairs)
+        duplicates = sorted(name for name, count in counts.items() if count > 1)
         raise ConfigError(
             f"state_of: several keys of a dict are {duplicates[0]!r} as text: rename one of them"
         )
@@ -196,6 +204,9 @@ def _map_leaves(path: str, value: Any, convert: Callable[[str, Any], Any]) -> An
 
 
 def _rebuilt(value: Any, state: Any) -> Any:
+    """Return ``value`` with the restored ``state`` of its tree. What can change is filled in place,
+    and all other leaves and containers are new.
+    """
     if (container := _container_of(value)) is not None:
         return container.make(
             [_rebuilt(item, state[name]) for name, item in container.items.items()]

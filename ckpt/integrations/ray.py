@@ -6,8 +6,8 @@
         checkpoints.report({"loss": loss}, state, step)
 
 The steps are in the folder ``ckpt`` of the run, under its ``storage_path``. Ray gets a reference to
-a step as its checkpoint: a folder with the file ``ckpt.json``, which has the root and the number of
-the step. The reference appears once the step is durable.
+a step as its checkpoint: a folder with the file ``ckpt.json``, which has the root, the URL of the
+farthest tier, and the number of the step. The reference appears once the step is durable.
 
 Importing this module imports Ray Train.
 """
@@ -45,8 +45,8 @@ REFERENCE: Final = "ckpt.json"
 TESTED_RANGE: Final = ("2.60", "2.60")
 _SCHEME_BY_FILESYSTEM: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _MOST_REFERENCE_BYTES: Final = 64 << 10  # The largest size of a reference
-_DRAIN_SECONDS: Final = 120.0  # The assumed time until a preemption without a deadline
-_LATE_SECONDS: Final = 300.0  # How long Ray may take after the deadline to end the workers
+_PREEMPTION_SECONDS: Final = 120.0  # The assumed time until a preemption without a deadline
+_EXTRA_SECONDS: Final = 300.0  # How long Ray may take after the deadline to end the workers
 
 _log = logging.getLogger("ckpt")
 
@@ -98,9 +98,9 @@ class RayCheckpoints:
         places = as_tiers(run_root() if tiers is None else tiers)
         self.root: Final = urls_of(places)[-1]
         self.manager = CheckpointManager(places, **settings)
-        self._stop = self.manager.on_stop_request()
+        self._stop_requests = self.manager.on_stop_request()
         self._preemption_time: float | None = None
-        self._stops = False
+        self._is_last_step = False  # Whether the last ``stop_requested`` has returned True
 
     def restore(
         self, state: MutableMapping[str, Any], checkpoint: Any = None, **options: Any
@@ -218,13 +218,13 @@ class RayCheckpoints:
         if self._preemption_time is None and (info := ray.train.get_preemption_info()) is not None:
             has_deadline = info.deadline_ms and info.deadline_ms / 1e3 > time.time()
             self._preemption_time = (
-                info.deadline_ms / 1e3 if has_deadline else time.time() + _DRAIN_SECONDS
+                info.deadline_ms / 1e3 if has_deadline else time.time() + _PREEMPTION_SECONDS
             )
             self.manager.request_stop(
                 datetime.fromtimestamp(self._preemption_time, UTC) if has_deadline else None
             )
-        self._stops = self._stop.requested(step)
-        return self._stops
+        self._is_last_step = self._stop_requests.requested(step)
+        return self._is_last_step
 
     def close(self, timeout: float | None = None) -> None:
         """Finish every save (`CheckpointManager.close`).
@@ -237,9 +237,9 @@ class RayCheckpoints:
                 `CheckpointManager.close`.
         """
         self.manager.close(timeout)
-        if self._stops and self._preemption_time is not None:
+        if self._is_last_step and self._preemption_time is not None:
             _log.info("ckpt: all is saved; waiting for Ray to move the workers")
-            seconds = self._preemption_time - time.time() + _LATE_SECONDS
+            seconds = self._preemption_time - time.time() + _EXTRA_SECONDS
             threading.Event().wait(max(0.0, seconds))
             raise CkptError(
                 "Ray has announced a preemption and has not ended the workers: all is saved, and "
@@ -273,8 +273,8 @@ class _NoCheckpoint(ray.train.Checkpoint):  # type: ignore[misc, unused-ignore]
 def _refer_when_durable(pending: PendingSave, root: str, run: Any, name: str) -> Any:
     """Wait until the step of ``pending`` is durable, and return a reference to it.
 
-    A farther tier that is behind may have given up the step. Then a nearer tier has it. If another
-    worker has skipped the save, there is no checkpoint.
+    A farther tier that is behind the saves may have left out the step. Then a nearer tier has it.
+    If another worker has skipped the save, there is no checkpoint.
 
     Ray calls this in the background. The reference is the folder ``name`` of ``run``.
     """

@@ -6,9 +6,9 @@
         for version in versions:
             weights.update(version)
 
-The version is read, verified and compared with the model before the engine gets the first tensor,
-since an engine ends with its program if it cannot load a tensor. Importing this module imports
-SGLang.
+A *version* is the weights of one step. It is read, verified and compared with the model before the
+engine gets the first tensor, since an engine ends with its program if it cannot load a tensor.
+Importing this module imports SGLang.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class SglangWeights:
         )
 
     def _call(self, version: Version, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of the engine. Raise ``RestoreError`` if it refuses the version."""
         success, message = getattr(self._engine, method)(*arguments, **options)
         if not success:
             raise RestoreError(

@@ -10,6 +10,10 @@ A checkpoint holds ``model``, ``optimizer``, ``lr_scheduler``, ``dataloader``, `
 ``rng``. Parameters have the names of ``named_parameters()``. The hooks of ``state_dict()`` are not
 called, since those of a fused attention would gather its weights on every rank.
 
+torchtitan's own checkpoints are those of ``torch.distributed.checkpoint`` (DCP). ``PerRank`` marks
+a value of which each rank saves its own, and ``on_resize`` says what the ranks get if their number
+has changed.
+
 Importing this module imports torchtitan.
 """
 
@@ -100,8 +104,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
         if not self.enable:
             return
-        self._waits = config.async_mode == "disabled"
+        self._waits_for_each_save = config.async_mode == "disabled"
         self._model = _ModelParts(parts["model_parts"])
+        # The loader draws from a generator of its own, so that a resume shifts no random numbers.
         give_generator(self.states[DATALOADER], 0)
         self.keep_latest_k = config.keep_latest_k
         base = parts.get("base_folder", "")
@@ -122,20 +127,21 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         if last_step and self.last_save_in_hf:
             self._save_last_step(curr_step)
             return True
-        exports = last_step and self.last_save_model_only
-        state = {MODEL: self._model.cast(self.export_dtype)} if exports else self._state()
+        is_model_only = last_step and self.last_save_model_only
+        state = {MODEL: self._model.cast(self.export_dtype)} if is_model_only else self._state()
         self.save_future = self.manager.save_async(state, curr_step, final=last_step)
-        if last_step or self._waits:
+        if last_step or self._waits_for_each_save:
             self._wait_for_saving()
         return True
 
     def _load(self, step: int = _NEWEST) -> bool:
         """Load a step of ckpt, or let torchtitan load one of DCP. Return True if there was one."""
-        is_asked = step != _NEWEST
-        is_in_ckpt, step, has_model_only = first_result(_NOT_FOUND, lambda: self._find(step))
+        is_step_given = step != _NEWEST
+        # Rank 0 decides for all ranks.
+        is_in_ckpt, step, has_model_only = first_result(_NOT_FOUND, lambda: self._find_step(step))
         if not is_in_ckpt:
             is_loaded: bool = super()._load(step)
-            if is_asked:  # The steps of ckpt after this one may be saved again
+            if is_step_given:  # The steps of ckpt after this one may be saved again
                 self.manager.continue_from(StepRef(step, _DCP))
             return is_loaded
         all_names = self._state().keys() - set(self.exclude_from_loading)
@@ -143,7 +149,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         self._restore(self.manager, None if step == _NEWEST else step, names)
         return True
 
-    def _find(self, step: int) -> tuple[bool, int, bool]:
+    def _find_step(self, step: int) -> tuple[bool, int, bool]:
         """Find the step to load.
 
         Args:
@@ -157,10 +163,10 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         Raises:
             FileNotFoundError: Neither ckpt nor DCP has the step that is asked for.
         """
-        steps, newest = self.manager.steps(), self._find_load_step()
+        steps, newest_of_dcp = self.manager.steps(), self._find_load_step()
         if step == _NEWEST:
-            if not steps or newest > max(steps):
-                return False, newest, False
+            if not steps or newest_of_dcp > max(steps):
+                return False, newest_of_dcp, False
             has_seed_only = steps == [0]
             return True, 0 if has_seed_only else _NEWEST, has_seed_only
         dcp_steps = self._steps_of_dcp()
@@ -172,12 +178,12 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
                 f"--checkpoint.load_step={step} not found in {redact(self.folder)}: "
                 + (f"it has the steps {steps_text}" if steps_text else "it has no steps")
             )
-        if newest > step:
+        if newest_of_dcp > step:
             _log.warning(
                 "ckpt: %s holds step %d of torchtitan's own manager, and this job continues from "
                 "step %d: a restart takes the higher step, so remove it, or save higher steps",
                 redact(self.folder),
-                newest,
+                newest_of_dcp,
                 step,
             )
         return step in steps, step, step == 0
@@ -224,14 +230,14 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     def _state(self) -> dict[str, Any]:
         """Return the state to save. ``exclude_from_loading`` has names of its entries."""
         schedule = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
-        own = {
+        per_rank_values = {
             name: PerRank(value, on_resize=_REFUSE_RESIZE if name == DATALOADER else same_or_first)
             for name, value in self.states.items()
             if name not in (MODEL, OPTIMIZER, LR_SCHEDULER) and value is not None
         }
         rng = PerRank(RngState(), on_resize="same_rank")
         optimizer = _optimizer_entry(self.states[OPTIMIZER].optimizers)
-        return {MODEL: self._model, OPTIMIZER: optimizer, **schedule, **own, _RNG: rng}
+        return {MODEL: self._model, OPTIMIZER: optimizer, **schedule, **per_rank_values, _RNG: rng}
 
     def _restore(
         self, source: manager.CheckpointManager, step: int | None, names: Set[str]
@@ -282,7 +288,12 @@ class _ModelParts(ModuleStandIn):
         """Do nothing, since a restore fills the tensors of the parts themselves."""
 
     def items(self, path: str) -> ModuleItems:
-        """Return the parameters and persistent buffers of all parts."""
+        """Return the parameters and persistent buffers of all parts, with the path ``path`` of the
+        model in the state.
+
+        ``fqn`` is the name of an entry without the additions of wrappers. ``holders`` are the ranks
+        that hold a parameter.
+        """
         if self._items is None:
             entries = [
                 Entry(key=f"parts.{number}.{key}", fqn=canonical(part)(key), value=value)

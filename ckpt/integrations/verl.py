@@ -5,8 +5,10 @@
       custom_backend_module: ckpt.integrations.verl
       engine_kwargs: {ckpt: {root: "s3://bucket/rollout"}}
 
-Trainer and rollouts need no common process group: they need the store. Each update is a committed
-step, and what follows it reads only the words that have changed. Importing this module imports verl
+In verl, the workers of the *actor* train, and the *rollouts* generate with the trained weights.
+They need no common process group: they need the store. Each update is a committed step. A rollout
+follows the steps, and reads only the values that have changed since its last one (``deltas``). A
+*version* is the weights of one step. Importing this module imports verl
 and registers the engine.
 """
 
@@ -135,6 +137,7 @@ class CkptCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ignor
             yield name, tensor
 
     def _fetch(self) -> Version:
+        """Wait for the step, and return its weights."""
         if self._follower is None:
             self._follower = follow(self._tier, _PART, timeout_seconds=self._timeout_seconds)
         return self._follower.version_of(self._step)

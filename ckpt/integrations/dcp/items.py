@@ -2,8 +2,12 @@
 
 DCP flattens nested dicts and lists to names with dots, and assigns each entry to a rank that writes
 it. For a save, this module nests the entries of a rank again, so that the checkpoint has the same
-names as if a ``CheckpointManager`` had saved the state. For a load, it converts a manifest to DCP's
-names.
+names as if a ``CheckpointManager`` had saved the state. For a load, it converts a manifest, which
+describes a checkpoint of ckpt, to DCP's names.
+
+The *path* of an entry consists of the dict keys and list positions that lead to it in the nested
+state. A `Leaf` describes a tensor as one rank sees it, and its *boxes* are the rectangular regions
+that the rank has or reads.
 """
 
 from __future__ import annotations
@@ -89,39 +93,41 @@ def gather_lists(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[P
     Returns:
         The new plans, and the paths of the lists with sharded tensors.
     """
-    ranks: dict[Path, set[int]] = defaultdict(set)
-    sharded: set[Path] = set()
+    ranks_by_list: dict[Path, set[int]] = defaultdict(set)
+    lists_with_shards: set[Path] = set()
     for rank, plan in enumerate(plans):
         for item in plan.items:
             if (list_path := _outermost_list(path_of(item, plan))) is not None:
-                ranks[list_path].add(rank)
+                ranks_by_list[list_path].add(rank)
                 if item.type == WriteItemType.SHARD:
-                    sharded.add(list_path)
+                    lists_with_shards.add(list_path)
     rank_by_list = {
-        list_path: min(holders)
-        for list_path, holders in ranks.items()
-        if len(holders) > 1 and list_path not in sharded
+        list_path: min(ranks)
+        for list_path, ranks in ranks_by_list.items()
+        if len(ranks) > 1 and list_path not in lists_with_shards
     }
     items: list[list[WriteItem]] = [[] for _ in plans]
     for rank, plan in enumerate(plans):
         for item in plan.items:
             target_rank = rank_by_list.get(_outermost_list(path_of(item, plan)) or (), rank)
-            is_known = item.index.fqn in (plans[target_rank].planner_data or {})
-            items[target_rank if is_known else rank].append(item)
+            target_has_entry = item.index.fqn in (plans[target_rank].planner_data or {})
+            items[target_rank if target_has_entry else rank].append(item)
     new_plans = [
         dataclasses.replace(plan, items=plan_items)
         for plan, plan_items in zip(plans, items, strict=True)
     ]
-    return (new_plans if rank_by_list else list(plans)), frozenset(sharded)
+    return (new_plans if rank_by_list else list(plans)), frozenset(lists_with_shards)
 
 
-def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> dict[str, Any]:
+def state_of(
+    plan: SavePlan, planner: SavePlanner, lists_as_dicts: frozenset[Path]
+) -> dict[str, Any]:
     """Return a nested state of the entries that this rank writes.
 
     Args:
         plan: The plan of this rank.
         planner: The planner, which gives the tensors and values.
-        spread: The paths of the lists that are stored as dicts (see `gather_lists`).
+        lists_as_dicts: The paths of the lists that are stored as dicts (see `gather_lists`).
 
     Raises:
         UnsupportedValue: An entry is a dict, or a container with tensors, which DCP would pickle.
@@ -132,16 +138,16 @@ def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> d
     for item in plan.items:
         path = path_of(item, plan)
         if item.type == WriteItemType.BYTE_IO:
-            _put(state, path, _plain_value(item, planner), spread)
+            _put(state, path, _plain_value(item, planner), lists_as_dicts)
             continue
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor), item.index
         if item.type == WriteItemType.TENSOR:
-            _put(state, path, tensor.detach(), spread)
+            _put(state, path, tensor.detach(), lists_as_dicts)
         else:
             shards[path].append((item, tensor.detach()))
     for path, parts in shards.items():
-        _put(state, path, _local_shards(parts), spread)
+        _put(state, path, _local_shards(parts), lists_as_dicts)
     return state
 
 
@@ -172,9 +178,11 @@ def _local_shards(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShard
     return LocalShards(head.tensor_data.size, pieces, dtype=tensor.dtype)
 
 
-def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path]) -> None:
-    """Set the value at ``path`` of the nested state, and make missing containers on that path."""
-    if _outermost_list(path) in spread:
+def _put(state: dict[str, Any], path: Path, value: Any, lists_as_dicts: frozenset[Path]) -> None:
+    """Set the value at ``path`` of the nested state, and make missing containers on that path. The
+    lists in ``lists_as_dicts`` become dicts.
+    """
+    if _outermost_list(path) in lists_as_dicts:
         path = tuple(map(str, path))
     container: Any = state
     for part, next_part in zip(path, (*path[1:], None), strict=True):
@@ -212,10 +220,12 @@ class Entries:
             tensors.append(placeholder)
             return placeholder
 
-        # DCP's planner gives the stand-ins names of its own, and their ids say which they are.
+        # The nested state with stand-ins for the tensors, all names (no patterns), optimizers keyed
+        # by the names of parameters, and values that ``weights_only`` would not load.
         state = StateTree(manifest, stand_in, (), by_name=True, safe=False).build()
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
         planner.set_up_planner(state)
+        # The planner has flattened the state to names of its own. Ids tell which tensor has which.
         flat, self.paths = planner.state_dict, planner.mappings
         self.names = {
             name: names_by_id[id(value)] for name, value in flat.items() if id(value) in names_by_id
@@ -241,9 +251,10 @@ class Entries:
     def leaf(self, item: ReadItem) -> Leaf:
         """Return a leaf with one box: the region of a tensor that ``item`` reads."""
         tensor = self._tensors[self.names[item.storage_index.fqn]]
-        base = item.storage_index.offset or (0,) * len(tensor.shape)
+        chunk_offsets = item.storage_index.offset or (0,) * len(tensor.shape)
         offsets = tuple(
-            start + offset for start, offset in zip(base, item.storage_offsets, strict=True)
+            start + offset
+            for start, offset in zip(chunk_offsets, item.storage_offsets, strict=True)
         )
         box = Box(offsets, tuple(item.lengths))
         return Leaf(tensor.name, tensor.dtype, tensor.shape, (box,))

@@ -7,6 +7,11 @@ The writer makes ordinary steps of ckpt on any tiers: each chunk has a checksum,
 appears last, and values are stored without pickle. DCP still decides which rank writes each entry,
 and its planner asks the reader for boxes. So a checkpoint loads onto another mesh, as with DCP's
 own storage.
+
+An *attempt* is the id of one run of a job, and a ``StepRef`` names a step of one attempt. A *token*
+is a text that no other save or load has. A *leaf* describes a tensor as one rank sees it, with the
+*boxes* (regions) that the rank reads. The *outline* of a step is its manifest as one tier has it,
+which may leave out parts that a reader adds when they are needed.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ _BLOCKING_OPTIONS: Final = StagingOptions(
     use_async_staging=False,
     use_non_blocking_copy=False,
 )
-_WAY_BACK: Final = (
+_ADVICE_TO_GO_BACK: Final = (
     "To go back with DCP, load the step with a CkptReader, and save with a "
     "CkptWriter(..., after=reader)"
 )
@@ -75,7 +80,7 @@ If the plan of another save has this token, DCP's planner has taken that plan fr
 
 
 @dataclass(frozen=True, slots=True)
-class _SaveOrder:
+class _SaveInstruction:
     """The data of a save that DCP's coordinator rank adds to the plan of each rank.
 
     Attributes:
@@ -83,14 +88,15 @@ class _SaveOrder:
         rank: The number of the rank in the group of ranks that save.
         world_size: The number of ranks in that group.
         token: A text that no other save of the job has.
-        spread: The paths of the lists that are stored as dicts. See ``dcp.items.gather_lists``.
+        lists_as_dicts: The paths of the lists that are stored as dicts. See
+            ``dcp.items.gather_lists``.
     """
 
     step: int
     rank: int
     world_size: int
     token: str
-    spread: frozenset[Path]
+    lists_as_dicts: frozenset[Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +189,7 @@ class CkptWriter(_TierStorage, AsyncStager, StorageWriter):
         self._requested_step: int | None = None
         self._manager: FrameworkManager | None = None
         self._world = (0, 0)  # Rank and number of ranks
-        self._attempt = ""  # The attempt of the manager
+        self._manager_attempt = ""  # The attempt of the manager
         self._stager: _Stager | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,11 +250,11 @@ class CkptWriter(_TierStorage, AsyncStager, StorageWriter):
         Only DCP's coordinator rank calls this.
         """
         step = self._choose_step()
-        new_plans, spread = gather_lists(plans)
+        new_plans, lists_as_dicts = gather_lists(plans)
         token = new_attempt()
         return [
             dataclasses.replace(
-                plan, storage_data=_SaveOrder(step, rank, len(plans), token, spread)
+                plan, storage_data=_SaveInstruction(step, rank, len(plans), token, lists_as_dicts)
             )
             for rank, plan in enumerate(new_plans)
         ]
@@ -264,15 +270,15 @@ class CkptWriter(_TierStorage, AsyncStager, StorageWriter):
             ConfigError: The planner has cached its plan for another storage writer.
             Exception: The planner has raised an error while it gave the items.
         """
-        order: object = plan.storage_data
-        if not isinstance(order, _SaveOrder):
+        instruction: object = plan.storage_data
+        if not isinstance(instruction, _SaveInstruction):
             raise ConfigError(
                 "the planner uses a plan that it has cached for another storage writer "
                 "(enable_plan_caching=True), and it caches by the name of its class: give this "
                 "writer a planner of its own, class CkptPlanner(DefaultSavePlanner): pass"
             )
         try:
-            self._save(order, plan, planner)
+            self._save(instruction, plan, planner)
         finally:
             if self._is_single_use:
                 self.close()
@@ -294,77 +300,79 @@ class CkptWriter(_TierStorage, AsyncStager, StorageWriter):
     # -- inside ------------------------------------------------------------------------------------
 
     def _choose_step(self) -> int:
-        if (step := self._own_step) is not None:
+        if (step := self._step_of_this_rank) is not None:
             return step
         newest = _newest_step(self._tiers)
         return 0 if newest is None else newest + 1
 
     @property
-    def _own_step(self) -> int | None:
+    def _step_of_this_rank(self) -> int | None:
         """The step from the ``checkpoint_id`` or ``step`` of this rank; None if it has neither."""
         return self._requested_step if self._requested_step is not None else self._step
 
-    def _save(self, order: _SaveOrder, plan: SavePlan, planner: SavePlanner) -> None:
+    def _save(self, instruction: _SaveInstruction, plan: SavePlan, planner: SavePlanner) -> None:
         """Save the entries of this rank, and wait until the step is committed on all tiers."""
-        step = order.step
-        has_cached_plan = order.token in _last_token
-        if self._own_step is not None and self._own_step != step and not has_cached_plan:
+        step = instruction.step
+        # A plan with the token of the last save comes from the cache of DCP's planner.
+        has_cached_plan = instruction.token in _last_token
+        own_step = self._step_of_this_rank
+        if own_step is not None and own_step != step and not has_cached_plan:
             raise ConfigError(
-                f"rank {order.rank} was given step {self._own_step}, and the coordinator step "
+                f"rank {instruction.rank} was given step {own_step}, and the coordinator step "
                 f"{step}: give the same one on all ranks"
             )
-        if has_cached_plan and (self._own_step is None or self._manager is None):
+        if has_cached_plan and (own_step is None or self._manager is None):
             raise ConfigError(
                 "the planner uses the plan of an earlier save (enable_plan_caching=True): make "
                 "one CkptWriter(root), and pass it to every save with a checkpoint_id such as "
                 "'step-1200'"
             )
-        _last_token.append(order.token)
-        manager = self._manager_for(order)
+        _last_token.append(instruction.token)
+        manager = self._manager_of_ranks(instruction)
         state: State = {}
-        fault: Exception | None = None
+        state_error: Exception | None = None
         try:
-            state = state_of(plan, planner, order.spread)
+            state = state_of(plan, planner, instruction.lists_as_dicts)
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
-            fault, state = error, {"state": FailedEntry(error)}
+            state_error, state = error, {"state": FailedEntry(error)}
         try:
-            if self._own_step is not None:
-                step = self._own_step  # A cached plan has the step of an earlier save
+            if own_step is not None:
+                step = own_step  # A cached plan has the step of an earlier save
             pending = manager.save(state, step)
             if any(pending.exception(tier=tier) is None for tier in pending.tiers):
-                self._note_saved(step)
+                self._remember_saved_step(step)
         except (HistoryHidden, StepExists) as error:
-            error.add_note(_WAY_BACK)
+            error.add_note(_ADVICE_TO_GO_BACK)
             raise
         finally:
             if self._stager is not None:
                 self._stager.release(state)
-            if fault is not None:
-                raise fault
+            if state_error is not None:
+                raise state_error
 
-    def _manager_for(self, order: _SaveOrder) -> FrameworkManager:
+    def _manager_of_ranks(self, instruction: _SaveInstruction) -> FrameworkManager:
         """Return the manager of the ranks that save. It is kept while they stay the same."""
-        world = (order.rank, order.world_size)
+        world = (instruction.rank, instruction.world_size)
         if self._manager is None or self._world != world:
             self._close_manager()
             coordinator = (
                 SingleCoordinator()
-                if order.world_size == 1
-                else TorchStoreCoordinator(world, f"dcp/{order.token}")
+                if instruction.world_size == 1
+                else TorchStoreCoordinator(world, f"dcp/{instruction.token}")
             )
             self._world = world
             self._manager = FrameworkManager(
                 self._tiers, config=self._config, coordinator=coordinator, **self._settings
             )
-            self._attempt = coordinator.attempt
-            if (origin := self._origin) is not None:
+            self._manager_attempt = coordinator.attempt
+            if (origin := self._origin) is not None:  # The step that ``after`` has loaded
                 self._manager.continue_from(_steps_by_load.get(origin.token, origin.ref))
         return self._manager
 
-    def _note_saved(self, step: int) -> None:
+    def _remember_saved_step(self, step: int) -> None:
         """Note ``step`` as the one that the next manager with the same ``after`` continues from."""
         if self._origin is not None:
-            _steps_by_load[self._origin.token] = StepRef(step, self._attempt)
+            _steps_by_load[self._origin.token] = StepRef(step, self._manager_attempt)
 
     def _close_manager(self) -> None:
         manager, self._manager = self._manager, None
@@ -405,8 +413,8 @@ def _stage_blocking(stager: DefaultStager, state: State) -> State:
 
 def _addresses(state: State) -> Generator[int]:
     """Yield the address of the storage of each tensor in ``state``."""
-    for leaf in leaves(state):
-        for tensor in leaf.tensors if isinstance(leaf, LocalShards) else (leaf,):
+    for value in leaves(state):
+        for tensor in value.tensors if isinstance(value, LocalShards) else (value,):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if isinstance(local, torch.Tensor) and (address := local.untyped_storage().data_ptr()):
                 yield address
@@ -445,7 +453,7 @@ class CkptReader(_TierStorage, StorageReader):
         self._step, self._requested_step = step, step
         self._ref: StepRef | None = None
         self._entries: Entries | None = None
-        self._fault: Exception | None = None
+        self._metadata_error: Exception | None = None
         self.loaded: LoadedStep | None = None
 
     @property
@@ -477,16 +485,17 @@ class CkptReader(_TierStorage, StorageReader):
         turns a second error into an ``AssertionError``. So the second call returns empty metadata,
         and ``set_up_storage_reader`` raises the first error.
         """
-        if "rank" in kwargs and self._fault is not None:
+        if "rank" in kwargs and self._metadata_error is not None:
             return Metadata({}, planner_data={})
-        self._fault = self.loaded = None
+        self._metadata_error = self.loaded = None
         try:
             return self._metadata()
         except Exception as error:
-            self._fault = error
+            self._metadata_error = error
             raise
 
     def _metadata(self) -> Metadata:
+        """Read the manifest of the step, and return DCP's metadata of it."""
         with opened_step(self._tiers, self._requested_step, finishes=True) as reader:
             self._entries = reader.try_manifests(lambda outline: Entries(outline.manifest))
         self._ref = reader.ref
@@ -496,8 +505,8 @@ class CkptReader(_TierStorage, StorageReader):
 
     def set_up_storage_reader(self, *_: Any) -> None:
         """Raise the error of ``read_metadata``, if it has failed."""
-        if self._fault is not None:
-            raise self._fault
+        if self._metadata_error is not None:
+            raise self._metadata_error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self._ref)
@@ -515,14 +524,14 @@ class CkptReader(_TierStorage, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of ``plan`` into the planner's tensors, and return a finished future."""
         assert self._entries is not None, "DCP reads the metadata first"
-        pairs = [
+        items_and_targets = [
             (item, planner.resolve_tensor(item).detach())
             for item in plan.items
             if item.type == LoadItemType.TENSOR
         ]
-        if pairs:
-            self._read(pairs)
-        for item, tensor in pairs:
+        if items_and_targets:
+            self._read(items_and_targets)
+        for item, tensor in items_and_targets:
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -533,17 +542,17 @@ class CkptReader(_TierStorage, StorageReader):
         future.set_result(None)
         return future
 
-    def _read(self, pairs: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
-        """Read the region of a tensor that each item names into the tensor beside it."""
+    def _read(self, items_and_targets: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
+        """Read the region of a tensor that each item names into its target."""
         assert self._ref is not None, "DCP reads the metadata first"
         assert self._entries is not None
-        boxes = [self._entries.leaf(item) for item, _ in pairs]
-        for leaf, (_, tensor) in zip(boxes, pairs, strict=True):
-            if leaf.boxes[0].shape != tuple(tensor.shape):
-                raise ShapeMismatch(leaf.name, leaf.boxes[0].shape, tensor.shape)
-        targets = [tensor for _, tensor in pairs]
+        regions = [self._entries.leaf(item) for item, _ in items_and_targets]
+        targets = [tensor for _, tensor in items_and_targets]
+        for region, tensor in zip(regions, targets, strict=True):
+            if region.boxes[0].shape != tuple(tensor.shape):
+                raise ShapeMismatch(region.name, region.boxes[0].shape, tensor.shape)
         with opened_step(self._tiers, self._ref.step, self._ref) as reader:
-            reader.try_manifests(lambda outline: fill_targets(reader, outline, boxes, targets))
+            reader.try_manifests(lambda outline: fill_targets(reader, outline, regions, targets))
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:

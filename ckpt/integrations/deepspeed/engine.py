@@ -14,6 +14,10 @@ the folder has a small file with the same name. A step holds the partitions as D
 to each rank, so it does not restore on another number of ranks. For such restores, use
 `ckpt.integrations.deepspeed.zero_state`.
 
+The *tag* is DeepSpeed's name for a checkpoint: its files are in ``folder/TAG``. A *part* of a step
+is the contents of one of these files, and has its name without ``.pt``. The file ``latest`` names
+the newest tag. The *outline* of a step is its manifest, its description, as one tier has it.
+
 This module does not import deepspeed itself. A save or a load imports deepspeed when it meets a
 value that is no tensor, array, container or plain value (see ``deepspeed.values``).
 """
@@ -59,9 +63,9 @@ from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 TESTED_RANGE: Final = ("0.19", "0.19")
 """The first and the last release of deepspeed that the tests ran with."""
 LATEST: Final = "latest"
-_HEADER, _PARTS = "deepspeed", "parts"  # The two entries of a state
-_NOTE: Final = "ckpt has the contents of this file of DeepSpeed"
-_MOST_NOTE_BYTES: Final = 4096
+_TAG_ENTRY, _PARTS_ENTRY = "deepspeed", "parts"  # The two entries of a state
+_PART_KEY: Final = "ckpt has the contents of this file of DeepSpeed"
+_MOST_SMALL_FILE_BYTES: Final = 4096
 
 _log = logging.getLogger("ckpt")
 
@@ -114,10 +118,13 @@ class CkptEngine:
         self._folder = os.path.abspath(folder)
         self._tiers = as_tiers(self._folder if tiers is None else tiers)
         # One rank of each node writes ``latest``, since each node may have a folder of its own.
-        self._latest = _Latest(self._folder) if int(engine.local_rank) <= 0 else None
-        self._call: _Call | None = None
+        self._latest_file = _LatestFile(self._folder) if int(engine.local_rank) <= 0 else None
+        self._save_call: _SaveCall | None = None
         self._loaded_file: tuple[str, Any] | None = None
-        observers = (*settings.pop("observers", ()), *([self._latest] if self._latest else ()))
+        observers = (
+            *settings.pop("observers", ()),
+            *([self._latest_file] if self._latest_file else ()),
+        )
         self.manager = CheckpointManager(self._tiers, observers=observers, **settings)
         self._last_step = self._newest_step()
         all_results("cannot write the small files", self._write_small_files)
@@ -137,7 +144,9 @@ class CkptEngine:
                 "another one"
             )
         self._loaded_file = None  # The tag may name another step from now on
-        self._call = _Call(os.path.abspath(info.save_dir), str(info.tag), bool(info.save_latest))
+        self._save_call = _SaveCall(
+            os.path.abspath(info.save_dir), str(info.tag), bool(info.save_latest)
+        )
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
@@ -154,25 +163,25 @@ class CkptEngine:
             ConfigError: ``save_checkpoint`` was given another folder.
             UnsupportedValue: A value, perhaps of ``client_state``, is not plain.
         """
-        assert self._call is not None, "DeepSpeed calls create first"
-        if os.path.abspath(os.path.dirname(path)) != self._call.folder:
+        assert self._save_call is not None, "DeepSpeed calls create first"
+        if os.path.abspath(os.path.dirname(path)) != self._save_call.folder:
             torch.save(state_dict, path)  # The call is save_16bit_model: other programs read a file
             return
-        call, self._call = self._call, None
+        call, self._save_call = self._save_call, None
         try:
             _, part = self._tag_and_part(path)
             call.parts[part] = pack(
-                state_dict, f"{_PARTS}/{part}", OptimizerMemory.of(self._engine)
+                state_dict, f"{_PARTS_ENTRY}/{part}", OptimizerMemory.of(self._engine)
             )
-            if not _is_note(path):
+            if not _is_small_file(path):
                 # An fsync of each file would delay the training.
-                _write(path, _note(part), sync=False)
+                _replace_file(path, _small_file_text(part), sync=False)
         except BaseException as error:
             with suppress(Exception):
                 # The other ranks must not wait for this one.
                 self._begin_save(call, FailedEntry(error))
             raise
-        self._call = call
+        self._save_call = call
 
     def is_decoupled(self) -> bool:
         """Begin the save if all files of this rank were added. Always return True.
@@ -180,8 +189,8 @@ class CkptEngine:
         DeepSpeed calls this at the end of ``save_checkpoint``. True means that the save continues
         after ``save_checkpoint`` has returned.
         """
-        if self._call is not None and len(self._call.parts) == _file_count(self._engine):
-            call, self._call = self._call, None
+        if self._save_call is not None and len(self._save_call.parts) == _file_count(self._engine):
+            call, self._save_call = self._save_call, None
             self._begin_save(call, {"tag": call.tag, "latest": call.is_latest})
         return True
 
@@ -195,7 +204,7 @@ class CkptEngine:
     def commit(self, info: Any) -> bool:
         """End a call of ``save_16bit_model``, whose file is written, and return True."""
         del info
-        self._call = None
+        self._save_call = None
         return True
 
     def cleanup(self) -> None:
@@ -224,24 +233,25 @@ class CkptEngine:
                 steps, another rank has failed, or the state does not fit this number of ranks.
             IntegrityError, StorageError: Bytes are intact on no tier.
         """
+        # The file is kept for one call only.
         (loaded_path, loaded_content), self._loaded_file = self._loaded_file or (None, None), None
         if loaded_path == path:
             # DeepSpeed loads its first file twice, and uses only one entry from the first load. So
             # the second load can return the same contents.
             return loaded_content
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        contents: list[Any] = []
+        contents: list[Any] = []  # Of this file alone
 
-        def load() -> tuple[str, StepRef]:
+        def load_file() -> tuple[str, StepRef]:
             tag, step, content = self._load(path, torch.device(device))
             contents.append(content)
             return tag, step
 
         if self._is_loaded_serially(path):
-            load()
+            load_file()
         else:
             self.has_shared_error = True  # Until the ranks have agreed
-            steps = all_results(f"cannot load {os.path.basename(path)}", load)
+            steps = all_results(f"cannot load {os.path.basename(path)}", load_file)
             check_same_files(steps)
             _check_same_step(steps)
             self.has_shared_error = False
@@ -255,7 +265,7 @@ class CkptEngine:
         """Wait for the end of the newest save. Return the tag of the file ``path``, the newest step
         with this tag, and the contents of the file.
         """
-        if not _is_note(path):
+        if not _is_small_file(path):
             raise RestoreError(
                 f"{path} was written by another engine of DeepSpeed, and ckpt unpickles nothing: "
                 "call engine.load_checkpoint before you set engine.checkpoint_engine"
@@ -293,21 +303,21 @@ class CkptEngine:
             for part in step.parts:
                 paths.append(os.path.join(folder, tag, f"{part}.pt"))
                 torch.save(_read_part(step, part, torch.device("cpu")), paths[-1])
-        _write(os.path.join(folder, LATEST), tag)
+        _replace_file(os.path.join(folder, LATEST), tag)
         return paths
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _begin_save(self, call: _Call, header: Any) -> None:
+    def _begin_save(self, call: _SaveCall, header: Any) -> None:
         """Begin to save the files of ``call``.
 
         ``header`` is the entry with the tag. If it is a `FailedEntry`, the save fails on all ranks.
         """
         self._last_step = max(self._last_step + 1, int(self._engine.global_steps))
-        if call.is_latest and self._latest is not None:
-            self._latest.expect(self._last_step, call.tag)
+        if call.is_latest and self._latest_file is not None:
+            self._latest_file.expect(self._last_step, call.tag)
         self.pending = self.manager.save_async(
-            {_HEADER: header, _PARTS: call.parts}, self._last_step
+            {_TAG_ENTRY: header, _PARTS_ENTRY: call.parts}, self._last_step
         )
 
     def _tag_and_part(self, path: str) -> tuple[str, str]:
@@ -324,15 +334,15 @@ class CkptEngine:
         return tag, name.removesuffix(".pt")
 
     @contextmanager
-    def _step_with_tag(self, tag: str) -> Generator[_Step]:
+    def _step_with_tag(self, tag: str) -> Generator[_TaggedStep]:
         """Yield the newest step that was saved with ``tag``.
 
         Raises:
             NoCheckpoint: No step has the tag.
         """
-        path = os.path.normpath(tag)
+        normal_tag = os.path.normpath(tag)
         with open_readers(self._tiers) as readers:
-            steps = (step for step in _steps(readers) if os.path.normpath(step.tag) == path)
+            steps = (step for step in _steps(readers) if os.path.normpath(step.tag) == normal_tag)
             if (step := next(steps, None)) is None:
                 raise NoCheckpoint(", ".join(urls_of(self._tiers)), f"no step has the tag {tag!r}")
             yield step
@@ -352,9 +362,9 @@ class CkptEngine:
             ConfigError: The step has no entry with a tag, so `CkptEngine` has not saved it.
             RestoreError: No step is intact, or the entry does not fit.
         """
-        state: dict[str, Any] = {_HEADER: {"tag": "", "latest": True}}
+        state: dict[str, Any] = {_TAG_ENTRY: {"tag": "", "latest": True}}
         try:
-            report = self.manager.restore(state, only=_HEADER)
+            report = self.manager.restore(state, only=_TAG_ENTRY)
         except (ConfigError, RestoreError) as error:
             self.manager.close()
             if isinstance(error, ConfigError | EntryMissing):
@@ -372,7 +382,7 @@ class CkptEngine:
 
         A step that was saved with ``save_latest=False`` does not count for ``latest``.
         """
-        if self._latest is None:
+        if self._latest_file is None:
             return
         with open_readers(self._tiers) as readers:
             for step in _steps(readers):
@@ -380,9 +390,9 @@ class CkptEngine:
                     path = os.path.join(self._folder, step.tag, f"{part}.pt")
                     if not os.path.exists(path) or not os.path.getsize(path):
                         os.makedirs(os.path.dirname(path), exist_ok=True)
-                        _write(path, _note(part), sync=False)
+                        _replace_file(path, _small_file_text(part), sync=False)
                 if step.is_latest:
-                    self._latest.name(step.reader.ref.step, step.tag)
+                    self._latest_file.write(step.reader.ref.step, step.tag)
 
     def _check_world(self, saved_ranks: int) -> None:
         """Check that the loaded ZeRO partitions were saved by as many ranks as this job has.
@@ -411,7 +421,7 @@ class CkptEngine:
 
 
 @dataclass(slots=True)
-class _Call:
+class _SaveCall:
     """A call of ``save_checkpoint`` under way.
 
     Attributes:
@@ -432,7 +442,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TaggedStep:
     """A step that `CkptEngine` has saved, with its tag and the names of its parts (files)."""
 
     reader: TieredReader
@@ -441,8 +451,9 @@ class _Step:
     parts: tuple[str, ...]
 
 
-class _Latest:
-    """An observer that writes the file ``latest`` with the tag of the newest committed step.
+class _LatestFile:
+    """An observer that writes the file ``latest`` with the tag of the newest committed step. Until
+    then, it remembers the tag of each step that ``expect`` was called with.
 
     Thread safety: any thread may call the methods. ``_lock`` guards all fields.
     """
@@ -450,38 +461,38 @@ class _Latest:
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, LATEST)
         self._lock = threading.Lock()
-        self._tags: dict[int, str] = {}
-        self._step = -1
+        self._tags_by_step: dict[int, str] = {}
+        self._written_step = -1
 
     def expect(self, step: int, tag: str) -> None:
         """Write ``tag`` into ``latest`` once ``step`` is committed."""
         with self._lock:
-            self._tags[step] = tag
+            self._tags_by_step[step] = tag
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, SaveFailed):
             with self._lock:
-                self._tags.pop(event.step, None)
+                self._tags_by_step.pop(event.step, None)
         elif isinstance(event, SaveCommitted) and not event.tier.startswith("shm://"):
             # A commit on a tier in memory does not count, since the step is lost with the machine.
             with self._lock:
-                tag = self._tags.pop(event.step, None)
+                tag = self._tags_by_step.pop(event.step, None)
             if tag is not None:
-                self.name(event.step, tag)
+                self.write(event.step, tag)
 
-    def name(self, step: int, tag: str) -> None:
+    def write(self, step: int, tag: str) -> None:
         """Write ``tag``, the tag of ``step``, into ``latest``, unless this object has already
         written the tag of this step or a newer one.
         """
         with self._lock:
-            if step > self._step:
-                self._step = step
+            if step > self._written_step:
+                self._written_step = step
                 if not os.path.isfile(self._path) or _read_text(self._path).strip() != tag:
                     os.makedirs(os.path.dirname(self._path), exist_ok=True)
-                    _write(self._path, tag)
+                    _replace_file(self._path, tag)
 
 
-def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
+def _steps(readers: Iterator[TieredReader]) -> Iterator[_TaggedStep]:
     """Yield the steps that `CkptEngine` has saved, newest first.
 
     Other steps are left out. A step with a damaged manifest is also left out, and a warning is
@@ -497,8 +508,8 @@ def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
             case {
                 "deepspeed": {"tag": str(tag), "latest": bool(latest)},
                 "parts": dict(parts),
-            } if _stays_inside(tag, parts):
-                yield _Step(reader, tag, latest, tuple(parts))
+            } if _are_names_inside_folder(tag, parts):
+                yield _TaggedStep(reader, tag, latest, tuple(parts))
             case _:
                 continue
 
@@ -523,13 +534,13 @@ def _check_same_step(steps: Sequence[tuple[str, StepRef]]) -> None:
             )
 
 
-def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
+def _are_names_inside_folder(tag: str, parts: Iterable[str]) -> bool:
     """Return True if the path ``tag/part`` of each part is below the folder of the engine."""
     folder = os.path.normpath(tag).split(os.sep)[0]
     return folder not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
 
 
-def _read_part(step: _Step, part: str, device: torch.device) -> Any:
+def _read_part(step: _TaggedStep, part: str, device: torch.device) -> Any:
     """Return the contents of the file ``part`` of a step, with its tensors on ``device``."""
     if part not in step.parts:
         raise RestoreError(
@@ -537,16 +548,17 @@ def _read_part(step: _Step, part: str, device: torch.device) -> Any:
             "of ranks, or under another stage of ZeRO"
         )
 
-    def build(outline: SourceManifest) -> Any:
+    def read_contents(outline: SourceManifest) -> Any:
+        # The nested state of the step, with a ``StoredTensor`` for each tensor
         tree = StateTree(outline.manifest, StoredTensor, (), by_name=True, safe=False).build()
 
-        def contents(make: MakeTensor) -> Any:
+        def build_contents(make_tensor: MakeTensor) -> Any:
             with check_structure("tree"):
-                return unpack(tree[_PARTS][part], make)
+                return unpack(tree[_PARTS_ENTRY][part], make_tensor)
 
-        return build_and_fill(step.reader, outline, contents, device)
+        return build_and_fill(step.reader, outline, build_contents, device)
 
-    return step.reader.try_manifests(build)
+    return step.reader.try_manifests(read_contents)
 
 
 def _file_count(engine: Any) -> int:
@@ -557,20 +569,22 @@ def _file_count(engine: Any) -> int:
 def _read_text(path: str) -> str:
     """Return the first 4096 bytes of a file as text, with replacements for invalid bytes."""
     with open(path, "rb") as file:
-        return file.read(_MOST_NOTE_BYTES).decode(errors="replace")
+        return file.read(_MOST_SMALL_FILE_BYTES).decode(errors="replace")
 
 
-def _is_note(path: str) -> bool:
+def _is_small_file(path: str) -> bool:
     """Return True if ``path`` is a small file, whose contents a step holds."""
-    return os.path.isfile(path) and _read_text(path).startswith(_note("")[: len(_NOTE)])
+    return os.path.isfile(path) and _read_text(path).startswith(
+        _small_file_text("")[: len(_PART_KEY)]
+    )
 
 
-def _note(part: str) -> str:
+def _small_file_text(part: str) -> str:
     """Return the text of the small file that stands for ``part`` of a step."""
-    return json.dumps({_NOTE: part}) + "\n"
+    return json.dumps({_PART_KEY: part}) + "\n"
 
 
-def _write(path: str, text: str, *, sync: bool = True) -> None:
+def _replace_file(path: str, text: str, *, sync: bool = True) -> None:
     """Write ``text`` to a new file, and replace the file ``path`` by the new file atomically.
 
     ``sync`` says whether to fsync the new file first.

@@ -21,43 +21,46 @@ from ckpt.integrations.shared.all_ranks import all_results
 Tags = Callable[[], list[str]]
 
 
-def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
+def check_loads(engine: Any, folder: str, checkpoint_engine: Any, tags: Tags) -> None:
     """Replace ``engine.load_checkpoint`` by a function that checks its argument ``tag`` first.
 
     The new function raises ``NoCheckpoint`` on all ranks if the folder of the tag is missing on any
     rank. If the load fails on a rank, all ranks raise an error, and none waits for another one. The
-    checks are made only while ``checkpoints`` is the checkpoint engine of ``engine``.
+    checks are made only while ``checkpoint_engine`` is the checkpoint engine of ``engine``.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
-        folder: The absolute path of the folder that ``checkpoints`` was given.
-        checkpoints: The checkpoint engine.
+        folder: The absolute path of the folder that ``checkpoint_engine`` was given.
+        checkpoint_engine: The `CkptEngine`. Its ``has_shared_error`` says whether a load has
+            failed on all ranks alike.
         tags: A function that returns the tags that can be loaded, the newest first.
     """
     load = engine.load_checkpoint
 
     @functools.wraps(load)
     def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
-        if engine.checkpoint_engine is not checkpoints:
+        if engine.checkpoint_engine is not checkpoint_engine:
             return load(load_dir, tag, *args, **options)
         if tag is not None:
             _check_tag(os.fspath(load_dir), str(tag), folder, tags)
-        checkpoints.has_shared_error = False
+        checkpoint_engine.has_shared_error = False
         failure: Exception | None = None
         result: Any = None
         try:
             result = load(load_dir, tag, *args, **options)
         except Exception as error:
-            if checkpoints.has_shared_error:  # The other ranks have it, and have ended the load
+            if (
+                checkpoint_engine.has_shared_error
+            ):  # The other ranks have it, and have ended the load
                 raise
             failure = error
 
-        def finish() -> bool:
+        def has_loaded_path() -> bool:
             if failure is not None:
                 raise failure
-            return result[0] is not None
+            return result[0] is not None  # DeepSpeed returns the path and the client state
 
-        check_same_files(all_results("cannot load the checkpoint", finish))
+        check_same_files(all_results("cannot load the checkpoint", has_loaded_path))
         return result
 
     engine.load_checkpoint = load_checkpoint

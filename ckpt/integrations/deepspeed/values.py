@@ -68,8 +68,10 @@ class OptimizerMemory:
             if optimizer is None:
                 return cls(None, frozenset())
             optimizer = getattr(optimizer, "optimizer", None)
-        values: list[Any] = [p for p in engine.module.parameters() if p.requires_grad]
-        values += [p for group in optimizer.param_groups for p in group["params"]]
+        values: list[Any] = [
+            weight for weight in engine.module.parameters() if weight.requires_grad
+        ]
+        values += [master for group in optimizer.param_groups for master in group["params"]]
         for parameter, state in optimizer.state.items():
             values += [parameter, *state.values()]
         addresses = {_address(value) for value in values if isinstance(value, torch.Tensor)}
@@ -91,11 +93,18 @@ def pack(value: Any, path: str, memory: OptimizerMemory) -> Any:
 
 
 class _Packer:
+    """Packs the values of one state dict (see `pack`).
+
+    A tensor in the optimizer's memory becomes a ``LocalShards`` whose owner is the optimizer. Such
+    tensors are copied *late*: while training goes on, until the owner's ``step``.
+    """
+
     def __init__(self, memory: OptimizerMemory) -> None:
         self._memory = memory
         self._shards: dict[object, LocalShards] = {}
 
     def pack(self, value: Any, path: str) -> Any:
+        """Return ``value``, which has the name ``path`` in the state, in its packed form."""
         kind = type(value)
         if kind in _PLAIN_TYPES or isinstance(value, np.generic):
             return value
@@ -138,38 +147,40 @@ class _Packer:
         layout = (tuple(tensor.shape), tensor.stride())
         key = (tensor.data_ptr(), tensor.dtype, tensor.device, *layout)
         if key not in self._shards:
-            whole = [((0,) * tensor.ndim, tensor)]
-            self._shards[key] = LocalShards(tensor.shape, whole, owner=self._memory.optimizer)
+            whole_tensor = [((0,) * tensor.ndim, tensor)]  # Offsets and tensor of the only shard
+            self._shards[key] = LocalShards(
+                tensor.shape, whole_tensor, owner=self._memory.optimizer
+            )
         return self._shards[key]
 
 
-def unpack(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def unpack(value: Any, make_tensor: Callable[[str], torch.Tensor]) -> Any:
     """Return the value from which `pack` has made ``value``.
 
     Args:
         value: The value in the step, with a `StoredTensor` for each tensor.
-        tensor: A function that returns the tensor with a given name.
+        make_tensor: A function that returns the tensor with a given name.
 
     Raises:
         RestoreError: The step has an object of a type that this version of ckpt does not know.
     """
 
-    def inner(item: Any) -> Any:
-        return unpack(item, tensor)
+    def unpack_item(item: Any) -> Any:
+        return unpack(item, make_tensor)
 
     match value:  # "ckpt.kind" is ``_KIND``, which a pattern would take for a new variable
         case StoredTensor():
-            return tensor(value.name)
+            return make_tensor(value.name)
         case {"ckpt.kind": "state_dict"}:
-            return _state_dict(inner(value[_VALUE]), inner(value[_METADATA]))
+            return _state_dict(unpack_item(value[_VALUE]), unpack_item(value[_METADATA]))
         case {"ckpt.kind": "numpy"}:
-            return inner(value[_VALUE]).numpy()
+            return unpack_item(value[_VALUE]).numpy()
         case {"ckpt.kind": str(kind)}:
-            return _make_instance(kind, inner(value[_VALUE]))
+            return _make_instance(kind, unpack_item(value[_VALUE]))
         case dict():
-            return type(value)({key: inner(item) for key, item in value.items()})
+            return type(value)({key: unpack_item(item) for key, item in value.items()})
         case list() | tuple():
-            return type(value)(map(inner, value))
+            return type(value)(map(unpack_item, value))
         case _:
             return value
 
@@ -182,6 +193,9 @@ def _state_dict(items: Mapping[str, Any], metadata: Any) -> Any:
 
 
 def _make_instance(kind: str, value: Any) -> Any:
+    """Return an object of the type that is stored as ``kind``, with its enum value or its
+    attributes.
+    """
     if (cls := _types_by_name().get(kind)) is None:
         raise RestoreError(f"the checkpoint has a value of the type {kind!r}: install a later ckpt")
     if issubclass(cls, Enum):

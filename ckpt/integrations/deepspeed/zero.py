@@ -14,7 +14,10 @@ saved with the values of rank 0. The optimizer's entry contains the learning rat
 scale and the engine's counters.
 
 In this module, the inner optimizer is the torch optimizer inside of DeepSpeed's own optimizer, and
-a partition is a flat tensor of master weights (see ``deepspeed.zero_layout``). Master weights
+a partition is a flat tensor of master weights (see ``deepspeed.zero_layout``). It consists of
+pieces, and the *span* of a piece says which elements of its parameter they are. A ``LocalShards``
+is the view of a piece in the shape of its parameter. DeepSpeed gives a parameter of ZeRO 3 the
+attributes ``ds_shape``, its whole shape, and ``ds_tensor``, the part of this rank. Master weights
 and optimizer state are copied while training goes on: only a step of the inner optimizer changes
 them, and this step waits for the copy. Everything else is copied before ``save_async`` returns.
 
@@ -64,11 +67,11 @@ def zero_state(engine: Any) -> dict[str, Any]:
             SuperOffload or MiCS. The error names the feature, or the class of the engine's
             optimizer. Or DeepSpeed has moved parameters out of its flat buffers.
     """
-    zero = _Zero(engine)
+    zero = _ZeroEngine(engine)
     return {"model": ZeroModel(zero), "optimizer": ZeroOptimizer(zero)}
 
 
-class _Zero:
+class _ZeroEngine:
     """The partitions of an engine, and views of them in the shapes of its parameters."""
 
     def __init__(self, engine: Any) -> None:
@@ -77,9 +80,10 @@ class _Zero:
         self.ranks = ranks_of(engine.seq_data_parallel_group)
         self.partitions = partitions_of(self.optimizer)
         self._views: dict[object, tuple[object, tuple[LocalShards, ...]]] = {}
+        """By partition and key (see ``views``), the memory of a flat tensor and its views."""
 
     @property
-    def base(self) -> Optimizer:
+    def inner_optimizer(self) -> Optimizer:
         """The inner optimizer, which steps the partitions."""
         optimizer: Optimizer = self.optimizer.optimizer
         return optimizer
@@ -105,7 +109,8 @@ class _Zero:
             self._views[(partition, key)] = (memory, views)
         return views
 
-    def masters(self, partition: Partition) -> tuple[LocalShards, ...]:
+    def master_views(self, partition: Partition) -> tuple[LocalShards, ...]:
+        """Return the views of the master weights, one for each parameter of ``partition``."""
         return self.views(partition, None, partition.flat)
 
 
@@ -119,7 +124,7 @@ def _view(piece: Piece, flat: torch.Tensor) -> LocalShards:
 class ZeroModel(ModuleStandIn):
     """The model of an engine, with the fp32 master weights as its trained parameters."""
 
-    def __init__(self, zero: _Zero) -> None:
+    def __init__(self, zero: _ZeroEngine) -> None:
         super().__init__()
         self._zero = zero
         self._frozen_parts: dict[int, tuple[int, TensorOrShards]] = {}
@@ -129,20 +134,31 @@ class ZeroModel(ModuleStandIn):
         """Do nothing, since each call of ``items`` takes the present tensors of the engine."""
 
     def items(self, path: str) -> ModuleItems:
+        """Return the entries of the module's state dict to save, with the path ``path`` in the
+        state. Master weights take the place of trained parameters.
+
+        ``replicas`` of an entry are the ranks with the same value, and another one of them saves an
+        entry that is delegated.
+        """
         module = self._zero.engine.module
-        masters = {
+        views_by_parameter = {
             id(piece.parameter): view
             for partition in self._zero.partitions
-            for piece, view in zip(partition.pieces, self._zero.masters(partition), strict=True)
+            for piece, view in zip(
+                partition.pieces, self._zero.master_views(partition), strict=True
+            )
         }
         master_entries = tuple(
-            replace(entry, value=masters.get(id(entry.value)) or self._value_without_master(entry))
+            replace(
+                entry,
+                value=views_by_parameter.get(id(entry.value)) or self._value_without_master(entry),
+            )
             for entry in entries(path, module)
         )
         ids = tuple(id(entry.value) for entry in master_entries)
         if self._last_items is None or self._last_items[:2] != (ids, path):
             ranks = self._zero.ranks
-            shards = {
+            parts_by_id = {
                 id(entry.value): (Part(f"{path}/{entry.fqn}"),)
                 for entry in reversed(master_entries)
                 if isinstance(entry.value, LocalShards)
@@ -157,7 +173,7 @@ class ZeroModel(ModuleStandIn):
                 for entry in master_entries
             )
             items = ModuleItems(
-                entries=rank_entries, parts=shards, holders=dict.fromkeys(shards, ranks)
+                entries=rank_entries, parts=parts_by_id, holders=dict.fromkeys(parts_by_id, ranks)
             )
             self._last_items = (ids, path, items)
         return self._last_items[2]
@@ -165,7 +181,8 @@ class ZeroModel(ModuleStandIn):
     def _value_without_master(self, entry: Entry) -> Any:
         """Return the value to save of an entry that has no master weights, such as a buffer.
 
-        If the entry is a parameter that ZeRO 3 has partitioned, return this rank's part of it.
+        If the entry is a parameter that ZeRO 3 has partitioned, return this rank's part of it. The
+        view of the part is made again only if the part has moved.
         """
         value = entry.value
         if not hasattr(value, "ds_tensor"):
@@ -214,18 +231,18 @@ class ZeroOptimizer(OptimizerStandIn):
     place of the parameters.
     """
 
-    def __init__(self, zero: _Zero) -> None:
+    def __init__(self, zero: _ZeroEngine) -> None:
         # ``Optimizer.__init__`` is not called, since it takes tensors and no ``LocalShards``.
         self._zero = zero
         self.defaults = {}
         self.state = {}  # type: ignore[assignment]
         self.param_groups = []
-        self._new_flats: dict[tuple[Partition, object], torch.Tensor] = {}
-        self._steps: dict[Partition, float] = {}
+        self._new_flat_tensors: dict[tuple[Partition, object], torch.Tensor] = {}
+        """Restored state that the inner optimizer does not have yet, by partition and name."""
 
     def refresh(self) -> None:
         """Take the present groups and the present state of the inner optimizer."""
-        self._new_flats.clear()
+        self._new_flat_tensors.clear()
         self.param_groups[:] = [
             {
                 **{key: value for key, value in group.items() if key not in ("params", _STEP)},
@@ -233,32 +250,35 @@ class ZeroOptimizer(OptimizerStandIn):
                     view
                     for partition in self._zero.partitions
                     if partition.group == index
-                    for view in self._zero.masters(partition)
+                    for view in self._zero.master_views(partition)
                 ],
             }
-            for index, group in enumerate(self._zero.base.param_groups)
+            for index, group in enumerate(self._zero.inner_optimizer.param_groups)
         ]
         old_state = self.state
         self.state = {}  # type: ignore[assignment]
         for partition in self._zero.partitions:
-            self._look(partition, old_state)
+            self._refresh_state(partition, old_state)
 
-    def _look(self, partition: Partition, old_state: Mapping[Any, dict[str, Any]]) -> None:
-        """Take the state of one partition, as views in the shapes of its parameters."""
-        base_state = dict(self._zero.base.state.get(partition.flat, {}))
-        step = base_state.pop(_STEP, None)
-        masters = self._zero.masters(partition)
-        for key, value in base_state.items():
+    def _refresh_state(self, partition: Partition, old_state: Mapping[Any, dict[str, Any]]) -> None:
+        """Take the state of one partition, as views in the shapes of its parameters.
+
+        ``old_state`` is the state by master weights as of the last call.
+        """
+        inner_state = dict(self._zero.inner_optimizer.state.get(partition.flat, {}))
+        step = inner_state.pop(_STEP, None)
+        master_views = self._zero.master_views(partition)
+        for key, value in inner_state.items():
             if not isinstance(value, torch.Tensor) or value.shape != partition.flat.shape:
                 raise ConfigError(
-                    f"DeepSpeed: {key!r} in the state of {type(self._zero.base).__name__} belongs "
-                    "to no parameter: "
-                    "of such optimizers the model alone can be saved"
+                    f"DeepSpeed: {key!r} in the state of "
+                    f"{type(self._zero.inner_optimizer).__name__} belongs to no parameter: of such "
+                    "optimizers the model alone can be saved"
                 )
-        if not base_state and step is None:
+        if not inner_state and step is None:
             return
-        views = {key: self._zero.views(partition, key, value) for key, value in base_state.items()}
-        for index, master in enumerate(masters):
+        views = {key: self._zero.views(partition, key, value) for key, value in inner_state.items()}
+        for index, master in enumerate(master_views):
             values: dict[str, Any] = {key: view[index] for key, view in views.items()}
             if step is not None:
                 # Each parameter has a step counter of its own, as in plain PyTorch. The counter
@@ -283,14 +303,14 @@ class ZeroOptimizer(OptimizerStandIn):
         if key == _STEP:
             return torch.zeros(shape, dtype=dtype)
         for partition in self._zero.partitions:
-            masters = self._zero.masters(partition)
-            index = next((i for i, master in enumerate(masters) if master is parameter), None)
+            master_views = self._zero.master_views(partition)
+            index = next((i for i, master in enumerate(master_views) if master is parameter), None)
             if index is not None and shape == parameter.shape:
-                if (partition, key) not in self._new_flats:
-                    self._new_flats[(partition, key)] = torch.zeros_like(
+                if (partition, key) not in self._new_flat_tensors:
+                    self._new_flat_tensors[(partition, key)] = torch.zeros_like(
                         partition.flat, dtype=dtype, requires_grad=False
                     )
-                return _view(partition.pieces[index], self._new_flats[(partition, key)])
+                return _view(partition.pieces[index], self._new_flat_tensors[(partition, key)])
         raise RestoreError(
             f"DeepSpeed: {key!r} of shape {shape} in the checkpoint has another shape than its "
             "parameter: of such optimizers the model alone can be restored"
@@ -335,30 +355,31 @@ class ZeroOptimizer(OptimizerStandIn):
 
     def take_restored_values(self) -> None:
         """Set the hyperparameters and the state of the inner optimizer to the restored values."""
-        for group, base in zip(self.param_groups, self._zero.base.param_groups, strict=True):
-            base.update({key: value for key, value in group.items() if key != "params"})
+        inner_groups = self._zero.inner_optimizer.param_groups
+        for group, inner_group in zip(self.param_groups, inner_groups, strict=True):
+            inner_group.update({key: value for key, value in group.items() if key != "params"})
         for partition in self._zero.partitions:
-            self._settle(partition)
-        self._new_flats.clear()
+            self._apply_restored_state(partition)
+        self._new_flat_tensors.clear()
         if hasattr(self._zero.optimizer, "_hp_optimizer_states_linked"):
             # With False, DeepSpeed links the new state to the parameters at the next step.
             self._zero.optimizer._hp_optimizer_states_linked = False
 
-    def _settle(self, partition: Partition) -> None:
+    def _apply_restored_state(self, partition: Partition) -> None:
         """Put the restored state of the parameters of one partition into the inner optimizer."""
-        base = self._zero.base
-        states = [self.state.get(master, {}) for master in self._zero.masters(partition)]  # type: ignore[call-overload]
+        inner_optimizer = self._zero.inner_optimizer
+        states = [self.state.get(master, {}) for master in self._zero.master_views(partition)]  # type: ignore[call-overload]
         keys = sorted({key for values in states for key in values if key != _STEP})
         steps = [float(values[_STEP]) for values in states if _STEP in values]
         if not keys and not steps:
-            base.state.pop(partition.flat, None)
+            inner_optimizer.state.pop(partition.flat, None)
             return
-        base_state = base.state.get(partition.flat, {})
+        inner_state = inner_optimizer.state.get(partition.flat, {})
         new_flats = {
-            key: flat for (owner, key), flat in self._new_flats.items() if owner is partition
+            key: flat for (owner, key), flat in self._new_flat_tensors.items() if owner is partition
         }
         flats: dict[str, Any] = {
-            key: new_flats[key] if key in new_flats else base_state[key] for key in keys
+            key: new_flats[key] if key in new_flats else inner_state[key] for key in keys
         }
         for values, piece in zip(states, partition.pieces, strict=True):
             for key in keys:
@@ -373,29 +394,31 @@ class ZeroOptimizer(OptimizerStandIn):
                     min(steps),
                     max(steps),
                 )
-            flats[_STEP] = _step_like(base_state.get(_STEP), base, partition, max(steps))
-        base.state[partition.flat] = flats
+            flats[_STEP] = _step_like(
+                inner_state.get(_STEP), inner_optimizer, partition, max(steps)
+            )
+        inner_optimizer.state[partition.flat] = flats
 
     # -- hooks of the inner optimizer, for the fence -----------------------------------------------
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        return self._zero.base.register_step_pre_hook(hook)
+        return self._zero.inner_optimizer.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
-        return self._zero.base.register_step_post_hook(hook)
+        return self._zero.inner_optimizer.register_step_post_hook(hook)
 
 
-def _step_like(counter: Any, base: Optimizer, partition: Partition, step: float) -> Any:
-    """Return ``step`` in the form in which the inner optimizer ``base`` counts its steps.
+def _step_like(counter: Any, inner_optimizer: Optimizer, partition: Partition, step: float) -> Any:
+    """Return ``step`` in the form in which the inner optimizer counts its steps.
 
     Optimizers of torch count in a tensor, and optimizers of DeepSpeed in an integer. ``counter`` is
     the present counter; None if there is none.
     """
     if isinstance(counter, torch.Tensor):
         return counter.fill_(step)
-    if counter is not None or not type(base).__module__.startswith("torch."):
+    if counter is not None or not type(inner_optimizer).__module__.startswith("torch."):
         return int(step)
-    group = base.param_groups[partition.group]
+    group = inner_optimizer.param_groups[partition.group]
     on_device = group.get("capturable") or group.get("fused")
     return torch.tensor(step, device=partition.flat.device if on_device else "cpu")
 

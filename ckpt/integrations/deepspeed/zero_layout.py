@@ -2,8 +2,9 @@
 
 ZeRO 1 and 2 put all parameters of a group one after the other into a flat buffer, and cut the
 buffer into one equal part per rank. ZeRO 3 cuts every parameter by itself, and puts the parts of a
-rank one after the other. Under ZeRO 1 and 2, this module computes the position of a parameter from
-its address, since DeepSpeed's own tables have another order with ``round_robin_gradients``.
+rank one after the other, for each *sub-group*: the parameters that it steps at once. Under ZeRO 1
+and 2, this module computes the position of a parameter from its address, since DeepSpeed's own
+tables have another order with ``round_robin_gradients``.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ A checkpoint has four entries: ``model``, ``optimizers``, ``lightning`` (the loo
 schedulers, precision, hyper-parameters and data module of Lightning's own checkpoints) and ``rng``
 (the random number generators). Each rank saves its own ``lightning`` and ``rng``.
 
+An *attempt* is the step that one run of a job has saved, named by a ``StepRef``. A *loader* is
+Lightning's data loader, and the *generators* are those of random numbers.
+
 Importing this module imports Lightning.
 """
 
@@ -36,10 +39,10 @@ from ckpt.integrations.lightning.loop_position import (
     begin_next_epoch,
     continues_epoch,
     ends_epoch,
-    misses_plateau,
-    more_follows,
+    lacks_plateau_step,
     rebuild_train_loader,
     start_loader_again,
+    validation_or_epoch_end_follows,
 )
 from ckpt.integrations.lightning.paths import BEST, NEWEST, Candidate, path_of, step_of
 from ckpt.integrations.lightning.strategy import MODULE, CkptStrategy, mix_in
@@ -132,7 +135,7 @@ class CkptCheckpoint(ModelCheckpoint):
         every_n_epochs: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        _refuse_unknown(save_last, settings)
+        _check_options(save_last, settings)
         super().__init__(
             monitor=monitor,
             mode=mode,
@@ -143,9 +146,9 @@ class CkptCheckpoint(ModelCheckpoint):
         )
         warn_of_untested("lightning", TESTED_RANGE, advice="save and resume once and compare")
         keeps_best = monitor is not None and save_top_k > 0
-        best = (monitor or "", mode, save_top_k) if keeps_best else None
+        keep_best = (monitor or "", mode, save_top_k) if keeps_best else None
         self._tiers = [
-            replace(tier, keep_last=1, keep_best=best)
+            replace(tier, keep_last=1, keep_best=keep_best)
             if save_top_k != -1 and tier.keep_last is None and tier.url != MEMORY
             else tier
             for tier in as_tiers(dirpath)
@@ -154,11 +157,13 @@ class CkptCheckpoint(ModelCheckpoint):
         self.dirpath = self.root
         self._settings = settings
         self._manager: CheckpointManager | None = None
-        self._best = ""
-        self._scores: dict[str, Tensor] = {}  # Of the best steps, and of those that they replaced
-        self._open_saves: dict[str, PendingSave] = {}  # Of the best steps, by path
-        self._is_due = False  # Whether a save waits for a validation or for the epoch's end
-        self._rng: dict[str, Any] | None = None  # The restored generators, until the first batch
+        self._best_path = ""
+        # Metrics of the best steps, and of those that they replaced
+        self._score_by_path: dict[str, Tensor] = {}
+        self._saves_of_best_steps: dict[str, PendingSave] = {}  # By path
+        self._waits_to_save = False  # Whether a save waits for a validation or for the epoch's end
+        # The restored states of the generators, until the first batch
+        self._restored_rng: dict[str, Any] | None = None
 
     # -- paths -------------------------------------------------------------------------------------
 
@@ -169,11 +174,11 @@ class CkptCheckpoint(ModelCheckpoint):
         If this callback knows no such step yet, the value is the ``ckpt://`` path with ``#best``,
         or an empty text without ``monitor``.
         """
-        return self._best or (self._path(BEST) if self.monitor else "")
+        return self._best_path or (self._path(BEST) if self.monitor else "")
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        self._best = path
+        self._best_path = path
 
     def _path(self, step: int | str) -> str:
         return path_of(self.root, step)
@@ -252,9 +257,9 @@ class CkptCheckpoint(ModelCheckpoint):
     def _update_best_and_save(
         self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
-        self._scores |= self.best_k_models
+        self._score_by_path |= self.best_k_models
         super()._update_best_and_save(current, trainer, monitor_candidates)
-        self._scores |= self.best_k_models
+        self._score_by_path |= self.best_k_models
 
     def _forget_lost_steps(self, trainer: Trainer) -> None:
         """Remove from the best steps those that a rank knows to be on no tier. The steps that they
@@ -262,32 +267,35 @@ class CkptCheckpoint(ModelCheckpoint):
 
         All ranks must call this, and all remove the same steps.
         """
-        decide, is_lost = trainer.strategy.reduce_boolean_decision, False
-        for path, pending in list(self._open_saves.items()):
+        # A decision is True if that of all ranks is, or with ``all=False`` that of any rank.
+        decide, has_lost_step = trainer.strategy.reduce_boolean_decision, False
+        for path, pending in list(self._saves_of_best_steps.items()):
             is_over = pending.done()
             if decide(is_over and not _is_on_a_tier(pending), all=False):
-                is_lost = True
-                del self._scores[path], self._open_saves[path]
+                has_lost_step = True
+                del self._score_by_path[path], self._saves_of_best_steps[path]
             elif decide(is_over):
-                del self._open_saves[path]
-        if is_lost:
+                del self._saves_of_best_steps[path]
+        if has_lost_step:
             self._order_best_steps()
-        if not self._open_saves:
-            self._scores = dict(self.best_k_models)
+        if not self._saves_of_best_steps:
+            self._score_by_path = dict(self.best_k_models)
 
     def _order_best_steps(self) -> None:
-        """Set the attributes of ``ModelCheckpoint`` about the best steps from ``_scores``."""
-        newest_first = reversed(self._scores)
-        order = sorted(newest_first, key=self._scores.__getitem__, reverse=self.mode == "max")
+        """Set the attributes of ``ModelCheckpoint`` about the best steps, from their scores."""
+        newest_first = reversed(self._score_by_path)
+        order = sorted(
+            newest_first, key=self._score_by_path.__getitem__, reverse=self.mode == "max"
+        )
         best_paths = order if self.save_top_k == -1 else order[: self.save_top_k]
         self.best_k_models = {
-            path: self._scores[path] for path in self._scores if path in best_paths
+            path: self._score_by_path[path] for path in self._score_by_path if path in best_paths
         }
         self.best_model_path = best_paths[0] if best_paths else ""
-        self.best_model_score = self._scores[best_paths[0]] if best_paths else None
+        self.best_model_score = self._score_by_path[best_paths[0]] if best_paths else None
         if len(best_paths) == self.save_top_k:
             self.kth_best_model_path = best_paths[-1]
-            self.kth_value = self._scores[best_paths[-1]]
+            self.kth_value = self._score_by_path[best_paths[-1]]
 
     def _save_last_checkpoint(
         self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
@@ -308,10 +316,11 @@ class CkptCheckpoint(ModelCheckpoint):
         metric_name = self.monitor or ""
         metric = trainer.callback_metrics.get(metric_name)
         metrics = {} if metric is None else {metric_name: metric}
+        # The dump is Lightning's own checkpoint without the tensors.
         state = _state(strategy, _DictState(strategy.dump(trainer)), RngState())
         pending = self._manager.save_async(state, trainer.global_step, metrics=metrics)
         if filepath in self.best_k_models:
-            self._open_saves[filepath] = pending
+            self._saves_of_best_steps[filepath] = pending
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
 
@@ -326,16 +335,16 @@ class CkptCheckpoint(ModelCheckpoint):
         is_full = len(self.best_k_models) >= self.save_top_k > 0
         if current is None or not is_full:
             return super().check_monitor_top_k(trainer, current)
-        kth = self.best_k_models[self.kth_best_model_path]
-        better = current >= kth if self.mode == "max" else current <= kth
+        worst_best = self.best_k_models[self.kth_best_model_path]
+        better = current >= worst_best if self.mode == "max" else current <= worst_best
         # All ranks must get here and decide alike, also if the metric differs between them.
         return trainer.strategy.reduce_boolean_decision(bool(better))
 
     # -- restoring ---------------------------------------------------------------------------------
 
     def load(self, trainer: Trainer, target: int | str | StepRef) -> dict[str, Any]:
-        """Restore the module from a step, and in ``fit`` also the optimizers. ``begin`` sets the
-        generators later.
+        """Restore the module from a step, and in ``fit`` also the optimizers.
+        ``restore_generators`` sets the generators later. ``target`` is the result of ``find_step``.
 
         Returns:
             A checkpoint for Lightning with all other entries and the module's tensors. If there is
@@ -350,12 +359,12 @@ class CkptCheckpoint(ModelCheckpoint):
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
         ref = target if isinstance(target, StepRef) else None
-        extras, rng = _DictState({}), _DictState({})
-        trains = trainer.state.fn == TrainerFn.FITTING
+        extras, rng = _DictState({}), _DictState({})  # The restore fills them
+        is_fit = trainer.state.fn == TrainerFn.FITTING
         report = self._manager.restore(
-            _state(strategy, extras, rng) if trains else _state_of_model(strategy, extras),
+            _state(strategy, extras, rng) if is_fit else _state_of_model(strategy, extras),
             self._selector(target),
-            only=None if trains else _EVALUATION_ENTRIES,
+            only=None if is_fit else _EVALUATION_ENTRIES,
             strict=module.strict_loading,
         )
         if report is None:
@@ -367,9 +376,9 @@ class CkptCheckpoint(ModelCheckpoint):
                 f"ckpt_path names {ref.folder} in {self.root}, but a restore of that step takes "
                 f"{actual.folder}: remove that folder first, or give its path"
             )
-        if trains:
+        if is_fit:
             # The generators stay as they are, since Lightning builds the loaders after this.
-            self._rng = rng.content or RngState().state_dict()
+            self._restored_rng = rng.content or RngState().state_dict()
             self._last_global_step_saved = report.step
         return {**extras.content, MODULE: module.state_dict()}
 
@@ -386,9 +395,9 @@ class CkptCheckpoint(ModelCheckpoint):
         save.
         """
         super().load_state_dict(state_dict)
-        self._scores, self._open_saves = {}, {}
+        self._score_by_path, self._saves_of_best_steps = {}, {}
         if state_dict["dirpath"] != self.dirpath:
-            self._best = ""
+            self._best_path = ""
 
     # -- hooks of the trainer ----------------------------------------------------------------------
 
@@ -420,12 +429,12 @@ class CkptCheckpoint(ModelCheckpoint):
                 first step of this training.
         """
         super().on_train_start(trainer, pl_module)
-        if self._rng is None:
+        if self._restored_rng is None:
             assert self._manager is not None
             self._check_history(trainer, self._manager.steps())
             self._manager.prepare(_state(trainer.strategy, _DictState({}), RngState()))
             return
-        if misses_plateau(trainer):
+        if lacks_plateau_step(trainer):
             _log.warning(
                 "ckpt: ReduceLROnPlateau misses the epoch that ends at step %d, since Lightning "
                 "steps it after the save: the next losses may differ",
@@ -433,7 +442,7 @@ class CkptCheckpoint(ModelCheckpoint):
             )
         begin_next_epoch(trainer)
 
-    def begin(self, trainer: Trainer) -> None:
+    def restore_generators(self, trainer: Trainer) -> None:
         """Set the random number generators to their restored states, if the training continues
         within an epoch, or if Lightning would build the train loader here without a resume.
 
@@ -441,12 +450,12 @@ class CkptCheckpoint(ModelCheckpoint):
         those of a first run, so the loaders and hooks of the setup draw what they drew there.
         """
         if continues_epoch(trainer):
-            self._set_rng()
-        elif self._rng is not None:
+            self._apply_restored_rng()
+        elif self._restored_rng is not None:
             start_loader_again(trainer)
             if rebuild_train_loader(trainer):
-                self._set_rng()
-                self._rng = None  # The new loader draws from the generators first
+                self._apply_restored_rng()
+                self._restored_rng = None  # The new loader draws from the generators first
 
     def _check_history(self, trainer: Trainer, steps: list[int]) -> None:
         newest = max(steps, default=0)
@@ -467,18 +476,18 @@ class CkptCheckpoint(ModelCheckpoint):
         del pl_module
         loop = trainer.fit_loop
         if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
-            self._set_rng()
+            self._apply_restored_rng()
 
-    def _set_rng(self) -> None:
-        if self._rng is not None:
-            RngState().load_state_dict(self._rng)
+    def _apply_restored_rng(self) -> None:
+        if self._restored_rng is not None:
+            RngState().load_state_dict(self._restored_rng)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Forget the restored states of the generators, which the training changes from now on."""
         del trainer, pl_module, batch, batch_idx
-        self._rng = None
+        self._restored_rng = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -489,10 +498,12 @@ class CkptCheckpoint(ModelCheckpoint):
         """
         every = self._every_n_train_steps
         is_due = every > 0 and trainer.global_step % every == 0
-        self._is_due = (
-            is_due and not self._should_skip_saving_checkpoint(trainer) and more_follows(trainer)
+        self._waits_to_save = (
+            is_due
+            and not self._should_skip_saving_checkpoint(trainer)
+            and validation_or_epoch_end_follows(trainer)
         )
-        if self._is_due:
+        if self._waits_to_save:
             return
         candidates = self._monitor_candidates(trainer)
         if is_due and self.monitor is not None and self.monitor not in candidates:
@@ -511,20 +522,20 @@ class CkptCheckpoint(ModelCheckpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a step that waits for this validation, unless the end of the epoch follows."""
-        if not self._is_due:
+        if not self._waits_to_save:
             super().on_validation_end(trainer, pl_module)
         elif not ends_epoch(trainer):
-            self._save_due(trainer)
+            self._save_waiting_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a step that waits for the end of this epoch."""
-        if self._is_due:
-            self._save_due(trainer)
+        if self._waits_to_save:
+            self._save_waiting_step(trainer)
         else:
             super().on_train_epoch_end(trainer, pl_module)
 
-    def _save_due(self, trainer: Trainer) -> None:
-        self._is_due = self._defer_save_until_validation = False
+    def _save_waiting_step(self, trainer: Trainer) -> None:
+        self._waits_to_save = self._defer_save_until_validation = False
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -547,13 +558,13 @@ class CkptCheckpoint(ModelCheckpoint):
         self._close(exception)
 
     def _close(self, error: BaseException | None) -> None:
-        self._is_due = False
+        self._waits_to_save = False
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.__exit__(type(error) if error else None, error, None)
 
 
-def _refuse_unknown(save_last: object, settings: Settings) -> None:
+def _check_options(save_last: object, settings: Settings) -> None:
     """Raise ``ConfigError`` for an unsupported option of ``ModelCheckpoint``, or an unknown
     setting.
     """
@@ -569,6 +580,7 @@ def _refuse_unknown(save_last: object, settings: Settings) -> None:
 
 
 def _state(strategy: Strategy, extras: _DictState, rng: RngState | _DictState) -> dict[str, Any]:
+    """Return the four entries of a checkpoint. ``extras`` is the entry ``lightning``."""
     return {
         **_state_of_model(strategy, extras),
         "optimizers": saved_as(strategy.optimizers, "optimizers"),

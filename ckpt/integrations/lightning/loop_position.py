@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
 
-def more_follows(trainer: Trainer) -> bool:
+def validation_or_epoch_end_follows(trainer: Trainer) -> bool:
     """Return True if a validation or the end of the epoch follows the batch that has just ended."""
     loop = trainer.fit_loop
     fetcher = loop._data_fetcher
@@ -69,7 +69,7 @@ def rebuild_train_loader(trainer: Trainer) -> bool:
     return True
 
 
-def misses_plateau(trainer: Trainer) -> bool:
+def lacks_plateau_step(trainer: Trainer) -> bool:
     """Return True if a ``ReduceLROnPlateau`` scheduler lacks the last epoch after a restore.
 
     Lightning steps this scheduler after the last hook of an epoch, so a save in that hook has the

@@ -105,9 +105,9 @@ class _CkptFileSystem(AbstractFileSystem):  # type: ignore[misc]
             )
         state = _read_step(unquote(root), target if isinstance(target, int) else None)
         content = state["lightning"]  # If this is a list, it has one item for each rank
-        head = content[0] if isinstance(content, list) else content
+        content_of_rank_0 = content[0] if isinstance(content, list) else content
         file = io.BytesIO()
-        torch.save({**head, MODULE: state["model"]}, file)
+        torch.save({**content_of_rank_0, MODULE: state["model"]}, file)
         file.seek(0)
         return file
 
@@ -115,14 +115,15 @@ class _CkptFileSystem(AbstractFileSystem):  # type: ignore[misc]
 def _read_step(root: str, step: int | None) -> dict[str, Any]:
     """Return the entries ``model`` and ``lightning`` of a step, with the tensors on the CPU."""
     with opened_step(as_tiers(root), step) as reader:
+        # The outline is the manifest of the step, which describes its tensors.
+        def read_state(outline: SourceManifest) -> dict[str, Any]:
+            def build_state(make_tensor: MakeTensor) -> dict[str, Any]:
+                tree = StateTree(outline.manifest, make_tensor, _READ_PATTERNS, by_name=False)
+                return tree.build()
 
-        def build(outline: SourceManifest) -> dict[str, Any]:
-            def tree(make: MakeTensor) -> dict[str, Any]:
-                return StateTree(outline.manifest, make, _READ_PATTERNS, by_name=False).build()
+            return build_and_fill(reader, outline, build_state)
 
-            return build_and_fill(reader, outline, tree)
-
-        return reader.try_manifests(build)
+        return reader.try_manifests(read_state)
 
 
 fsspec.register_implementation(SCHEME, _CkptFileSystem, clobber=True)

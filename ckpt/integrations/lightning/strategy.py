@@ -1,7 +1,9 @@
 """A mixin for Lightning's strategies, with which ckpt saves and restores the module and optimizers.
 
 Without the mixin, Lightning would collect the tensors of the module and the optimizers for its own
-checkpoint, and would load a checkpoint before the optimizers exist.
+checkpoint, and would load a checkpoint before the optimizers exist. A *dump* is the checkpoint that
+Lightning collects, here without these tensors. A *reader* is an object that restores the steps of a
+folder, such as ``CkptCheckpoint``.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ class Reader(Protocol):
         """Fill the trainer's module and optimizers, and return a checkpoint for Lightning."""
         ...
 
-    def begin(self, trainer: Trainer) -> None:
-        """Prepare the training after all hooks ``on_train_start`` have run."""
+    def restore_generators(self, trainer: Trainer) -> None:
+        """Set the random number generators for a restored training, after all hooks
+        ``on_train_start`` have run.
+        """
         ...
 
 
@@ -87,6 +91,7 @@ class CkptStrategy(Strategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict. During a dump, note its tensors too."""
         if self._dump_tensors is None:
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
@@ -148,7 +153,7 @@ class CkptStrategy(Strategy):
         super().on_train_start()
         assert self.lightning_module is not None
         for reader in self.readers:
-            reader.begin(self.lightning_module.trainer)
+            reader.restore_generators(self.lightning_module.trainer)
 
     def dump(self, trainer: Trainer) -> dict[str, Any]:
         """Return Lightning's checkpoint without the states of the module and the optimizers, and

@@ -49,5 +49,5 @@ def _saved_as(optimizer: Any, path: str, *, is_sharded: bool) -> Any:
         return optimizer
     parameters = [value for group in inner.param_groups for value in group["params"]]
     if is_sharded or any(isinstance(value, DTensor) for value in parameters):
-        check_kind(path, inner)
+        check_kind(path, inner)  # Raises UnsupportedValue
     return OwnState(inner)

@@ -1,4 +1,10 @@
-"""Readers of committed steps, for integrations that load without ``CheckpointManager.restore``."""
+"""Readers of committed steps, for integrations that load without ``CheckpointManager.restore``.
+
+An *attempt* is the step that one run of a job has saved, named by a ``StepRef``. A *candidate* is a
+committed attempt that a load may choose. The *outline* of a step is its manifest as one tier has
+it, which may lack the chunks of tensors. A *leaf* describes a tensor as one rank sees it, with the
+*boxes* (regions) to read, and a *sink* puts the bytes of a chunk into its targets.
+"""
 
 from __future__ import annotations
 
@@ -103,11 +109,14 @@ def opened_step(
 def _open_stores(
     tiers: Sequence[Tier], step: int | None, *, finishes: bool = False
 ) -> Generator[tuple[list[StorageBackend], Iterator[TieredReader]]]:
-    """Yield the stores of the tiers, nearest first, and the iterator of ``open_readers``."""
+    """Yield the stores of the tiers, nearest first, and the iterator of ``open_readers``.
+
+    ``finishes`` is as for ``opened_step``.
+    """
     tiers_in_use = open_tiers(tiers)
     stores = [tier.backend for tier in tiers_in_use]
 
-    def reader(candidate: Candidate) -> TieredReader:
+    def reader_of(candidate: Candidate) -> TieredReader:
         sources = [stores[position] for position in candidate.reachable]
         return TieredReader(sources, candidate.ref, retry=RetryPolicy(), on_repair=_warn)
 
@@ -116,7 +125,7 @@ def _open_stores(
             finisher = Finisher(workers)
             finish = finisher.finish if finishes else _finish_none
             steps = candidates(stores, step, workers=listers, finish=finish)
-            yield stores, map(reader, steps)
+            yield stores, map(reader_of, steps)
     finally:
         for store in stores:
             store.close()
@@ -147,12 +156,14 @@ def fill_targets(
         IntegrityError, StorageError: Some bytes are intact on no tier.
     """
     manifest = reader.with_fragments(outline, leaves).manifest
-    memory = list(targets)
-    copy_back = read_apart([leaf.name for leaf in leaves], memory)
+    own_targets = list(targets)
+    # Targets that share memory are replaced in the list, and get their values at the end.
+    copy_to_shared_targets = read_apart([leaf.name for leaf in leaves], own_targets)
     with Workers("read", _THREADS) as workers:
-        reader.read(plan_restore(manifest, leaves), TensorSink(leaves, memory), workers=workers)
-    if copy_back is not None:
-        copy_back()
+        plan = plan_restore(manifest, leaves)
+        reader.read(plan, TensorSink(leaves, own_targets), workers=workers)
+    if copy_to_shared_targets is not None:
+        copy_to_shared_targets()
 
 
 def build_and_fill(
@@ -175,15 +186,15 @@ def build_and_fill(
     tensor_map = outline.manifest.tensor_map()
     tensors: dict[str, torch.Tensor] = {}
 
-    def tensor(name: str) -> torch.Tensor:
+    def make_tensor(name: str) -> torch.Tensor:
         name = tensor_map[name].name  # Tied names are one tensor
         if name not in tensors:
-            shape, order = tensor_map[name].shape, tensor_map[name].order
+            shape, dimension_order = tensor_map[name].shape, tensor_map[name].order
             dtype = getattr(torch, tensor_map[name].dtype)
-            tensors[name] = empty_in_order(shape, order, dtype=dtype, device=device)
+            tensors[name] = empty_in_order(shape, dimension_order, dtype=dtype, device=device)
         return tensors[name]
 
-    result = build(tensor)
+    result = build(make_tensor)
     targets = {name: target for name, target in tensors.items() if target.numel()}
     leaves = [
         Leaf(

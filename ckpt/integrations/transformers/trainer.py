@@ -7,7 +7,9 @@
 (without the frozen parameters of a PEFT model), the optimizer, the scheduler, the scaler, the
 random generators of every rank and the text of ``trainer_state.json``. The folder ``checkpoint-N``
 has that text and a pointer to the step, and appears after the commit. So transformers only sees
-folders whose steps are committed.
+folders whose steps are committed. In this module, the *text* is that of ``trainer_state.json``, and
+the *folder* of a step is its ``checkpoint-N``. A *run* is one call of ``train()``. The metric
+``BEST_STEP`` marks a step that was the best so far.
 
 This module imports transformers, so install the extra ``hf`` first.
 """
@@ -103,7 +105,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         _check_best(self.args, given_tiers)
         self._ckpt_tiers = [_with_limit(tier, self._ckpt_limit) for tier in given_tiers]
         self._ckpt_config, self._ckpt_observers = ckpt_config, tuple(ckpt_observers)
-        self._ckpt_rng = _HeldRng()
+        self._ckpt_rng = _StoredRng()
+        # The step of the last evaluation, and its metrics
         self._ckpt_metrics: tuple[int, dict[str, float]] = (-1, {})
         self._ckpt_run: _Run | None = None
 
@@ -136,11 +139,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 "trainer itself, without CkptTrainerMixin"
             )
         run = _Run(self.args.output_dir, self._ckpt_limit, writes=self.is_local_process_zero())
-        run.falls_back = resume_from_checkpoint in (True, "auto")
+        run.may_resume_earlier = resume_from_checkpoint in (True, "auto")
         with self._ckpt_manager(run) as run.manager:
             self._ckpt_run = run
             try:
-                checkpoint = self._ckpt_resume(run.manager, resume_from_checkpoint)
+                checkpoint = self._ckpt_checkpoint_to_resume(run.manager, resume_from_checkpoint)
                 return super().train(checkpoint, trial, *args, **options)
             finally:
                 self._ckpt_run = None
@@ -149,7 +152,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         observers = (*run_observers, *self._ckpt_observers)
         return CheckpointManager(self._ckpt_tiers, config=self._ckpt_config, observers=observers)
 
-    def _ckpt_resume(self, manager: CheckpointManager, target: Any) -> Any:
+    def _ckpt_checkpoint_to_resume(self, manager: CheckpointManager, target: Any) -> Any:
         """Return the value of ``resume_from_checkpoint`` for the trainer itself.
 
         If the value is the folder of a step of ckpt, write this folder first.
@@ -159,7 +162,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             target: The value that ``train`` got.
         """
         if target in (True, "auto"):
-            newest = self._ckpt_newest(manager) or (True if target is True else None)
+            newest = self._ckpt_newest_folder(manager) or (True if target is True else None)
             if isinstance(newest, str) and pointed_step(newest) is not None:
                 return newest
             target = newest
@@ -177,7 +180,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"output_dir={os.path.dirname(os.path.normpath(target))!r}"
             )
         try:
-            read = self._ckpt_read_text(manager, step)
+            step_and_text = self._ckpt_read_text(manager, step)
         except RestoreError as error:
             if not manager.steps():
                 raise steps_lost(self.args.output_dir, self._ckpt_places()) from error
@@ -185,11 +188,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"{target} points to step {step}, which cannot be restored: {error}. "
                 "resume_from_checkpoint=True takes the newest step that can"
             ) from error
-        assert read is not None
-        self._ckpt_write_text(manager, *read)
+        assert step_and_text is not None
+        self._ckpt_write_text(manager, *step_and_text)
         return target
 
-    def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
+    def _ckpt_newest_folder(self, manager: CheckpointManager) -> str | None:
         """Write and return the folder of the newest step.
 
         If transformers itself has saved a newer checkpoint, return the folder of that checkpoint.
@@ -199,27 +202,29 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             NoCheckpoint: The newest folder points to a step, and the tiers have no step at all.
         """
         folder = self.args.output_dir
-        step = self._ckpt_restore_text(manager)
+        step = self._ckpt_write_folder_of(manager)
         last: str | None = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-        is_ours = last is not None and pointed_step(last) is not None
+        is_step_of_ckpt = last is not None and pointed_step(last) is not None
         if step is None:
-            if is_ours:
+            if is_step_of_ckpt:
                 raise steps_lost(folder, self._ckpt_places())
             return last
-        if last is not None and not is_ours and (step_named(last) or 0) > step:
+        if last is not None and not is_step_of_ckpt and (step_named(last) or 0) > step:
             return last
         return folder_of(folder, step)
 
-    def _ckpt_restore_text(self, manager: CheckpointManager, step: int | None = None) -> int | None:
+    def _ckpt_write_folder_of(
+        self, manager: CheckpointManager, step: int | None = None
+    ) -> int | None:
         """Write the folder of ``step``, and return the number of the step.
 
         If ``step`` is None, take the newest step. Return None if there is no step. Also remove the
         folders of steps that the tiers no longer have. All ranks must call this.
         """
-        if (content := self._ckpt_read_text(manager, step)) is None:
+        if (step_and_text := self._ckpt_read_text(manager, step)) is None:
             return None
-        self._ckpt_write_text(manager, *content)
-        return content[0]
+        self._ckpt_write_text(manager, *step_and_text)
+        return step_and_text[0]
 
     def _ckpt_read_text(
         self, manager: CheckpointManager, step: int | None
@@ -246,12 +251,12 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         # The node of this rank may have tiers of its own, and lack even the step itself.
         steps_by_rank = all_results("cannot list the steps", manager.steps)
-        keep = {step, *chain.from_iterable(steps_by_rank)}
+        steps_to_keep = {step, *chain.from_iterable(steps_by_rank)}
 
         def write() -> None:
             if self.is_local_process_zero():
                 write_folder(self.args.output_dir, step, text)
-                remove_folders(self.args.output_dir, keep=keep)
+                remove_folders(self.args.output_dir, keep=steps_to_keep)
 
         all_results(f"could not write the folder of step {step}", write)
         self.accelerator.wait_for_everyone()  # ``all_results`` only waits with torch.distributed
@@ -291,9 +296,9 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             try:
                 return super()._inner_training_loop(*args, resume_from_checkpoint=folder, **options)
             except _StepDamaged as error:
-                folder = self._ckpt_before(error)
+                folder = self._ckpt_folder_before(error)
 
-    def _ckpt_before(self, damage: _StepDamaged) -> str:
+    def _ckpt_folder_before(self, damage: _StepDamaged) -> str:
         """Write the ``checkpoint-N`` folder of the newest step before the damaged step whose
         trainer state can be restored, and return its path. The tensors of the step are not checked.
 
@@ -305,7 +310,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         steps = first_result("cannot list the steps", manager.steps)
         for step in reversed([step for step in steps if step < damage.step]):
             try:
-                self._ckpt_restore_text(manager, step)
+                self._ckpt_write_folder_of(manager, step)
             except NoCheckpoint:
                 continue  # This error is the same on all ranks, and was logged
             _log.warning("ckpt: step %d is damaged, resuming from step %d", damage.step, step)
@@ -330,7 +335,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         step, previous_best = self.state.global_step, self.state.best_model_checkpoint
         if run.last_step == step:  # A callback has asked for this step, so it is already saved
             if self.state.best_global_step == step:
-                run.bests.append(previous_best)
+                run.best_folders.append(previous_best)
                 self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
                 run.manager.add_metrics(step, {BEST_STEP: float(step)})
             return
@@ -338,18 +343,18 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         metrics_step, last_metrics = self._ckpt_metrics
         metrics = last_metrics if metrics_step == step else {}
         if self.state.best_global_step == step:
-            run.bests.append(previous_best)
+            run.best_folders.append(previous_best)
             self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
             metrics = {**metrics, BEST_STEP: float(step)}
-        text = self._ckpt_text()
+        text = self._ckpt_present_text()
         state = self._ckpt_state()
         if self.is_world_process_zero():  # Other ranks have other texts, such as run times
             state["trainer"] = text
-        run.expect(step, text, self.state.best_model_checkpoint)
+        run.keep_text(step, text, self.state.best_model_checkpoint)
         if not run.save(state, step, metrics, frozen_names(self.model)):
             self.state.best_model_checkpoint = previous_best
 
-    def _ckpt_text(self) -> str:
+    def _ckpt_present_text(self) -> str:
         """Return the text of ``trainer_state.json`` for the present state of the trainer."""
         objects: list[Any] = [*self.callback_handler.callbacks, self.control]
         exportable: list[Any] = [item for item in objects if isinstance(item, ExportableState)]
@@ -387,7 +392,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore the whole step if the folder points to one; else do as the trainer does."""
-        self._ckpt_optimizer()  # One that no save takes is refused before the training
+        self._ckpt_optimizer()  # This refuses an optimizer that no save takes
         if checkpoint is None or (step := pointed_step(checkpoint)) is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -395,7 +400,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         try:
             self._ckpt_run.manager.restore({**self._ckpt_state(), "trainer": ""}, step)
         except NoCheckpoint as error:
-            if not self._ckpt_run.falls_back:
+            if not self._ckpt_run.may_resume_earlier:
                 raise
             raise _StepDamaged(step, error) from error
 
@@ -416,18 +421,20 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         self._ckpt_run.finish()  # After this, the trainer needs all folders and the best model
         self.accelerator.wait_for_everyone()
         # A rank that skips a save by itself has another best step than the others.
-        best = first_result("cannot find the best checkpoint", self._ckpt_best)
+        best = first_result("cannot find the best checkpoint", self._ckpt_best_folder)
         self.state.best_model_checkpoint = best
         return super()._finalize_training(*args, **options)
 
-    def _ckpt_best(self) -> str | None:
+    def _ckpt_best_folder(self) -> str | None:
         """Return the folder of the best checkpoint, or of the best one before it if it has none,
         since its save was skipped or has failed.
         """
         assert self._ckpt_run is not None
         best: str | None = self.state.best_model_checkpoint
         folders = [
-            folder for folder in (*self._ckpt_run.bests, best) if folder and os.path.isdir(folder)
+            folder
+            for folder in (*self._ckpt_run.best_folders, best)
+            if folder and os.path.isdir(folder)
         ]
         return folders[-1] if folders else best
 
@@ -456,7 +463,7 @@ def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
     return type(f"Ckpt{cls.__name__}", (CkptTrainerMixin, cls), {"__module__": cls.__module__})
 
 
-class _HeldRng:
+class _StoredRng:
     """The random number generators of a rank. A restore only stores their states here, and ``set``
     sets the generators to these states.
 
@@ -503,21 +510,21 @@ class _Run:
     """
 
     manager: CheckpointManager
-    falls_back = False
+    may_resume_earlier = False
     last_step: int | None = None
 
     def __init__(self, output_dir: str, limit: SaveLimit, *, writes: bool) -> None:
-        self._output_dir, self._limit, self._writes = output_dir, limit, writes
-        self._texts: dict[int, tuple[str, str | None]] = {}
+        self._output_dir, self._limit, self._writes_folders = output_dir, limit, writes
+        self._text_and_best: dict[int, tuple[str, str | None]] = {}  # By step, see ``keep_text``
         self._pending: list[Any] = []
-        self.bests: list[str | None] = []
+        self.best_folders: list[str | None] = []
 
-    def expect(self, step: int, text: str, best: str | None) -> None:
+    def keep_text(self, step: int, text: str, best: str | None) -> None:
         """Keep the text for the folder of ``step``, which is written once the step is committed.
 
         ``best`` is the folder of the best step so far; None if there is no best step.
         """
-        self._texts[step] = (text, best)
+        self._text_and_best[step] = (text, best)
 
     def save(
         self,
@@ -534,10 +541,10 @@ class _Run:
                 state, step, metrics=metrics, exclude=exclusions or None
             )
         except BaseException:
-            self._texts.pop(step, None)
+            self._text_and_best.pop(step, None)
             raise
         if pending.done() and pending.durable_seconds is None and pending.unreported_error is None:
-            self._texts.pop(step, None)  # No slot was free, or no tier takes the step
+            self._text_and_best.pop(step, None)  # No slot was free, or no tier takes the step
             return False
         self.last_step = step
         self._pending = [*(save for save in self._pending if not save.done()), pending]
@@ -546,10 +553,12 @@ class _Run:
     def __call__(self, event: Event) -> None:
         if not isinstance(event, SaveCommitted) or event.tier.startswith("shm://"):
             return  # A step in memory is lost with the machine
-        if (entry := self._texts.pop(event.step, None)) is not None and self._writes:
-            text, best = entry
+        if (
+            text_and_best := self._text_and_best.pop(event.step, None)
+        ) is not None and self._writes_folders:
+            text, best_folder = text_and_best
             write_folder(self._output_dir, event.step, text)
-            self._limit.apply(self._output_dir, event.step, best)
+            self._limit.apply(self._output_dir, event.step, best_folder)
 
     def finish(self) -> None:
         """Wait until every save has ended and every folder is written.
@@ -567,13 +576,13 @@ def _with_limit(tier: Tier, limit: SaveLimit) -> Tier:
     """Return ``tier`` with the settings of ``limit`` in place of the retention settings that it
     lacks. A tier without any limit and the tier in memory are returned unchanged.
     """
-    keep_last = tier.keep_last or limit.limit
+    keep_last = tier.keep_last or limit.step_count
     if keep_last is None or tier.url == "memory":
         return tier
     best: tuple[str, Mode] | None = (BEST_STEP, "max") if limit.has_best else None
-    counts = tier.best_counts or tier.keep_last is None
+    best_counts = tier.best_counts or tier.keep_last is None
     keep_best = tier.keep_best or best
-    return replace(tier, keep_last=keep_last, keep_best=keep_best, best_counts=counts)
+    return replace(tier, keep_last=keep_last, keep_best=keep_best, best_counts=best_counts)
 
 
 def _check_best(args: Any, tiers: Sequence[Tier]) -> None:
@@ -621,11 +630,11 @@ def _check_trainer(trainer: Any) -> None:
     The arguments of the trainer alone do not show this, since accelerate may also take settings
     from other places, such as environment variables.
     """
-    sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    is_sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
     refusals = {
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "a model that transformers has sharded": sharded,
+        "a model that transformers has sharded": is_sharded,
     }
     for name in [name for name, is_set in refusals.items() if is_set]:
         raise _unsupported_error(name)

@@ -31,12 +31,12 @@ class SaveLimit:
     """The rule of ``save_total_limit``: it keeps the newest steps and the best step.
 
     Attributes:
-        limit: The number of steps that are kept; None for all. The newest step and the best step
-            are kept even if ``limit`` is 1.
+        step_count: The number of steps that are kept; None for all. The newest step and the best
+            step are kept even if ``step_count`` is 1.
         has_best: Whether the Trainer has a best step.
     """
 
-    limit: int | None
+    step_count: int | None
     has_best: bool
 
     @classmethod
@@ -49,11 +49,11 @@ class SaveLimit:
 
         ``best`` is the folder of the best step, if there is one.
         """
-        if self.limit is not None:
+        if self.step_count is not None:
             steps, best_step = sorted(_folders(output_dir)), best and step_named(best)
-            is_older = best_step is not None and best_step in steps[: -self.limit]
+            best_is_older = best_step is not None and best_step in steps[: -self.step_count]
             # A best step that is older takes the place of one of the newest.
-            newest = steps[-max(1, self.limit - is_older) :]
+            newest = steps[-max(1, self.step_count - best_is_older) :]
             remove_folders(output_dir, keep={*newest, step, best_step})
 
 

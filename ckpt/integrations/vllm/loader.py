@@ -1,4 +1,4 @@
-"""The model loader for vLLM: it reads the weights of a committed step."""
+"""The model loader for vLLM: it reads the weights of a committed step, named by a ``StepRef``."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ class CkptModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
                 cannot read the root.
             CkptError: As for ``ckpt.load``.
         """
-        with self._same_step() as checkpoint:
+        with self._open_same_step() as checkpoint:
             reader = checkpoint.reader
+            # A lease keeps the step from being removed meanwhile.
             with lease_if_allowed(reader.backend, reader.ref, _REASON):
                 loaded_names = model.load_weights(stream_part(reader, self._part))
         if model_config.quantization is None:
@@ -96,7 +97,7 @@ class CkptModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         _log.info("ckpt: vLLM has the weights of step %d in %s", checkpoint.step, checkpoint.root)
 
     @contextmanager
-    def _same_step(self) -> Generator[OpenCheckpoint]:
+    def _open_same_step(self) -> Generator[OpenCheckpoint]:
         """Open the step that the first worker chooses."""
         options, group = self._options, get_world_group()
         tier = Tier(options.root, options=options.options or {})

@@ -1,4 +1,7 @@
-"""The weight transfer engine for vLLM: it takes a version of the weights while vLLM serves."""
+"""The weight transfer engine for vLLM: it takes a version of the weights while vLLM serves.
+
+A *version* is the weights of one step. A follower waits for later steps of a root.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class CkptWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unus
         warn_if_untested()
         self._follower: Follower | None = None
         self._version: Version | None = None
-        self._names = frozenset[str]()
+        self._checked_names = frozenset[str]()
 
     def init_transfer_engine(self, init_info: FollowInfo) -> None:
         """Follow another root from now on.
@@ -124,12 +127,14 @@ class CkptWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unus
         self._version = version
 
     def _check(self, version: Version) -> None:
-        """Check that the model takes the version, and that no parameter stays as it is."""
+        """Check that the model takes the version, and that no parameter stays as it is. Names that
+        have passed the check are not checked again.
+        """
         names = frozenset(version.weights)
-        if self.model_config.quantization is None and names != self._names:
+        if self.model_config.quantization is None and names != self._checked_names:
             loaded_names = names_of_load(self.model, version.weights, version.step)
             check_complete(self.model, loaded_names, version.step)
-            self._names = names
+            self._checked_names = names
 
     def drain_pending(self) -> None:
         """Put the weights that were fetched last into the model, if there are any.

@@ -49,7 +49,7 @@ def names_of_load(
             f"step {step} does not fit {type(model).__name__} of vLLM ({error}): give names= the "
             "names that vLLM expects"
         ) from None
-    except RuntimeError:  # It looks at values, or copies them past the loaders of its parameters
+    except RuntimeError:  # The model reads values, or copies them without the weight loaders
         return None
 
 
@@ -58,7 +58,7 @@ def _idle_weight_loaders(tensors: Sequence[torch.Tensor]) -> Generator[None]:
     """Let the weight loaders of vLLM's parameters do nothing in the block."""
 
     def load_nothing(*_: object, **__: object) -> bool:
-        return True  # The loaders of experts say so if the weight is of this worker
+        return True  # As the loaders of experts do for a weight that this worker has
 
     loaders = [(tensor, getattr(tensor, _LOADER_ATTRIBUTE, None)) for tensor in tensors]
     try:

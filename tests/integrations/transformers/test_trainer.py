@@ -679,10 +679,10 @@ def test_only_the_first_rank_lists_the_steps_before_a_damaged_one(
     trained: Any = SimpleNamespace(
         args=SimpleNamespace(output_dir=str(tmp_path)),
         _ckpt_run=SimpleNamespace(manager=manager),
-        _ckpt_restore_text=lambda _, step: restored.append(step),
+        _ckpt_write_folder_of=lambda _, step: restored.append(step),
     )
     damaged = door._StepDamaged(30, NoCheckpoint(str(tmp_path)))
-    found = door.CkptTrainerMixin._ckpt_before(trained, damaged)
+    found = door.CkptTrainerMixin._ckpt_folder_before(trained, damaged)
     assert (found, restored) == (str(tmp_path / "checkpoint-20"), [20])
     assert asked == ["cannot list the steps"]
 
@@ -715,13 +715,13 @@ def test_the_best_model_is_that_of_a_step_that_was_saved(
     folders_of = [trainer_folder.folder_of(str(tmp_path), step) for step in (10, 20, 30)]
     trainer_folder.write_folder(str(tmp_path), 20, "{}")
     run = door._Run(str(tmp_path), trainer_folder.SaveLimit.of(None, has_best=True), writes=True)
-    run.bests = [None, *folders_of[:2]]
+    run.best_folders = [None, *folders_of[:2]]
     trained: Any = SimpleNamespace(
         _ckpt_run=run, state=SimpleNamespace(best_model_checkpoint=folders_of[2])
     )
-    assert door.CkptTrainerMixin._ckpt_best(trained) == folders_of[1]
+    assert door.CkptTrainerMixin._ckpt_best_folder(trained) == folders_of[1]
     trainer_folder.write_folder(str(tmp_path), 30, "{}")
-    assert door.CkptTrainerMixin._ckpt_best(trained) == folders_of[2]
+    assert door.CkptTrainerMixin._ckpt_best_folder(trained) == folders_of[2]
 
 
 def test_all_ranks_load_the_best_model_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
