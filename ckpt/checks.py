@@ -1,7 +1,7 @@
-"""Checks of values that a user sets.
+"""Checks of values that a user sets, and conversions of them (``as_...``).
 
 Each check raises ``ConfigError`` if it fails. The error gives the name of the setting, its value,
-and the values that are accepted.
+and the values that are accepted. A *manifest* is the JSON file that describes a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGEST: Final = 1e9
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
-def known_only(prefix: str, table: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_keys(prefix: str, table: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise for the first key of ``table`` that is not in ``names``.
 
     The error shows the key after ``prefix``. It suggests the most similar known key, or lists all
@@ -32,14 +32,14 @@ def known_only(prefix: str, table: Mapping[str, Any], names: Sequence[str]) -> N
             raise ConfigError(f"{prefix}{key} is not a setting: {hint}")
 
 
-def json_only(name: str, value: object) -> None:
+def check_json(name: str, value: object) -> None:
     """Raise unless a manifest can hold the value. It cannot hold the dates, nan and inf of TOML."""
     if isinstance(value, dict):
         for key, item in value.items():
-            json_only(f"{name}.{key}", item)
+            check_json(f"{name}.{key}", item)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            json_only(f"{name}[{index}]", item)
+            check_json(f"{name}[{index}]", item)
     elif (
         not isinstance(value, str | bool | int | float)
         or value != value  # NaN
@@ -58,8 +58,11 @@ def text_of(value: object) -> str:
     return repr(value) if is_plain else f"<{type(value).__name__}>"
 
 
-def place(name: str, value: object, purpose: str) -> str:
-    """Return the folder or URL ``value`` as a string. Raise if it is none."""
+def as_place(name: str, value: object, purpose: str) -> str:
+    """Return the folder or URL ``value`` as a string. Raise if it is none.
+
+    ``purpose`` says in the error what needs a folder or a URL.
+    """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str) or not value.strip():
@@ -69,7 +72,7 @@ def place(name: str, value: object, purpose: str) -> str:
     return value
 
 
-def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise unless the value is one of ``choices``."""
     if value not in choices:
         raise ConfigError(
@@ -77,13 +80,13 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
         )
 
 
-def whole(name: str, value: object, least: int, largest: int) -> None:
+def check_int(name: str, value: object, least: int, largest: int) -> None:
     """Raise unless the value is an int from ``least`` to ``largest``. A bool does not count."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= largest:
         raise ConfigError(f"{name}={text_of(value)}: give a whole number from {least} to {largest}")
 
 
-def number(name: str, value: object, of: str, *, above_zero: bool = False) -> None:
+def check_number(name: str, value: object, of: str, *, above_zero: bool = False) -> None:
     """Raise unless the value is a number from 0 to 1e9, but not 0 if ``above_zero`` is set.
 
     ``of`` ends the error's text "give a number of ...": it names the unit, and an accepted value.
@@ -93,7 +96,7 @@ def number(name: str, value: object, of: str, *, above_zero: bool = False) -> No
         raise ConfigError(f"{name}={text_of(value)}: give a number of {of}{note}")
 
 
-def true_or_false(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raise unless the value is True or False. 1 and 0 do not count."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={text_of(value)}: give true or false")

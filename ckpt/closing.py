@@ -1,6 +1,15 @@
 """The end of a manager: it finishes its saves or leaves them to the agent, and frees what it holds.
 
 The work of a close runs exactly once, however often ``close`` is called.
+
+The *agent* is a process of the node that can finish what a job leaves. To *detach* is to leave the
+rest of the work to it. A rank *leaves* the other ranks if an error ends its process while they go
+on. The *coordinator* is the connection to the other ranks, the *saver* writes to the tiers in the
+background, the *ledger* knows each save and its error, the *fence* holds the steps of optimizers
+while tensors are copied, and *slots* are buffers in host memory. The *plans* and the *last walk*
+are what earlier saves have computed. The *guard* knows which calls are under way, and refuses those
+that are not possible. The attribute ``stop`` listens for a planned stop, and the *journals* record
+the run.
 """
 
 from __future__ import annotations
@@ -74,12 +83,13 @@ class Closer:
 
     def check(self, timeout: float | None, *, detach: bool) -> BaseException | None:
         """Check the arguments of ``CheckpointManager.close``, and return the error that ends the
-        process; None if there is none. If Ctrl-C has interrupted an earlier close, wait until what
-        it has given up is over.
+        process; None if there is none. If Ctrl-C has interrupted an earlier close, wait until the
+        work that it has left under way has ended.
         """
         check_timeout(timeout)
         if detach and not self._holdings.guard.is_closed:
             check_detach(self._holdings.config.agent, self._holdings.agent)
+        # An error that was being handled as the manager was made does not count.
         error = ending_error(but=self._earlier_error)
         if self._has_ended and self._is_interrupted and error is None:
             wait_and_log(self._shutdown.outcome, (), timeout)
@@ -107,8 +117,8 @@ class Closer:
                 return
             guard.is_closed = True
             holdings.saver.slots.stop()  # Stop first, so that no thread begins another slot
-            error = None if isinstance(error, END_OF_DATA) else error
-            reason = reason_of(error)
+            error = None if isinstance(error, END_OF_DATA) else error  # Such as StopIteration
+            reason = reason_of(error)  # Why this rank leaves the other ranks; empty if it does not
             timeout = holdings.config.exit_seconds if reason and timeout is None else timeout
             detach = detach or bool(reason and holdings.agent)
             work = partial(self._detach if detach else self._finish, reason)
@@ -130,9 +140,9 @@ class Closer:
             if in_time:
                 self._shutdown.end()
                 future.result()
-            ledger.raise_unreported(includes_kept=False)
-            leaves_rest = in_time and detach  # The agent finishes what is left
-            missing_steps = None if leaves_rest else missing_at_the_end(ledger.pending, timeout)
+            ledger.raise_unreported(includes_kept=False)  # Of steps that no tier has
+            agent_finishes = in_time and detach
+            missing_steps = None if agent_finishes else missing_at_the_end(ledger.pending, timeout)
             if (error := ledger.end_all(missing_steps)) is not None:
                 raise error
         finally:  # The decorator ``one_at_a_time`` would add its frame to each traceback
@@ -144,6 +154,9 @@ class Closer:
         Work that this process still has to end, such as the copy of a part of a file to a slow
         tier, ends on a thread of its own. Only the end of the script waits for that thread, at most
         for ``exit_seconds``.
+
+        Args:
+            reason: Why this rank leaves the other ranks; empty if it does not leave them.
         """
         holdings = self._holdings
         assert holdings.agent is not None

@@ -43,14 +43,14 @@ from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from ckpt.checks import (
     as_bytes,
-    json_only,
-    known_only,
-    number,
-    one_of,
-    place,
+    as_place,
+    check_bool,
+    check_choice,
+    check_int,
+    check_json,
+    check_keys,
+    check_number,
     text_of,
-    true_or_false,
-    whole,
 )
 from ckpt.codec.registry import NO_CODEC, parse_codec
 from ckpt.errors import ConfigError
@@ -108,7 +108,7 @@ class Best:
             case [str(metric), ("min" | "max") as mode] if metric:
                 return cls(metric, mode)
             case [str(metric), ("min" | "max") as mode, int(count)] if metric:
-                whole("the count of keep_best", count, 1, 10**6)
+                check_int("the count of keep_best", count, 1, 10**6)
                 return cls(metric, mode, count)
             case _:
                 raise ConfigError(
@@ -127,7 +127,7 @@ def check_retention(keep_last: object, keep_every: object, keep_best: object) ->
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None:
-            whole(name, value, 1, 10**18)
+            check_int(name, value, 1, 10**18)
     for name, value in (("keep_every", keep_every), ("keep_best", keep_best)):
         if value is not None and keep_last is None:
             raise ConfigError(
@@ -188,7 +188,7 @@ class Tier:
         """Check the names of the keyword arguments. An unknown name raises the same `ConfigError`
         as in ``ckpt.toml``.
         """
-        known_only("Tier.", fields, tuple(cls.__dataclass_fields__))
+        check_keys("Tier.", fields, tuple(cls.__dataclass_fields__))
         del args
         return object.__new__(cls)
 
@@ -197,26 +197,26 @@ class Tier:
         return redact(f"Tier({', '.join(values)})")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", place("url", self.url, "a tier needs a folder or a URL"))
+        object.__setattr__(self, "url", as_place("url", self.url, "a tier needs a folder or a URL"))
         if self.base is not None:
             purpose = "a base is the root of another run, a folder or a URL"
-            object.__setattr__(self, "base", place("base", self.base, purpose))
+            object.__setattr__(self, "base", as_place("base", self.base, purpose))
         if not isinstance(self.options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"options of {self.url!r} must be a table of names and values, not "
                 f"{type(self.options).__name__}"
             )
-        whole("every", self.every, 1, 10**18)
+        check_int("every", self.every, 1, 10**18)
         check_retention(self.keep_last, self.keep_every, self.keep_best)
         if self.keep_best is not None:
             Best.of(self.keep_best)
-        true_or_false("best_counts", self.best_counts)
+        check_bool("best_counts", self.best_counts)
         if self.capacity is not None:
             as_bytes("capacity", self.capacity)
         for name, value in (("required", self.required), ("local", self.local)):
             if value is not None:
-                true_or_false(name, value)
-        whole("buddies", self.buddies, 0, 16)
+                check_bool(name, value)
+        check_int("buddies", self.buddies, 0, 16)
         if self.buddies and self.capacity is not None:
             raise ConfigError(
                 f"buddies={self.buddies} and capacity: copies for other nodes would take the "
@@ -254,7 +254,7 @@ class Tls:
 
     def __new__(cls, *args: object, **fields: object) -> Self:
         """Check the names of the keyword arguments, as `Tier` does."""
-        known_only("Tls.", fields, tuple(cls.__dataclass_fields__))
+        check_keys("Tls.", fields, tuple(cls.__dataclass_fields__))
         del args
         return object.__new__(cls)
 
@@ -277,7 +277,7 @@ def _rule(check: Callable[..., None], **bounds: object) -> Mapping[str, object]:
 
 def _choice(choices: object) -> Mapping[str, object]:
     """Return the metadata of a setting that is one of a ``Literal``."""
-    return _rule(one_of, choices=get_args(choices))
+    return _rule(check_choice, choices=get_args(choices))
 
 
 def _check_chunk_size(name: str, value: int | str) -> None:
@@ -289,7 +289,8 @@ def _check_chunk_size(name: str, value: int | str) -> None:
 
 
 def _check_host_memory(name: str, value: int | str) -> None:
-    if value == AUTO or _share_of(value) is not None:
+    """Raise ``ConfigError`` unless ``value`` is "auto", a size, or a multiple such as "0.5x"."""
+    if value == AUTO or _multiple_of(value) is not None:
         return
     try:
         as_bytes(name, value)
@@ -300,11 +301,11 @@ def _check_host_memory(name: str, value: int | str) -> None:
         ) from None
 
 
-def _share_of(host_memory: int | str) -> float | None:
-    """Return the number of a multiple such as "0.5x"; None if ``host_memory`` is no valid one."""
+def _multiple_of(host_memory: int | str) -> float | None:
+    """Return the factor of a multiple such as "0.5x"; None if ``host_memory`` is no valid one."""
     match = _MULTIPLE_PATTERN.fullmatch(host_memory) if isinstance(host_memory, str) else None
-    share = None if match is None else float(match[1])
-    return share if share is None or 0 < share <= _MOST_IMAGES else None
+    factor = None if match is None else float(match[1])
+    return factor if factor is None or 0 < factor <= _MOST_IMAGES else None
 
 
 def _check_cpus(name: str, value: object) -> None:
@@ -316,12 +317,12 @@ def _check_cpus(name: str, value: object) -> None:
     if len(value) == 0:
         raise ConfigError(f"{name} is empty: name at least one core, or leave it out to use all")
     for cpu in value:
-        whole(name, cpu, 0, 1 << 16)
+        check_int(name, cpu, 0, 1 << 16)
 
 
 def _check_rate(name: str, value: object) -> None:
     if value is not None:
-        number(name, value, "MB/s above 0, or leave it out", above_zero=True)
+        check_number(name, value, "MB/s above 0, or leave it out", above_zero=True)
 
 
 def _check_part(name: str, value: object) -> None:
@@ -338,7 +339,8 @@ def _check_tls(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
-    """The settings of saves. Every field has a default that suits most jobs.
+    """The settings of saves. Every field has a default that suits most jobs. An *image* is a rank's
+    part of the state in host memory, and a *slot* is the memory for an image.
 
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: "wait" waits for a slot, "skip"
@@ -413,25 +415,27 @@ class SaveConfig:
     chunk_size: int | str = field(default="16MiB", metadata=_rule(_check_chunk_size))
     commit_timeout_seconds: float = field(
         default=600.0,
-        metadata=_rule(number, of="seconds above 0, such as 600", above_zero=True),
+        metadata=_rule(check_number, of="seconds above 0, such as 600", above_zero=True),
     )
-    slots: int = field(default=2, metadata=_rule(whole, least=1, largest=16))
-    backlog: int = field(default=4, metadata=_rule(whole, least=1, largest=1000))
+    slots: int = field(default=2, metadata=_rule(check_int, least=1, largest=16))
+    backlog: int = field(default=4, metadata=_rule(check_int, least=1, largest=1000))
     host_memory: int | str = field(default=AUTO, metadata=_rule(_check_host_memory))
-    threads: int = field(default=2, metadata=_rule(whole, least=1, largest=256))
-    nice: int = field(default=0, metadata=_rule(whole, least=0, largest=19))
+    threads: int = field(default=2, metadata=_rule(check_int, least=1, largest=256))
+    nice: int = field(default=0, metadata=_rule(check_int, least=0, largest=19))
     cpus: frozenset[int] | None = field(default=None, metadata=_rule(_check_cpus))
     copies: Copies = field(default="one", metadata=_choice(Copies))
     check: CheckMode = field(default="sampled", metadata=_choice(CheckMode))
-    check_finite: bool = field(default=False, metadata=_rule(true_or_false))
-    incremental: bool = field(default=True, metadata=_rule(true_or_false))
+    check_finite: bool = field(default=False, metadata=_rule(check_bool))
+    incremental: bool = field(default=True, metadata=_rule(check_bool))
     replicate_mb_per_s: float | None = field(default=None, metadata=_rule(_check_rate))
-    exit_seconds: float = field(default=10.0, metadata=_rule(number, of="seconds, such as 10"))
+    exit_seconds: float = field(
+        default=10.0, metadata=_rule(check_number, of="seconds, such as 10")
+    )
     agent: AgentMode = field(default="off", metadata=_choice(AgentMode))
     scrub_mb_per_s: float = field(
-        default=10.0, metadata=_rule(number, of="MB/s, such as 10, or 0 to verify nothing")
+        default=10.0, metadata=_rule(check_number, of="MB/s, such as 10, or 0 to verify nothing")
     )
-    journal: bool = field(default=True, metadata=_rule(true_or_false))
+    journal: bool = field(default=True, metadata=_rule(check_bool))
     deltas: str | None = field(default=None, metadata=_rule(_check_part))
     tls: Tls | None = field(default=None, metadata=_rule(_check_tls))
 
@@ -445,17 +449,17 @@ class SaveConfig:
         return as_bytes("chunk_size", self.chunk_size)
 
     def memory_limit(self, nbytes: int) -> int | None:
-        """Return the most bytes of host memory for images of ``nbytes``; None for no limit."""
+        """Return the most bytes of host memory for images of ``nbytes`` each; None for no limit."""
         if self.host_memory == AUTO:
             return None
-        if (share := self.memory_share) is not None:
-            return round(share * nbytes)
+        if (image_factor := self.memory_share) is not None:
+            return round(image_factor * nbytes)
         return as_bytes("host_memory", self.host_memory)
 
     @property
     def memory_share(self) -> float | None:
         """``host_memory`` as a multiple of an image; None if it is not given as one."""
-        return _share_of(self.host_memory)
+        return _multiple_of(self.host_memory)
 
 
 class Settings(TypedDict, total=False):
@@ -683,7 +687,7 @@ def debug_wanted() -> bool:
 
 def _config_of(table: Mapping[str, Any], file_path: str) -> Config:
     """Return the configuration in ``table``, the content of the file ``file_path``."""
-    known_only("", table, ("root", "tiers", "save", "tls", "metadata"))
+    check_keys("", table, ("root", "tiers", "save", "tls", "metadata"))
     if "root" in table and "tiers" in table:
         raise ConfigError(
             "root and tiers exclude each other: make the root the first of the [[tiers]]"
@@ -692,7 +696,7 @@ def _config_of(table: Mapping[str, Any], file_path: str) -> Config:
     if not isinstance(rows, list):
         raise ConfigError("tiers is a list: write [[tiers]], with two brackets")
     metadata, folder = _section("metadata", table), os.path.dirname(file_path)
-    json_only("metadata", metadata)
+    check_json("metadata", metadata)
     tls = _tls_of(_section("tls", table), folder) if "tls" in table else None
     return Config(
         tiers=tuple(_tier_of(row, folder) for row in rows),
@@ -706,16 +710,16 @@ def _tier_of(row: object, folder: str) -> Tier:
     """Return the tier of a row of ``[[tiers]]``. Its paths are relative to ``folder``."""
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
-    known_only("tiers.", row, tuple(Tier.__dataclass_fields__))
+    check_keys("tiers.", row, tuple(Tier.__dataclass_fields__))
     settings: dict[str, Any] = {"url": "", **row}
     if isinstance(best := settings.get("keep_best"), list):
         settings["keep_best"] = tuple(best)
     tier = Tier(**settings)
-    base = tier.base and _beside_file(tier.base, folder)
-    return replace(tier, url=_beside_file(tier.url, folder), base=base)
+    base = tier.base and _relative_to(tier.base, folder)
+    return replace(tier, url=_relative_to(tier.url, folder), base=base)
 
 
-def _beside_file(url: str, folder: str) -> str:
+def _relative_to(url: str, folder: str) -> str:
     """Return ``url``, which is relative to ``folder`` if it is a relative path."""
     is_path = url != MEMORY and "://" not in url and "::" not in url and not url.startswith("~")
     return os.path.join(folder, url) if folder and is_path else url
@@ -723,14 +727,14 @@ def _beside_file(url: str, folder: str) -> str:
 
 def _tls_of(table: Mapping[str, Any], folder: str) -> Tls:
     """Return the files that the section ``[tls]`` names. Their paths are relative to ``folder``."""
-    known_only("tls.", table, tuple(Tls.__dataclass_fields__))
+    check_keys("tls.", table, tuple(Tls.__dataclass_fields__))
     tls = Tls(**{name: table.get(name, "") for name in Tls.__dataclass_fields__})
     return Tls(**{name: os.path.join(folder, path) for name, path in tls.paths.items()})
 
 
 def _save_config_of(table: Mapping[str, Any]) -> SaveConfig:
     """Return the settings in the section ``[save]``."""
-    known_only("save.", table, [name for name in Settings.__annotations__ if name != "tls"])
+    check_keys("save.", table, [name for name in Settings.__annotations__ if name != "tls"])
     settings: dict[str, Any] = dict(table)
     if isinstance(cpus := table.get("cpus"), list):
         _check_cpus("cpus", cpus)

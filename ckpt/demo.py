@@ -55,7 +55,11 @@ class DemoResult:
 
 
 def train(root: str, log: str, width: int) -> None:
-    """Train on the CPU, save each fourth step, and write each loss as a line of ``log``."""
+    """Train on the CPU, save each fourth step, and write each loss as a line of ``log``.
+
+    A line of a step that is saved also has its ``stall``, the seconds that the save has taken from
+    the training. ``width`` is the number of features of the two layers.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
@@ -85,10 +89,10 @@ def train(root: str, log: str, width: int) -> None:
 
 def run(folder: Path, width: int = _WIDTH) -> DemoResult:
     """Run the three trainings in ``folder``, and return what they have shown."""
-    _finish(_start(folder / "uninterrupted", folder / "uninterrupted.log", width))
+    _join(_start(folder / "uninterrupted", folder / "uninterrupted.log", width))
     root, log = folder / "killed", folder / "killed.log"
     killed_at = _kill_in_a_save(_start(root, log, width), root)
-    _finish(_start(root, log, width))
+    _join(_start(root, log, width))
     reference, records = _read_records(folder / "uninterrupted.log"), _read_records(log)
     losses = {record["step"]: record["loss"] for record in records}  # A repeated step counts once
     stalls = [record["stall"] for record in records if "stall" in record]
@@ -111,7 +115,8 @@ def _start(root: Path, log: Path, width: int) -> BaseProcess:
     return process
 
 
-def _finish(process: BaseProcess) -> None:
+def _join(process: BaseProcess) -> None:
+    """Wait for the end of a training. Exit if it has failed."""
     process.join()
     if process.exitcode:
         raise SystemExit(f"the training has failed, exit code {process.exitcode}")
@@ -125,7 +130,7 @@ def _kill_in_a_save(process: BaseProcess, root: Path) -> int | None:
             if step > _KILL_AFTER and not (folder / "manifest.json").exists():
                 process.kill()
                 process.join()
-                # The manifest may have come between the two looks.
+                # The manifest, which ends a save, may have appeared since the first look.
                 return None if (folder / "manifest.json").exists() else step
         time.sleep(_POLL_SECONDS)
     return None

@@ -1,4 +1,20 @@
-"""``CheckpointManager``, the class with which a training script saves and restores its state."""
+"""``CheckpointManager``, the class with which a training script saves and restores its state.
+
+The manager divides its work. The *saver* writes to the tiers on background threads, and knows the
+steps of the job (``saver.steps``). The *ledger* has the handle of each save, and its error until a
+call has raised it; a save is *kept* once a tier has its step. The *fence* holds an optimizer's step
+until the copies of its tensors have ended. The *origin* is the step from which the job continues.
+The *guard* refuses calls that are not possible now. *Listers* are threads that list tiers.
+
+An *attempt* is the id of one run of the job. The *trial* is the number of its further try at the
+same step, else 0. A ``StepRef`` names a step of one attempt and trial. A *plan* says where each
+tensor stands in the *image*, this rank's part of the state in host memory, and a *slot* is a buffer
+for an image. A *walk* collects the tensors of a state, and the *live* part of a state is the part
+in which it may find some. The *owner* of a root, the folder or URL of a tier, is the job that may
+write to it, and a *claim* is what a job knows of that. If a job goes on from an older step, a
+*branch* begins, and the later steps are *abandoned*. A *rollback* is the record of this on the
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -114,6 +130,7 @@ class CheckpointManager:
         self._tiers = open_tiers(as_tiers(tiers))
         with closed_on_error(self._tiers):
             self._coordinator = own_coordinator(coordinator or find_coordinator())
+            # The local tiers learn which ranks share a node.
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
             make_journal = partial(default_journal, self._tiers, self._coordinator.rank)
             journals = journals_of(self, observers, make_journal if self._config.journal else None)
@@ -131,19 +148,22 @@ class CheckpointManager:
                 if self._agent is not None:
                     self._agent.forget()
                 raise
+        # From now on the roots go to a later manager of this process if no save is under way here.
         attend(self._coordinator.attempt, self, self._ledger)
         self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
         walk, captured = self._last_walk, self._fence.captured_optimizers
         rank = self._coordinator.rank
         self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
+        # For a state whose large dicts of tensors stay the same
         collect_lasting = partial(self._collect, lasting=True)
         self._reserver = Reserver(self._saver, self._plans, walk, collect_lasting, self._config)
         self._last_step: int | None = None
         self._newest_ref: StepRef | None = None  # The newest save that the saver has begun
         self._restore_count = 0
         self._stop = StopListener(self._coordinator)
-        # These threads outlive a restore, which must not wait for a tier that does not answer.
+        # These threads list tiers. They outlive a restore, which must not wait for a tier that does
+        # not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
         self._fence.listen()  # A graph that captures a step before the first save may replay it
         self._closer = Closer(
@@ -271,9 +291,9 @@ class CheckpointManager:
         began = time.perf_counter()
         self._guard.check_open()
         view = StateView.of(state)
-        if origin := self._origin.save(view.live):
-            # A later restore has filled another state.
-            self._continue_from(origin, removes=False)
+        if restored_ref := self._origin.save(view.live):
+            # This state is from ``restored_ref``, and a later restore has filled another state.
+            self._continue_from(restored_ref, removes=False)
         last_step, step = self._last_step, step_of(state, step, last=self._last_step)
         self._last_step = step
         if last_step is not None and step < last_step and self._coordinator.rank == LEADER:
@@ -282,10 +302,10 @@ class CheckpointManager:
                 step,
                 last_step,
             )
-        stops = self._stop.signals is not None and self._stop.signals.requested(step)
-        if final or stops:
+        is_planned_stop = self._stop.signals is not None and self._stop.signals.requested(step)
+        if final or is_planned_stop:
             self._saver.steps.last_step = step
-            if stops and (pending := self._ledger.save_of(step)) is not None:
+            if is_planned_stop and (pending := self._ledger.save_of(step)) is not None:
                 return pending  # The training loop has already saved this step
         trial = self._ledger.next_trial(step)
         # Each further try at a step has a folder of its own, since a folder that may be committed
@@ -310,10 +330,10 @@ class CheckpointManager:
             )
             return self._save(view, ref, trial, began, notes, patterns)
         except BaseException as error:
-            # The other ranks must not wait for this one.
+            # The other ranks must not wait for this one, so it votes that its part has failed.
             if self._coordinator.world_size > 1 and self._newest_ref != ref:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
-            if not self._ledger.warns_of(error):
+            if not self._ledger.warns_of(error):  # True only with on_error="warn"
                 raise
             return self._ledger.failed_save(step, error, has_begun=self._newest_ref == ref)
 
@@ -490,25 +510,36 @@ class CheckpointManager:
             restorer = Restorer(context, options, workers, serial=self._restore_count)
             self._restore_count += 1
             report = restorer.restore(state, selector)
-            if restorer.outdated_tiers:
+            if restorer.outdated_tiers:  # Some tiers lack the newest rollback
                 share_rollback(restorer.outdated_tiers, self._listers, restorer.rollback)
-        live = without_plain(state)
+        live_state = without_plain(state)
         if report is not None:
             ref = StepRef(report.step, report.attempt)
             self._saver.steps.rollback = restorer.rollback
-            is_first = selector is None and self._last_step is None
-            is_look = selection.is_part and not self._goes_on_from_parts
-            if self._origin.restore(ref, live, is_part=is_look, is_first=is_first):
-                if selector is not None and rollback and not is_look:
+            is_start_of_job = selector is None and self._last_step is None
+            counts_as_part = selection.is_part and not self._goes_on_from_parts
+            # True if the job continues from this step
+            if self._origin.restore(
+                ref, live_state, is_part=counts_as_part, is_first=is_start_of_job
+            ):
+                if selector is not None and rollback and not counts_as_part:
                     self._begin_branch(ref, restorer, context, discards=discard_newer)
-                self._continue_from(ref, removes=not is_look)
-        self._reserver.reserve_quietly(live)
+                self._continue_from(ref, removes=not counts_as_part)
+        self._reserver.reserve_quietly(live_state)
         return report
 
     def _begin_branch(
         self, ref: StepRef, restorer: Restorer, context: RestoreContext, *, discards: bool
     ) -> None:
-        """Abandon the steps after ``ref``, if there are any. All ranks call this."""
+        """Abandon the steps after ``ref``, if there are any. All ranks call this.
+
+        Args:
+            ref: The step from which the job goes on.
+            restorer: What has restored it. It knows the newest step of each attempt (``heads``),
+                and the steps that may be newer than ``ref`` (``rivals``).
+            context: The tiers, connections and threads of the restore.
+            discards: Whether the abandoned steps are removed now.
+        """
         point = BranchPoint(
             ref=ref,
             heads=restorer.heads,
@@ -569,9 +600,10 @@ class CheckpointManager:
         """
         self._guard.check_open()
         selector = BestStep(metric, mode)
-        roots = [reader.read(selector) for reader in self._metrics]
-        modes = modes_of_run((tier.tier for tier in self._tiers), (root.url for root in roots))
-        return resolve(selector, branch_metrics(roots), modes)
+        metrics_by_tier = [reader.read(selector) for reader in self._metrics]
+        urls = (tier_metrics.url for tier_metrics in metrics_by_tier)
+        modes = modes_of_run((tier.tier for tier in self._tiers), urls)
+        return resolve(selector, branch_metrics(metrics_by_tier), modes)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -691,7 +723,16 @@ class CheckpointManager:
         notes: Metadata,
         patterns: Patterns,
     ) -> PendingSave:
-        """Make the snapshot of the state, and hand the save to the background threads."""
+        """Make the snapshot of the state, and hand the save to the background threads.
+
+        Args:
+            view: The state.
+            ref: The step.
+            trial: The number of the try at the step.
+            began: ``time.perf_counter()`` at the call.
+            notes: Values for the manifest beside the user's metadata.
+            patterns: Which names of the state are saved.
+        """
         tiers = self._saver.tier_names_of(ref.step)
         if not tiers:  # This is the same on all ranks
             pending = SaveRecord(ref.step, 0, None, began=began)

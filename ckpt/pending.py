@@ -1,4 +1,8 @@
-"""The handle of a save that is under way."""
+"""The handle of a save that is under way.
+
+A save ends on each of its tiers by itself. A tier has *kept* the step if the step is a checkpoint
+there. The tiers on which the save has not ended yet are its open tiers.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,7 @@ class PendingSave:
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
         self._held_seconds = snapshot.held_seconds if snapshot else []
+        """How long each step of an optimizer has waited for the copies. The snapshot adds to it."""
         self._user_urls = dict(tiers or {})
         """By the URL of each tier, the URL as the user gave it."""
         self._began, self._total_bytes = began, nbytes * len(self._user_urls)
@@ -130,9 +135,9 @@ class PendingSave:
         """
         check_timeout(timeout)
         if (snapshot := self._snapshot) is not None:  # ``finish`` may clear it meanwhile
-            snapshot.window.hurry()
+            snapshot.window.hurry()  # The copy need not spare host memory any more
             snapshot.wait_landed(timeout)
-            snapshot.settle()
+            snapshot.settle()  # Raises if a tensor has changed during the copy
 
     def result(self, timeout: float | None = None, *, tier: str | None = None) -> PendingSave:
         """Wait until the step is committed on all its tiers, or on ``tier``. Return this handle.
@@ -252,7 +257,7 @@ class SaveRecord(PendingSave):
             self._open_tiers.discard(tier)
             if error is not None and required:
                 self._failures[tier] = error
-            # No later call raises an error that only skips the save, so it must hide no other.
+            # No later call raises an error that only skips the save. So other errors come first.
             failure = min(self._failures.values(), key=_is_skip, default=None)
             # If ``close`` has given the save up, its error stays.
             if not self._is_finished:
@@ -301,6 +306,7 @@ class SaveRecord(PendingSave):
 
 
 def _is_skip(error: CkptError) -> bool:
+    """Return True if ``error`` means only that a tier does not take the step."""
     return isinstance(error, SaveSkipped | TierBehind)
 
 
@@ -323,11 +329,11 @@ def wait_and_log(future: Future[Any], saves: Sequence[PendingSave], timeout: flo
     Returns:
         True if ``future`` has ended within ``timeout`` seconds.
     """
-    patience = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
-    if wait([future], patience).done:
+    silent_seconds = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
+    if wait([future], silent_seconds).done:
         return True
     _log_open_tiers(saves)
-    return bool(wait([future], None if timeout is None else timeout - patience).done)
+    return bool(wait([future], None if timeout is None else timeout - silent_seconds).done)
 
 
 def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> StepsMissing | None:
@@ -337,7 +343,7 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
     end with the returned error. The errors of the other saves count as raised after this call.
     ``timeout`` is how many seconds the caller has waited for the saves.
     """
-    losses: list[tuple[SaveRecord, str, str]] = []
+    losses: list[tuple[SaveRecord, str, str]] = []  # Save, tier, and why the tier lacks the step
     for save in saves:
         if not save.done() or save.unreported_error:
             for tier, error in save.missing_tiers().items():
@@ -349,11 +355,12 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
                 losses.append((save, tier, reason if error else f"not finished within {timeout} s"))
     if not losses:
         return None
-    missing: dict[str, list[int]] = {}
+    steps_by_tier: dict[str, list[int]] = {}
     for save, tier, _ in losses:
-        missing.setdefault(tier, []).append(save.step)
+        steps_by_tier.setdefault(tier, []).append(save.step)
     _, _, first_reason = losses[0]
-    error = StepsMissing(missing, first_reason, nearer=all(save.is_kept for save, _, _ in losses))
+    are_kept = all(save.is_kept for save, _, _ in losses)  # Each step is on some nearer tier
+    error = StepsMissing(steps_by_tier, first_reason, nearer=are_kept)
     for save in {save for save, _, _ in losses}:
         if save.done():
             save.exception()  # Marks the error as raised

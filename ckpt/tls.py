@@ -19,6 +19,8 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class _Contexts:
+    """The TLS contexts for the connections that this node accepts and makes."""
+
     server: ssl.SSLContext
     client: ssl.SSLContext
 
@@ -78,10 +80,11 @@ class Encryption:
 
     def __init__(self, tls: Tls) -> None:
         self._tls, self._lock = tls, threading.Lock()
-        self._used_files = self._unfit_files = _file_states(tls)
+        self._used_files = _file_states(tls)  # The state of the files that were read last
+        self._unfit_files = self._used_files  # The last state that was found not to be usable
         self._contexts = _Contexts.of(tls)
-        self._notes_by_peer: dict[str, set[str]] = {}
-        self._note_count = 0
+        self._logged_reasons: dict[str, set[str]] = {}  # By peer, see ``is_new``
+        self._log_count = 0
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
         """Wrap an accepted connection in TLS and return it. The caller does the handshake."""
@@ -114,18 +117,18 @@ class Encryption:
         logged since this object was made.
         """
         with self._lock:
-            if reason in self._notes_by_peer.get(peer, ()) or (
-                limit is not None and self._note_count >= limit
+            if reason in self._logged_reasons.get(peer, ()) or (
+                limit is not None and self._log_count >= limit
             ):
                 return False
-            self._notes_by_peer.setdefault(peer, set()).add(reason)
-            self._note_count += 1
+            self._logged_reasons.setdefault(peer, set()).add(reason)
+            self._log_count += 1
             return True
 
     def note_connection(self, peer: str) -> None:
         """Note that a connection with ``peer`` succeeded, so that its next failure is logged."""
         with self._lock:
-            self._notes_by_peer.pop(peer, None)
+            self._logged_reasons.pop(peer, None)
 
     def _current(self) -> _Contexts:
         """Return the contexts. If the files have changed, read them again first."""

@@ -1,11 +1,12 @@
 """Give access to private names of torch, where torch has no public name for the same purpose.
 
 If one of the tested releases lacks a name, a function of this module gets the same result in
-another way, or returns a result that is safe in any case, such as ``always_unknown``. There is no
+another way, or returns a result that is safe in any case, such as ``always_false``. There is no
 other way for the names in ``REQUIRED``: the import of this module raises ``ConfigError`` if torch
 lacks one of them. Attributes of FSDP's objects can be checked only when such an object exists. If
 they are missing, ``fsdp2_groups`` raises ``ConfigError``, and the functions for FSDP1 raise
-``AttributeError``.
+``AttributeError``. A *handle* is the object in which FSDP1 keeps a flat parameter, the concatenated
+parameters of a module.
 
 Other modules use private names through this module. They use a few directly that are the same in
 all tested releases. Among these are the attributes that a save reads of thousands of tensors (such
@@ -88,7 +89,7 @@ def warn_of_untested(version: str) -> None:
         )
 
 
-def missing(name: str) -> ConfigError:
+def missing_name_error(name: str) -> ConfigError:
     """Return the error to raise if torch has no ``name``."""
     return ConfigError(
         f"torch {torch.__version__} has no {name}, which ckpt needs: install torch {tested_range()}"
@@ -105,7 +106,7 @@ def find(name: str) -> Any:
     try:
         return reduce(getattr, path.split("."), import_module(module))
     except (ImportError, AttributeError):
-        raise missing(name.replace(":", ".")) from None
+        raise missing_name_error(name.replace(":", ".")) from None
 
 
 # Each required object by the last part of its name.
@@ -179,7 +180,7 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     have now.
 
     ``torch.compile`` has such a function, which compares types, dtypes, shapes, strides and lazy
-    views of many tensors in one call. If it cannot be used, the result is ``always_unknown``. This
+    views of many tensors in one call. If it cannot be used, the result is ``always_false``. This
     is so if ``tensors`` has a tensor twice, or if this torch lacks the function.
     """
     core: Any = torch._C
@@ -188,12 +189,12 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
             *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
     except (AttributeError, TypeError, RuntimeError):
-        return always_unknown
+        return always_false
     check: Callable[..., bool] = guards.check
     return check
 
 
-def always_unknown(*_: torch.Tensor) -> bool:
+def always_false(*_: torch.Tensor) -> bool:
     """Return False. ``guards_of`` returns this function if torch cannot compare the tensors."""
     return False
 
@@ -246,7 +247,7 @@ def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
     try:
         group = state._fsdp_param_group  # Torch up to 2.11 has this attribute instead
     except AttributeError:
-        raise missing(f"{type(state).__name__}._fsdp_param_groups") from None
+        raise missing_name_error(f"{type(state).__name__}._fsdp_param_groups") from None
     return () if group is None else (group,)
 
 

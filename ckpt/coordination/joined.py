@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from ckpt.checks import number
+from ckpt.checks import check_number
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.exchanges import Wait, gather
 from ckpt.coordination.single import SingleCoordinator
@@ -240,4 +240,4 @@ def _wait_for_ranks(store: Store, rank: int, world_size: int, deadline: float) -
 
 def _check_timeout(timeout: float) -> None:
     """Raise `ConfigError` unless ``timeout`` is a number above 0 and at most 1e9."""
-    number("timeout", timeout, "seconds, such as 300", above_zero=True)
+    check_number("timeout", timeout, "seconds, such as 300", above_zero=True)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-from ckpt.checks import whole
+from ckpt.checks import check_int
 from ckpt.coordination.torch_store import world_of_launcher
 from ckpt.data.worker_seeds import seed_loader
 from ckpt.errors import ConfigError, RestoreError
@@ -96,7 +96,7 @@ class Position(Checkable):
         Raises:
             ConfigError: The number is negative or no integer.
         """
-        whole("samples", samples, 0, MAX_SAMPLES)
+        check_int("samples", samples, 0, MAX_SAMPLES)
         self._sample_count = min(self._sample_count + samples, self._max_samples())
         self._iteration = None
 
@@ -216,8 +216,8 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank={rank}, world_size={world_size}: give both or none of them")
     if rank is not None and world_size is not None:
-        whole("world_size", world_size, 1, MAX_SAMPLES)
-        whole("rank", rank, 0, world_size - 1)
+        check_int("world_size", world_size, 1, MAX_SAMPLES)
+        check_int("rank", rank, 0, world_size - 1)
         return rank, world_size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

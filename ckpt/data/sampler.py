@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from ckpt.checks import text_of, true_or_false, whole
+from ckpt.checks import check_bool, check_int, text_of
 from ckpt.data.position import MAX_SAMPLES, Position, place_of
 from ckpt.errors import ConfigError
 
@@ -75,9 +75,9 @@ class ElasticSampler(Position, Sampler[int]):
         length = data if isinstance(data, int) else len(data)
         place = place_of(rank, world_size)
         _, rank_count = place
-        whole("seed", seed, 0, MAX_SAMPLES)
-        whole("the length of the dataset", length, rank_count, MAX_SAMPLES)
-        true_or_false("shuffle", shuffle)
+        check_int("seed", seed, 0, MAX_SAMPLES)
+        check_int("the length of the dataset", length, rank_count, MAX_SAMPLES)
+        check_bool("shuffle", shuffle)
         super().__init__({"seed": seed, "length": length, "shuffle": shuffle}, place)
         self._seed, self._length, self._shuffle = seed, length, shuffle
 

@@ -19,10 +19,10 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Final
 
-_EXITS: Final = frozenset({"exit", "_exit", "quit", "abort", "raise_signal", "kill"})
-_MODULES: Final = frozenset({"os", "signal", "sys"})
-"""The modules whose functions in ``_EXITS`` end the process. Methods of other objects may have the
-same names.
+_EXIT_FUNCTIONS: Final = frozenset({"exit", "_exit", "quit", "abort", "raise_signal", "kill"})
+_EXIT_MODULES: Final = frozenset({"os", "signal", "sys"})
+"""The modules whose functions in ``_EXIT_FUNCTIONS`` end the process. Methods of other objects may
+have the same names.
 """
 _WITH_EXIT: Final = opmap["WITH_EXCEPT_START"]
 """The instruction that calls ``__exit__`` for an error."""
@@ -47,11 +47,11 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     If ``error`` was raised while another error was handled, the clauses that handle the other error
     must end it too. Otherwise the other error goes on after ``error`` has ended.
     """
-    has_clause = False
+    has_clause = False  # Whether a clause has ended an error so far
     sources: dict[str, _Source] = {}
-    frames = list(_frames(error))
+    passed_frames = list(_frames_passed(error))
     while frame is not None:
-        for goes_on in _clauses(frame, sources, frames):
+        for goes_on in _running_clauses(frame, sources, passed_frames):
             if goes_on:
                 return False
             if error.__context__ is None:
@@ -87,7 +87,7 @@ class _Source:
         return self._functions.get(frame.f_code.co_firstlineno, self.tree)
 
 
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+def _frames_passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     """Yield each frame that ``error`` has passed through, with the line in that frame. Include the
     frames of the errors in the chain of ``__context__``.
     """
@@ -99,8 +99,8 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
         link = link.__context__
 
 
-def _clauses(
-    frame: FrameType, sources: dict[str, _Source], frames: list[tuple[FrameType, int]]
+def _running_clauses(
+    frame: FrameType, sources: dict[str, _Source], passed_frames: list[tuple[FrameType, int]]
 ) -> Iterator[bool]:
     """Yield True or False for each clause that runs in ``frame`` now, innermost clause first. True
     means that an error goes on after the clause.
@@ -111,25 +111,28 @@ def _clauses(
     Args:
         frame: The frame.
         sources: The syntax trees by the name of the file. Trees that are missing are added.
-        frames: The frames and lines from ``_frames``.
+        passed_frames: The frames and lines from ``_frames_passed``.
     """
     code, line = frame.f_code, frame.f_lineno
     if not code.co_exceptiontable or line is None:  # The code has no clause
         return
+    # The frame is in the ``__exit__`` of a ``with`` block that an error has ended.
     if frame.f_lasti >= 0 and code.co_code[frame.f_lasti] == _WITH_EXIT:
         yield True
     if code.co_filename not in sources:
         sources[code.co_filename] = _Source(frame)
-    raise_lines = [raise_line for passed_frame, raise_line in frames if passed_frame is frame]
-    clauses: list[tuple[int, bool]] = []
-    for node in _of_this_frame(sources[code.co_filename].body(frame)):
+    raise_lines = [
+        raise_line for passed_frame, raise_line in passed_frames if passed_frame is frame
+    ]
+    clauses: list[tuple[int, bool]] = []  # First line, and whether an error goes on
+    for node in _nodes_in_frame(sources[code.co_filename].body(frame)):
         if isinstance(node, ast.Try | ast.TryStar):
             clauses += [
-                (handler.lineno, _goes_on(handler.body))
+                (handler.lineno, _lets_error_go_on(handler.body))
                 for handler in node.handlers
-                if _holds(handler.body, line)
+                if _contains_line(handler.body, line)
             ]
-            if _holds(node.finalbody, line):
+            if _contains_line(node.finalbody, line):
                 final_line = node.finalbody[0].lineno
                 clauses += (
                     [(final_line, True)]
@@ -140,7 +143,7 @@ def _clauses(
         yield goes_on
 
 
-def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:
+def _nodes_in_frame(function: ast.AST) -> Iterator[ast.AST]:
     """Yield all syntax nodes that run in the frame of ``function``, without the bodies of functions
     that are defined inside of it.
     """
@@ -152,23 +155,25 @@ def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:
             nodes += ast.iter_child_nodes(node)
 
 
-def _holds(body: list[ast.stmt], line: int) -> bool:
+def _contains_line(body: list[ast.stmt], line: int) -> bool:
     return bool(body) and body[0].lineno <= line <= (body[-1].end_lineno or line)
 
 
-def _goes_on(body: list[ast.stmt]) -> bool:
+def _lets_error_go_on(body: list[ast.stmt]) -> bool:
     """Return True if ``body``, the statements of a clause, contains ``raise`` or the call of a
-    function with a name in ``_EXITS``, either by its bare name or as a member of one of
-    ``_MODULES``. Functions that are defined inside do not count.
+    function with a name in ``_EXIT_FUNCTIONS``, either by its bare name or as a member of one of
+    ``_EXIT_MODULES``. Functions that are defined inside do not count.
     """
-    for node in _of_this_frame(ast.Module(body, [])):
+    for node in _nodes_in_frame(ast.Module(body, [])):
         if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Call):
             match node.func:
-                case ast.Name(name) if name in _EXITS:
+                case ast.Name(name) if name in _EXIT_FUNCTIONS:
                     return True
-                case ast.Attribute(ast.Name(module), name) if module in _MODULES and name in _EXITS:
+                case ast.Attribute(ast.Name(module), name) if (
+                    module in _EXIT_MODULES and name in _EXIT_FUNCTIONS
+                ):
                     return True
                 case _:
                     pass

@@ -6,6 +6,11 @@ returned False. At the end of the promised step, ``requested`` waits for the agr
 the largest promise. So no rank goes beyond the agreed step, however far apart the ranks are. A
 background thread makes the promise, so a rank that computes a step or waits in a collective delays
 no other rank.
+
+The ranks talk through a `Coordinator`. On a subject such as ``stop/promise``, each rank can post a
+message. The first call of ``set_once`` sets the one *verdict* of a subject, for which the method
+``verdict`` waits. The verdict on ``stop/bell/RANK`` wakes ``listen`` on that rank: it is the rank's
+*bell*.
 """
 
 from __future__ import annotations
@@ -61,10 +66,10 @@ class LastStep:
         self._rank, self._ranks = coordinator.rank, set(range(coordinator.world_size))
         self._patience = patience
         self._lock = threading.Lock()
-        self._latest_step = -1
+        self._latest_step = -1  # The last one that this rank has completed before its promise
         self._promise: int | None = None
-        self._step = -1
-        self._decision = Event()
+        self._agreed_step = -1
+        self._agreement_event = Event()
         self._has_left = False
 
     def is_last(self, step: int) -> bool:
@@ -81,8 +86,8 @@ class LastStep:
                 return False
         if step < self._promise:
             return False
-        self._decision.wait()
-        return step >= self._step
+        self._agreement_event.wait()
+        return step >= self._agreed_step
 
     def agree(self, message: bytes) -> int:
         """Agree with all ranks on the last step, and return its number.
@@ -96,25 +101,28 @@ class LastStep:
             CommitError: The store through which the ranks exchange messages is gone.
         """
         self._make_promise()
-        caller = int(self._coordinator.set_once("stop/caller", str(self._rank).encode()))
-        if caller == self._rank:
+        first_caller = int(self._coordinator.set_once("stop/caller", str(self._rank).encode()))
+        if first_caller == self._rank:
             for rank in self._ranks:
                 self._coordinator.set_once(f"stop/bell/{rank}", message)
             self._coordinator.set_once("stop/step", msgspec.json.encode(self._gather()))
-        wait = 2 * self._patience
-        data = self._coordinator.verdict("stop/step", timeout=wait)
+        wait_seconds = 2 * self._patience
+        data = self._coordinator.verdict("stop/step", timeout=wait_seconds)
         if data is None:
             raise CommitTimeout(
-                self._latest_step, [caller], wait, "the last step, to be named by the first"
+                self._latest_step,
+                [first_caller],
+                wait_seconds,
+                "the last step, to be named by the first",
             )
         agreement = _decoder.decode(data)
         if agreement.missing:
             raise CommitTimeout(
                 self._latest_step, agreement.missing, self._patience, "the promise to stop"
             )
-        self._step = agreement.step
-        self._decision.set()
-        return self._step
+        self._agreed_step = agreement.step
+        self._agreement_event.set()
+        return self._agreed_step
 
     def listen(self) -> bytes | None:
         """Wait until a rank calls ``agree``, and return its message.

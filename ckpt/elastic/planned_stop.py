@@ -3,6 +3,11 @@
 After a signal, each rank must save that step and close its manager within a grace time. The rank
 then ends as the signal would have ended it. After a request, the ranks have time until the deadline
 of the request, if it has one.
+
+Signal handlers and other threads write one byte for each signal, request or close into a pipe,
+which a *watcher* thread reads. It lets an *agreer* thread agree with the other ranks on the last
+step (see ``last_step``), and ends the process when its time is over. A *listener* thread waits for
+the signals and requests of other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from datetime import datetime
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from ckpt.checks import is_number, number
+from ckpt.checks import check_number, is_number
 from ckpt.coordination.api import Coordinator
 from ckpt.elastic.last_step import LastStep
 from ckpt.errors import ConfigError
@@ -123,7 +128,7 @@ class StopSignals:
         if coordinator.world_size > 1:
             self._listener.start()
         self.signal: signal.Signals | None = None
-        self._signals, self._grace, self._reraise, self._owner = (
+        self._signals, self._grace_seconds, self._reraise, self._owner = (
             signals,
             grace_seconds,
             reraise,
@@ -131,7 +136,7 @@ class StopSignals:
         )
         self._last_step = LastStep(coordinator, patience=min(_PATIENCE_SECONDS, grace_seconds / 2))
         self._deadline = math.inf
-        self._closed = self._has_interrupt = False
+        self._closed = self._has_interrupt = False  # An interrupt is a SIGINT
         self._read_end, self._write_end = os.pipe()
         # A signal handler may call ``request`` while its thread holds this lock in ``close``. So
         # the lock is reentrant.
@@ -145,19 +150,19 @@ class StopSignals:
         if signals:
             self._install()
 
-    def request(self, ends: float) -> None:
+    def request(self, deadline: float) -> None:
         """Stop all ranks after the same step, as after a signal.
 
         This has no effect after ``close``.
 
         Args:
-            ends: When this process ends at the latest, in seconds since 1970; infinity for no
+            deadline: When this process ends at the latest, in seconds since 1970; infinity for no
                 limit. A further request can only make that time earlier, and only for this rank.
         """
         with self._pipe_lock:
             if self._is_pipe_closed:
                 return
-            self._deadline = min(self._deadline, ends)
+            self._deadline = min(self._deadline, deadline)
             with contextlib.suppress(BlockingIOError):  # The pipe is full of earlier requests
                 os.write(self._write_end, bytes([_REQUEST]))
 
@@ -197,8 +202,8 @@ class StopSignals:
             for workers in (self._watcher, self._agreer, self._listener):
                 workers.close()
             self.uninstall()  # The threads are closed first, since a restored handler may raise
-            while self.signal is None and (number := self._next_byte(0)) != -1:
-                self.signal = signal.Signals(number) if number in self._signals else None
+            while self.signal is None and (byte := self._next_byte(0)) != -1:
+                self.signal = signal.Signals(byte) if byte in self._signals else None
             with self._pipe_lock:
                 self._is_pipe_closed = True
                 os.close(self._write_end)
@@ -218,10 +223,11 @@ class StopSignals:
         _active = self
         for signum in self._signals:
             self._earlier_handlers[signum] = signal.signal(signum, self._handle)
-        # The pipe gets a signal even while the main thread is stuck in a collective.
+        # By the wakeup file descriptor, Python's C code writes the number of a signal into the pipe
+        # even while the main thread is stuck in a collective.
         wakeup_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._has_wakeup_fd = wakeup_fd == -1
-        if not self._has_wakeup_fd:
+        if not self._has_wakeup_fd:  # It is that of another library, such as asyncio
             signal.set_wakeup_fd(wakeup_fd)
 
     def uninstall(self) -> None:
@@ -256,14 +262,14 @@ class StopSignals:
         """Read the pipe until ``close``. At the first signal or request, begin the agreement on the
         last step. End the process when its time is over.
         """
-        has_begun, grace_ends = False, math.inf
-        while (seconds := min(grace_ends - time.monotonic(), self._deadline - time.time())) > 0:
+        has_begun, grace_end = False, math.inf
+        while (seconds := min(grace_end - time.monotonic(), self._deadline - time.time())) > 0:
             byte = self._next_byte(None if math.isinf(seconds) else min(seconds, _POLL_SECONDS))
             if byte == _CLOSE:
                 return
             if byte in self._signals and self.signal is None:
                 self.signal = signal.Signals(byte)
-                grace_ends = time.monotonic() + self._grace
+                grace_end = time.monotonic() + self._grace_seconds
             elif byte != _REQUEST:
                 continue
             if self._closed:
@@ -274,9 +280,11 @@ class StopSignals:
                 _log.warning("ckpt: %s: all ranks stop after the same step", cause)
                 # The job's store may hang. This thread goes on to watch the grace time.
                 self._agreer.submit(self._agree)
-        is_grace = grace_ends <= time.monotonic()
+        is_grace_over = grace_end <= time.monotonic()
         self._end_process(
-            f"the grace time of {self._grace:g} s is over" if is_grace else _DEADLINE_REASON
+            f"the grace time of {self._grace_seconds:g} s is over"
+            if is_grace_over
+            else _DEADLINE_REASON
         )
 
     def _agree(self) -> None:
@@ -336,7 +344,7 @@ def _check_arguments(signals: tuple[int, ...], grace_seconds: float) -> None:
             "on_signals() must be called in the main thread: Python lets no other one handle "
             "signals"
         )
-    number("grace_seconds", grace_seconds, "seconds above 0, such as 25", above_zero=True)
+    check_number("grace_seconds", grace_seconds, "seconds above 0, such as 25", above_zero=True)
     if _active is not None:
         raise ConfigError(
             "signals are already handled: one on_signals() in a process, until that manager is "

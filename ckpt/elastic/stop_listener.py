@@ -48,14 +48,14 @@ class StopListener:
 
     def request(self, deadline: float | datetime | None) -> None:
         """Ask all ranks to stop. See ``CheckpointManager.request_stop``."""
-        ends = as_deadline(deadline)
+        end_time = as_deadline(deadline)
         if self.signals is None:
             raise ConfigError(
                 "request_stop: the ranks do not listen: call manager.on_signals() or "
                 "manager.on_stop_request() on all ranks before the loop, and ask its "
                 "requested(step) after each step"
             )
-        self.signals.request(ends)
+        self.signals.request(end_time)
 
     def close(self, error: BaseException | None) -> None:
         """Restore the earlier handlers. See ``StopSignals.close``."""

@@ -13,7 +13,7 @@ import time
 from functools import partial
 from typing import Any, Final
 
-from ckpt.checks import text_of, whole
+from ckpt.checks import check_int, text_of
 from ckpt.config import local_rank_of_this_process, rank_of_this_process
 from ckpt.errors import ConfigError
 from ckpt.events import (
@@ -96,7 +96,7 @@ class Metrics:
         self._server: Any = None
         self.port: int | None = None
         if port is not None:
-            whole("port", port, 0, _LAST_PORT)  # Raises if it is no whole number in this range
+            check_int("port", port, 0, _LAST_PORT)
             own_port = port + local_rank_of_this_process() if port else 0
             if own_port > _LAST_PORT:
                 raise ConfigError(

@@ -27,7 +27,7 @@ from ckpt.catalog.branch_metrics import step_on
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
-from ckpt.checks import true_or_false
+from ckpt.checks import check_bool
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.restore_rounds import DamageError, RestoreRounds
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
@@ -621,7 +621,7 @@ def _check_broadcast(broadcast: bool, coordinator: Coordinator) -> bool:
     Raises:
         ConfigError: ``broadcast`` is not a bool, or there is no process group with all ranks.
     """
-    true_or_false("broadcast", broadcast)
+    check_bool("broadcast", broadcast)
     if not broadcast or coordinator.world_size == 1:
         return False
     if not can_broadcast(coordinator.world_size):

@@ -584,7 +584,7 @@ def test_what_strangers_cause_does_not_fill_the_log(here: Encryption) -> None:
     notes += [here.is_new("10.0.0.9", f"reason {number}", limit=64) for number in range(100)]
     notes += [here.is_new(f"10.0.0.{number}", "reason", limit=64) for number in range(100)]
     assert notes.count(True) == 64
-    assert not here._notes_by_peer  # Nothing is remembered of a peer that causes no line
+    assert not here._logged_reasons  # Nothing is remembered of a peer that causes no line
     assert here.is_new("the node of rank 2", "expired")
     assert not here.is_new("the node of rank 2", "expired")
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from ckpt.catalog.tensor_reader import StepReader
-from ckpt.checks import one_of
+from ckpt.checks import check_choice
 from ckpt.errors import ConfigError, MissingExtra
 from ckpt.exchange.exports import safetensors_writer
 from ckpt.exchange.exports.hf_store import CONFIG
@@ -56,7 +56,7 @@ class HfOptions:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            one_of("dtype", self.dtype, _DTYPES)
+            check_choice("dtype", self.dtype, _DTYPES)
         if isinstance(self.names, str) and self.names != TRANSFORMERS:
             raise ConfigError(f"names={self.names!r}: give a mapping of names, or {TRANSFORMERS!r}")
         if isinstance(self.names, Mapping):

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from ckpt.catalog.index import find
-from ckpt.checks import whole
+from ckpt.checks import check_int
 from ckpt.config import rank_of_this_process
 from ckpt.errors import CkptError
 from ckpt.errors.sanitize import clean
@@ -87,9 +87,9 @@ class HfFolders:
         dtype: str | None = None,
         names: Mapping[str, str | None] | str | None = None,
     ) -> None:
-        whole("every", every, 1, 10**18)
+        check_int("every", every, 1, 10**18)
         if keep_last is not None:
-            whole("keep_last", keep_last, 1, 10**9)
+            check_int("keep_last", keep_last, 1, 10**9)
         self._options = HfOptions(files=os.fspath(files), dtype=dtype, names=names)
         read_config(self._options.files)
         self._out, self._output_folders = os.fspath(out), output_folders(os.fspath(out))

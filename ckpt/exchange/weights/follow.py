@@ -24,7 +24,7 @@ from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.delta_chain import DeltaReader
 from ckpt.catalog.index import RootContents, committed_among, is_committed, list_root, why_missing
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
-from ckpt.checks import whole
+from ckpt.checks import check_int
 from ckpt.config import Tier
 from ckpt.errors import (
     AccessDenied,
@@ -185,7 +185,7 @@ class Follower(Iterator[Version]):
             EntryMissing, FormatUnsupported, AccessDenied: As for ``next``. The version from before
                 stays as it is.
         """
-        whole("step", step, 0, 10**18 - 1)
+        check_int("step", step, 0, 10**18 - 1)
         step_id = step if attempt is None else StepRef(step, attempt)
         version = self._wait(step_id)
         if version is None:

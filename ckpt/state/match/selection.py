@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckpt.checks import true_or_false
+from ckpt.checks import check_bool
 from ckpt.errors import ConfigError
 from ckpt.model.patterns import Names, Patterns, patterns_for
 from ckpt.state.match.saved_nodes import SavedState
@@ -181,8 +181,8 @@ class Selection(Patterns):
         Raises:
             ConfigError: An argument is not valid.
         """
-        true_or_false("strict", strict)
-        true_or_false("cast", cast)
+        check_bool("strict", strict)
+        check_bool("cast", cast)
         rename_rules = RenameRules.of(rename)
         patterns = patterns_for(only, exclude)
         return cls(

@@ -31,9 +31,9 @@ State = dict[str, Any]
 @pytest.fixture(params=[True, False], ids=["guards", "passes"], autouse=True)
 def with_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run with and without the comparison in torch, which another version of torch may lack."""
-    assert torch_private.guards_of([torch.ones(2)]) is not torch_private.always_unknown
+    assert torch_private.guards_of([torch.ones(2)]) is not torch_private.always_false
     if not request.param:
-        monkeypatch.setattr(segments, "guards_of", lambda _: torch_private.always_unknown)
+        monkeypatch.setattr(segments, "guards_of", lambda _: torch_private.always_false)
 
 
 class Net(nn.Module):
