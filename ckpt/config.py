@@ -113,8 +113,7 @@ class Best:
             case _:
                 raise ConfigError(
                     f"keep_best={text_of(value)}: name a metric and which values are the best, "
-                    "such "
-                    'as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
+                    'such as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
                 )
 
 

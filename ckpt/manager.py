@@ -130,7 +130,6 @@ class CheckpointManager:
         self._tiers = open_tiers(as_tiers(tiers))
         with closed_on_error(self._tiers):
             self._coordinator = own_coordinator(coordinator or find_coordinator())
-            # The local tiers learn which ranks share a node.
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
             make_journal = partial(default_journal, self._tiers, self._coordinator.rank)
             journals = journals_of(self, observers, make_journal if self._config.journal else None)
@@ -148,22 +147,19 @@ class CheckpointManager:
                 if self._agent is not None:
                     self._agent.forget()
                 raise
-        # From now on the roots go to a later manager of this process if no save is under way here.
         attend(self._coordinator.attempt, self, self._ledger)
         self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
         walk, captured = self._last_walk, self._fence.captured_optimizers
         rank = self._coordinator.rank
         self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
-        # For a state whose large dicts of tensors stay the same
         collect_lasting = partial(self._collect, lasting=True)
         self._reserver = Reserver(self._saver, self._plans, walk, collect_lasting, self._config)
         self._last_step: int | None = None
         self._newest_ref: StepRef | None = None  # The newest save that the saver has begun
         self._restore_count = 0
         self._stop = StopListener(self._coordinator)
-        # These threads list tiers. They outlive a restore, which must not wait for a tier that does
-        # not answer.
+        # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
         self._fence.listen()  # A graph that captures a step before the first save may replay it
         self._closer = Closer(
