@@ -143,7 +143,7 @@ class Closer:
             ledger.raise_unreported(includes_kept=False)  # Of steps that no tier has
             agent_finishes = in_time and detach
             missing_steps = None if agent_finishes else missing_at_the_end(ledger.pending, timeout)
-            if (error := ledger.end_all(missing_steps)) is not None:
+            if (error := ledger.closing_error(missing_steps)) is not None:
                 raise error
         finally:  # The decorator ``one_at_a_time`` would add its frame to each traceback
             guard.calls.pop(thread, None)

@@ -266,7 +266,7 @@ def start(folder: AgentFolder, timeout: float) -> None:
             stdout=log,
             stderr=log,
             cwd="/",
-            env=surroundings(folder),
+            env=process_environment(folder),
             start_new_session=True,
             timeout=timeout,
             check=False,
@@ -282,7 +282,7 @@ def start(folder: AgentFolder, timeout: float) -> None:
         )
 
 
-def surroundings(folder: AgentFolder) -> dict[str, str]:
+def process_environment(folder: AgentFolder) -> dict[str, str]:
     """Return the environment variables for an agent or a worker.
 
     They are the variables that the clients of object stores need, the variable with the agent's

@@ -167,9 +167,9 @@ class Callers:
             _log.warning("ckpt: a connection to the agent is closed: %s", error)
             data = b""
         if not data:  # The caller has ended, or the connection was of no use any more
-            self.leave(caller)
+            self.disconnect(caller)
 
-    def leave(self, caller: Caller) -> None:
+    def disconnect(self, caller: Caller) -> None:
         """Close the connection of ``caller``."""
         self._callers.remove(caller)
         self._selector.unregister(caller.connection)

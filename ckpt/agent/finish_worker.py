@@ -89,6 +89,12 @@ class _Root:
 class Finish:
     """Finishes the steps of one job.
 
+    The job is *superseded* once another job has taken one of its roots. Durable roots that are only
+    this node's, and have only the files of its ranks, are ``_node_roots``. The other durable roots
+    are ``_durable_roots``, nearest first. The *branch* of the job has no abandoned steps, after
+    which the job went back to an older step. To *bring* a step is to make it a checkpoint on a
+    shared tier from the files of all nodes.
+
     Args:
         job: The job.
         workers: The threads that copy.
@@ -201,6 +207,7 @@ class Finish:
         self._run_task(parts.check_newer)
         if LEADER not in self._job.node_ranks or self._is_superseded:
             return
+        # Each node has noted on the shared tier which of its ranks have ended.
         if not (living_ranks := parts.unnoted_ranks()):
             self._run_whole()
         elif self._has_tier_behind():
@@ -443,7 +450,7 @@ class Finish:
         if rule.keeps_all or not self._own_steps(root):
             return
         self._confirm(root)
-        guard = FixedGuard(self._awaited_refs(root))
+        guard = FixedGuard(self._awaited_refs(root))  # These steps stay
         context = PruneContext(own=self._owner.attempt, alive=False, guard=guard, claim=root.claim)
         prune(root.tier.backend, rule, context)
 
@@ -491,7 +498,7 @@ class Finish:
                 step, nothing is removed.
         """
         rule, backend = Retention.of(root.tier.tier), root.tier.backend
-        inventory = Inventory(backend, part=True)
+        inventory = Inventory(backend, part=True)  # The tier has only this node's part of each step
         own_steps = self._own_steps(root, inventory)
         if (
             rule.keeps_all
@@ -546,6 +553,7 @@ class Finish:
             ),
             default=-1,  # Before any step
         )
+        # If nodes have tiers of their own, the memory has only this node's part of each step.
         parts = self._node_parts() if self._job.node_ranks and self._durable_roots else None
         has_steps = False
         for stored_step in Inventory(root.tier.backend, part=bool(self._job.node_ranks)).look():
@@ -567,7 +575,8 @@ class Finish:
 
 def _finish_step(backend: StorageBackend, ref: StepRef, workers: Workers, facts: RunFacts) -> bool:
     """Put the manifest of ``ref``, and return True. Return False if the step lacks more than that,
-    or if its save was aborted.
+    or if its save was aborted. ``facts`` has the rollback of the job, which the step's own tier may
+    lack.
 
     Raises:
         CommitError: The trainer still owns the root and lives, so it may yet commit the step.

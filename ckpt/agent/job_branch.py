@@ -1,4 +1,8 @@
-"""The branch of a job on the tiers where the agent finishes it."""
+"""The branch of a job on the tiers where the agent finishes it.
+
+A *rollback* is the record that the run went on from an older step. The later steps are *abandoned*:
+they are not on the branch.
+"""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ def open_tier(job: Job, index: int) -> OpenTier:
         ConfigError: The settings of the tier are not valid.
         RootLost: The root of a folder is gone, or another folder has taken its place.
     """
-    settings = job.open_as()[index]
+    settings = job.tier_settings()[index]
     backend = open_backend(settings.url, settings.options)
     if isinstance(backend, HoldsRoot):
+        # The mark recognizes the root that the trainer had. Another one counts as replaced.
         backend.hold(job.marks[index] if job.marks else "")
         if backend.is_replaced():
             with errors_of(backend.url):

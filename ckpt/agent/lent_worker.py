@@ -69,7 +69,7 @@ class _Service:
     """Carries out the requests of one trainer. Thread safety: one thread."""
 
     def __init__(self, order: Order) -> None:
-        self._job, self._tiers = order.job, order.job.open_as()
+        self._job, self._tiers = order.job, order.job.tier_settings()
         self._open_stores: dict[int, StorageBackend] = {}
         self._copier = Workers("copying", 1)
         self._connection = socket.socket(fileno=order.connection)
@@ -141,12 +141,14 @@ class _Service:
 
     def _copy_file(self, request: CopyFile, on_bytes: OnBytes) -> tuple[int, ...]:
         """Copy one file, and return the lengths of its encoded chunks on the target, if any."""
-        (_, source), (settings, target) = map(self._tier, (request.source, request.target))
+        (_, source), (target_settings, target) = map(self._tier, (request.source, request.target))
         if (ref := parse_folder(request.folder)) is None:
             raise AgentError(f"{request.folder!r} is not the folder of a step")
         with Workers("copy", request.threads, nice=request.nice, cpus=request.cpus) as workers:
-            part = RankPart(StepFolder(source, ref, workers), request.rank, settings.codec)
-            encoding = part.write_data(StepFolder(target, ref, workers), on_bytes)
+            rank_part = RankPart(
+                StepFolder(source, ref, workers), request.rank, target_settings.codec
+            )
+            encoding = rank_part.write_data(StepFolder(target, ref, workers), on_bytes)
         return encoding.lengths if encoding else ()
 
     def _tier(self, index: int) -> tuple[Tier, StorageBackend]:

@@ -91,7 +91,7 @@ class AgentCopier:
             raise
         if isinstance(outcome, FileCopied):
             return outcome.lengths
-        error = rebuild(outcome.reason, ref.step)
+        error = rebuild(outcome.reason, ref.step)  # The error that the worker has met
         if isinstance(error, TransientStorageError | OutOfSpace):
             raise error
         raise AgentError(outcome.reason.sentence)

@@ -93,7 +93,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     def __repr__(self) -> str:
         return f"Job({self.owner})"
 
-    def open_as(self) -> tuple[Tier, ...]:
+    def tier_settings(self) -> tuple[Tier, ...]:
         """Return the tiers of the job, without opening them.
 
         Raises:

@@ -17,6 +17,10 @@ A node may be lost together with its agent. Then the ranks of that node get no n
 do not arrive. If this node is a buddy of the lost node and has copies of these files, the agent of
 this node first waits for the other agent, and then copies the files itself. If this node's copies
 belong to an older step, the agent brings the older step.
+
+A rank is *noted* in the folder of a step once a note there says that it has ended. A rank is
+*silent* if it is not noted there, and no agent has marked its files to bring: it may still remove
+them.
 """
 
 from __future__ import annotations
@@ -331,7 +335,7 @@ class NodeParts:
         newest_number = self._newest_number()
         committed_steps = [part.step for part in parts.values() if part.is_committed]
         newest = [step for step in committed_steps[:1] if step.ref.step > newest_number]
-        newest = self._copier.not_being_removed(newest)
+        newest = self._copier.not_being_removed(newest)  # Its removal there has not begun
         missing_steps = self._copier.missing_steps(committed_steps, self._job.backlog + 1)
         begun_refs = [
             ref for ref in self._steps_on_target() if ref in parts and ref.step > newest_number
@@ -345,13 +349,13 @@ class NodeParts:
         """Make a step a checkpoint on the shared tier, together with the other agents.
 
         Raises:
-            CommitError: Some ranks are not known to have ended (``_wait_until_settled``), or the
+            CommitError: Some ranks are not known to have ended (``_wait_until_files_stay``), or the
                 part of another node or the manifest has not arrived in time.
             IntegrityError: No tier of this node has the files of a rank intact.
         """
         ref, target, folder = part.step.ref, self._target, self._folder(part.step.ref)
         began = time.perf_counter()
-        marked_ranks = self._wait_until_settled(part, folder)
+        marked_ranks = self._wait_until_files_stay(part, folder)
         if not is_committed(target, ref):
             copy_began = time.perf_counter()
             self._copy(part, folder, self._node_ranks | marked_ranks)
@@ -376,7 +380,7 @@ class NodeParts:
         seconds = time.perf_counter() - began
         _log.info("ckpt: step %d is on %s now, in %.2f s", ref.step, target.url, seconds)
 
-    def _wait_until_settled(self, part: _Part, folder: StepFolder) -> set[int]:
+    def _wait_until_files_stay(self, part: _Part, folder: StepFolder) -> set[int]:
         """Wait until no rank can remove its files of the step from the shared tier any more.
 
         This is so once each rank is noted as ended, or has a marker which says that an agent copies
@@ -394,15 +398,15 @@ class NodeParts:
         """
         ref, url = folder.ref, self._target.url
 
-        def is_settled() -> bool:
+        def files_stay() -> bool:
             return is_committed(self._target, ref) or not self._silent_ranks(folder)
 
-        if self._wait_until(is_settled):
+        if self._wait_until(files_stay):
             return set()
         if marked_ranks := mark_to_bring(folder, part.copies & self._silent_ranks(folder)):
             self._log_silent(ref, marked_ranks)
             self._deadline = time.monotonic() + _PATIENCE_SECONDS
-            if self._wait_until(is_settled):
+            if self._wait_until(files_stay):
                 return marked_ranks
         missing = rank_list(self._silent_ranks(folder))
         raise CommitError(

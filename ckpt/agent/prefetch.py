@@ -107,11 +107,9 @@ def _copy_step(
     _check_owner(tier, owner)
     folder = StepFolder(tier.backend, ref, workers)
     origin = TieredReader(sources, ref, retry=folder.retry)
-    _check_room(
-        tier,
-        origin.try_manifests(lambda manifest: origin.with_fragments(manifest, None)).manifest,
-        ref,
-    )
+    # The manifest with all fragments, which describe the files of the ranks
+    source_manifest = origin.try_manifests(lambda manifest: origin.with_fragments(manifest, None))
+    _check_room(tier, source_manifest.manifest, ref)
     report = fetch_step(
         sources,
         folder,

@@ -1,5 +1,8 @@
 """The registration of a job with the agent. The trainer registers the job, and registers it again
 whenever the agent has ended.
+
+The ranks agree by a coordinator: each rank posts a message under a subject, the leader gathers the
+messages, and ``leader_decides`` gives all ranks what the leader has decided from them.
 """
 
 from __future__ import annotations
@@ -221,6 +224,7 @@ def register(
             # The trainer resolves the links, since it uses these file systems in any case.
             roots = tuple(canonical(url) for url in urls_of(job))
             job = msgspec.structs.replace(job, before=_owner_attempts(tiers), roots=roots)
+            # A root is recognized by its mark if its path leads to another folder later.
             job = msgspec.structs.replace(job, marks=_marks_of(tiers))
             registration = Registration(job, copier, notify)
         except CkptError as error:

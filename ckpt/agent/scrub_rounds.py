@@ -96,7 +96,7 @@ class Rounds:
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
         """Return the locations of the tiers of each job, by the job's attempt."""
-        return {name: roots_of(job_round.job) for name, job_round in self._rounds.items()}
+        return {attempt: roots_of(job_round.job) for attempt, job_round in self._rounds.items()}
 
     def due_in(self) -> float | None:
         """Return in how many seconds the next round begins. Return None if there is no job, or if a

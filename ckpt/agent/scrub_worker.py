@@ -6,6 +6,9 @@ The worker removes no step, and may be killed at any instruction. Tiers in memor
 since the next saves overwrite their slots. If nodes have folders of their own, the agent of each
 node verifies the files of its ranks in these folders. The agent of the leader's node verifies the
 tiers that the nodes share.
+
+A *fault* is what is wrong with one file. To *mend* a file is to write it again. The *journal* of a
+tier is a file that records what has happened to its steps.
 """
 
 from __future__ import annotations
@@ -64,13 +67,13 @@ class Scrub:
     def __init__(self, order: Order, workers: Workers, report: OnReport) -> None:
         self._job, self._fresh_steps = order.job, frozenset(order.verified)
         self._workers, self._report = workers, report
-        self._pace = Pace(order.job.scrub_mb_per_s)
+        self._pace = Pace(order.job.scrub_mb_per_s)  # Sleeps to keep the rate
         self._errors: dict[str, str] = {}
         """The first error of each tier that cannot be verified as a whole, by the tier's URL."""
         self._silent_urls: set[str] = set()
         """The URLs of the tiers that do not answer or deny access. They are not asked again."""
         self._tiers: list[OpenTier] = []
-        for index, settings in enumerate(order.job.open_as()):
+        for index, settings in enumerate(order.job.tier_settings()):
             try:
                 self._tiers.append(open_tier(order.job, index))
             except CkptError as error:

@@ -8,6 +8,10 @@ Two agents never copy at the same time. ``listen.lock`` belongs to the agent tha
 and ``work.lock`` to the agent that may start workers. Workers inherit ``work.lock``, so an agent
 that replaces a dead one waits until the last worker of the dead agent has ended. An agent that was
 replaced and only has memory left to free releases ``work.lock``.
+
+A job is finished (``is_finished``) once durable tiers have its steps: then only its memory is still
+to be freed. A job is held up while a job on the same root has a living trainer or a worker. A
+*lent* worker copies files for a living trainer.
 """
 
 from __future__ import annotations
@@ -170,7 +174,7 @@ class Agent:
         verification. An agent that ends and only has memory left to free releases ``work.lock``.
         """
         due = [job for job in self._jobs if job.waits and time.monotonic() >= job.next_at]
-        only_frees_memory = self._is_ending and all(job.is_settled for job in self._jobs)
+        only_frees_memory = self._is_ending and all(job.is_finished for job in self._jobs)
         if only_frees_memory and self._has_work_lock and not any(job.worker for job in self._jobs):
             self._has_work_lock = False
             self._work_lock.release()
@@ -220,7 +224,7 @@ class Agent:
                 _log.warning(
                     "ckpt: the trainer of job %s was not told of a verification: %s", attempt, error
                 )
-                self._callers.leave(caller)
+                self._callers.disconnect(caller)
 
     def _is_held_up(self, job: WatchedJob) -> bool:
         """Return True if another job that shares a root with ``job`` has a living trainer or a
@@ -244,7 +248,7 @@ class Agent:
                 f"it sees this process as number {caller.pid}: the two are in different process "
                 "namespaces, as containers have: run an agent in this one (CKPT_AGENT_FOLDER)"
             )
-        job.open_as()  # Raises the ``ConfigError`` that a worker would meet
+        job.tier_settings()  # Raises the ``ConfigError`` that a worker would meet
 
     def _register(self, job: Job, caller: Caller) -> Answer:
         """Watch the processes of a job from now on, and add the job to the rounds of verification.
@@ -299,7 +303,7 @@ class Agent:
         except OSError as error:
             raise AgentError(f"no worker could be started: {error}") from None
         self._lent_workers[worker] = job.owner.attempt
-        self._callers.leave(caller)
+        self._callers.disconnect(caller)
 
     def _kill_lent_workers(self, attempt: str | None = None) -> None:
         """Kill the workers that copy for living trainers: those of the job ``attempt``, or all if
@@ -354,8 +358,8 @@ class Agent:
         elif outcome.outcome == "failed":
             if self._is_ending or time.monotonic() - job.ended_at > _GIVE_UP_SECONDS:
                 self._drop(job, "given up")
-        elif outcome.outcome == "done" and job.has_memory and not job.is_settled:
-            job.is_settled, job.next_at = True, time.monotonic() + self._memory_seconds
+        elif outcome.outcome == "done" and job.has_memory and not job.is_finished:
+            job.is_finished, job.next_at = True, time.monotonic() + self._memory_seconds
         else:
             self._drop(job, "done")
 
@@ -434,13 +438,13 @@ class Agent:
         if not keep_memory:
             self._memory_seconds = 0.0
         for caller in [caller for caller in self._callers if caller is not self._stop_caller]:
-            self._callers.leave(caller)
+            self._callers.disconnect(caller)
         for job in list(self._jobs):
             if job.runs:
                 self._drop(job)
             elif at_once:
                 self._drop(job, "given up")
-            elif not (keep_memory and job.is_settled):
+            elif not (keep_memory and job.is_finished):
                 job.next_at = 0.0
 
     def _on_signal(self, read_end: socket.socket) -> None:
@@ -450,7 +454,7 @@ class Agent:
         read_end.recv(_READ_BYTES)
         ready = {key.fd for key, _ in self._selector.select(0)}
         for job in list(self._jobs):
-            job.look(ready)  # The trainer may have ended just before the signal
+            job.forget_ended(ready)  # The trainer may have ended just before the signal
         self._stop(at_once=self._has_signal)
         self._has_signal = True
 

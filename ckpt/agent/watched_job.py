@@ -32,6 +32,8 @@ class WatchedJob:
         on_death: Called when the last process of the trainer on this node has ended.
 
     Attributes:
+        is_finished: Whether durable tiers have the steps that they should have. Then only the
+            memory of the job is still to be freed.
         next_at: When the next worker may start, by the monotonic clock; 0 for at once.
         failures: How many tries to finish the job, or to free its memory, have failed.
         worker: The worker that finishes the job, or frees its memory, now; None if there is none.
@@ -54,10 +56,7 @@ class WatchedJob:
         self.next_at = 0.0
         self.ended_at = 0.0
         """When the trainer ended or detached, by the monotonic clock; 0 before that."""
-        self.is_settled = False
-        """Whether durable tiers have the steps that they should have. Then only the memory of the
-        job is still to be freed.
-        """
+        self.is_finished = False
         self.failures = 0
         self._copy_progress: Copying | None = None
         self._copied_steps: list[str] = []
@@ -82,7 +81,7 @@ class WatchedJob:
     def status(self) -> JobStatus:
         """Return the status of the job, without credentials in URLs."""
         progress = self._copy_progress or Copying(-1, "", 0, 0)  # -1 stands for no step
-        state = "running" if self.runs else "kept" if self.is_settled else "waiting"
+        state = "running" if self.runs else "kept" if self.is_finished else "waiting"
         state = "finishing" if self.worker else state
         is_planned = state in {"waiting", "kept"} and self.next_at
         return JobStatus(
@@ -117,7 +116,7 @@ class WatchedJob:
         """Whether all processes of the trainer on this node have ended."""
         return not self._processes
 
-    def look(self, ready: Collection[int]) -> None:
+    def forget_ended(self, ready: Collection[int]) -> None:
         """Stop watching the trainer's processes whose descriptors are in ``ready``, since they have
         ended. If no process is left, call ``on_death``. Other descriptors in ``ready`` are ignored.
         """
@@ -137,7 +136,7 @@ class WatchedJob:
     # -- the worker --------------------------------------------------------------------------------
 
     def begin(self, on_end: Callable[[WatchedJob, Ended], None], *, frees: bool) -> None:
-        """Start a worker that finishes the job, or that frees its memory if the job is settled.
+        """Start a worker that finishes the job, or that frees its memory if ``is_finished``.
 
         Args:
             frees: Whether a worker that finishes the job frees its memory too.
@@ -147,14 +146,14 @@ class WatchedJob:
             OSError: The system has no memory or no process id left.
         """
         self._outcome = self._copy_progress = None
-        task: Task = "free" if self.is_settled else "finish"
+        task: Task = "free" if self.is_finished else "finish"
         order = Order(self.job, task, frees=frees and self.has_memory)
         self.worker = Worker(
             order,
             self._workplace,
             self._record,
             lambda code: on_end(self, self._end_worker(code)),
-            of=f"for job {self.attempt}",
+            origin=f"for job {self.attempt}",
         )
         self.state_time = time.time()
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.agent.client import surroundings
+from ckpt.agent.client import process_environment
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import frames
 from ckpt.agent.worker_messages import Order, Report
@@ -49,7 +49,7 @@ class Worker:
         workplace: The resources for the process.
         on_report: Called with each report.
         on_end: Called with the exit code when the process has ended, but not after ``kill``.
-        of: A phrase that follows "the reports" in the log, such as "of a worker".
+        origin: A phrase that follows "the reports" in the log, such as "of a worker".
 
     Thread safety: the thread that runs the loop of the selector.
     """
@@ -61,11 +61,11 @@ class Worker:
         on_report: Callable[[Report], None],
         on_end: Callable[[int], object],
         *,
-        of: str = "of a worker",
+        origin: str = "of a worker",
     ) -> None:
         """Start the process. Raises ``OSError`` if the system has no memory or process id left."""
         self._selector, self._on_report, self._on_end = workplace.selector, on_report, on_end
-        self._origin = of
+        self._origin = origin
         order_descriptor = os.memfd_create("ckpt-agent-order", os.MFD_CLOEXEC)
         shared_descriptors = [
             workplace.lock.descriptor,
@@ -80,7 +80,10 @@ class Worker:
                 stdin=order_descriptor,
                 stdout=subprocess.PIPE,
                 cwd="/",
-                env={**order.job.environment, **_agent_variables(surroundings(workplace.folder))},
+                env={
+                    **order.job.environment,
+                    **_agent_variables(process_environment(workplace.folder)),
+                },
                 pass_fds=shared_descriptors,
                 bufsize=0,
             )

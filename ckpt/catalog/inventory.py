@@ -61,7 +61,7 @@ from ckpt.model.values import parse
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.root.claim_marker import is_removal_marker
-from ckpt.root.pins import Pin, all_pins, live_of
+from ckpt.root.pins import Pin, all_pins, live_pins_by_ref
 from ckpt.storage.api import ObjectInfo, StorageBackend, UnfinishedWrite, read_record
 
 _READER_THREADS: Final = 8
@@ -252,7 +252,7 @@ class Inventory:
                 )
             self.pins = all_pins(self._backend)
         self._committed_steps = {step.ref: step for step in steps if step.state == "committed"}
-        live_pins, present_refs = live_of(self.pins, listing.refs), set(listing.refs)
+        live_pins, present_refs = live_pins_by_ref(self.pins, listing.refs), set(listing.refs)
         absent_bases = self._outer_bases.absent(base for step in steps for base in step.outer_bases)
         steps = [
             _damaged_without_bases(step, step.bases - present_refs, step.outer_bases & absent_bases)
@@ -283,7 +283,7 @@ class Inventory:
         open_refs = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
         with errors_of(self._backend.url):
             steps = [self._step(ref) for ref in open_refs]
-            live_pins = live_of(all_pins(self._backend), open_refs) if steps else {}
+            live_pins = live_pins_by_ref(all_pins(self._backend), open_refs) if steps else {}
         return [replace(step, pins=live_pins.get(step.ref, ())) for step in steps]
 
     def confirm(self, refs: Iterable[StepRef]) -> bool:

@@ -219,7 +219,7 @@ class Evictor:
         tier lacks. The newest step comes last, and only if another durable tier has it too. Steps
         in ``exclusions`` are left out, and so are ``ref`` and all steps that must stay.
         """
-        own = self._claim.own
+        own = self._claim.own_attempt
         committed = [step for step in steps if step.state == "committed"]
         committed_steps = {step.ref: step for step in committed}
         branch = {step.ref: step for step in on_branch(committed)}
@@ -242,7 +242,7 @@ class Evictor:
         order += [step for step in parts if step.ref != restored_ref]
         # Next are unfinished copies that this job makes of steps of earlier jobs.
         order += [
-            step for step in steps if step.state == "incomplete" and self._claim.brings(step.ref)
+            step for step in steps if step.state == "incomplete" and self._claim.is_copied(step.ref)
         ]
         order += [committed_steps[ref] for ref in candidates if ref in owed_refs]
         order += [committed_steps[most_needed]] if most_needed is not None else []
@@ -275,7 +275,7 @@ class Evictor:
         That is the newest one of this job. As long as there is none, it is the restored step. Of
         several attempts at a step, it is the one with the youngest manifest, as for a restore.
         """
-        own = self._claim.own
+        own = self._claim.own_attempt
         if restored_ref in checkpoints and not any(ref.job == own for ref in checkpoints):
             return restored_ref
         dates = {ref: step.created_at for ref, step in checkpoints.items()}
@@ -287,7 +287,7 @@ class Evictor:
 
         A step of another job that is newer than the restored step belongs to an abandoned history.
         """
-        is_own = ref.job == self._claim.own
+        is_own = ref.job == self._claim.own_attempt
         return restored_ref is None or ref.step <= restored_ref.step or is_own
 
     def _remove(

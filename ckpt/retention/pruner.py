@@ -222,7 +222,7 @@ def remove_earlier_steps(
         if (
             is_removable
             and not step.pins
-            and step.ref.job != claim.own
+            and step.ref.job != claim.own_attempt
             and step.ref not in kept_refs
         ):
             remove(backend, step, claim)
@@ -299,7 +299,7 @@ class Pruner:
         """
         if self._leads:
             completion = self._workers.submit(self._remove_remains, restored_ref)
-            if self._claim.has_heritage:
+            if self._claim.has_ended_jobs:
                 # Without the wait, jobs that are killed in quick succession could fill the store.
                 completion.result()
 
@@ -326,7 +326,9 @@ class Pruner:
         if self._is_finished:  # ``request_run`` was called during the first run
             return
         try:
-            context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
+            context = PruneContext(
+                own=self._claim.own_attempt, guard=self._guard, claim=self._claim
+            )
             if not self._has_pruned:
                 discard_orphans(self._tier.backend, self._claim, sorted(self._claim.listing))
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
@@ -344,7 +346,7 @@ class Pruner:
         """Do the work of ``remove_remains`` on the pruning thread."""
         try:
             attempts = sorted(self._claim.listing, reverse=True)
-            if self._claim.has_heritage:  # Otherwise no earlier job is known to have ended
+            if self._claim.has_ended_jobs:  # Otherwise no earlier job is known to have ended
                 examines_newest_only = self._rule.keeps_all or len(attempts) > _MOST_EXAMINED
                 steps = (
                     self._inventory.newest_begun(attempts)
@@ -353,7 +355,7 @@ class Pruner:
                 )
                 discard_orphans(self._tier.backend, self._claim, [step.ref for step in steps])
                 needed_refs = {*self._guard.protected_refs(), restored_ref}
-                context = PruneContext(own=self._claim.own, claim=self._claim)
+                context = PruneContext(own=self._claim.own_attempt, claim=self._claim)
                 remains = [
                     verdict
                     for verdict in judge(steps, self._rule, context)
@@ -374,7 +376,9 @@ class Pruner:
         """Do the work of ``evict`` on the pruning thread."""
         try:
             self._claim.use()
-            context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
+            context = PruneContext(
+                own=self._claim.own_attempt, guard=self._guard, claim=self._claim
+            )
             verdicts = judge_now(self._inventory, self._rule, context)
             # A full tier also loses the parts of steps that jobs which have ended left here.
             eviction_verdicts = [
@@ -407,4 +411,4 @@ class Pruner:
         is_remains = step.state == "incomplete" and (
             step.has_removal_begun or self._claim.is_dead(step.ref)
         )
-        return is_remains or step.ref.job == self._claim.own
+        return is_remains or step.ref.job == self._claim.own_attempt

@@ -121,7 +121,7 @@ def _remove_manifest(
     If a full store has no room for the tombstone, the manifest is deleted.
     """
     is_remains = step.state == "incomplete" and not step.has_removal_begun
-    if claim is not None and claim.may_come(step.ref) and not is_remains:
+    if claim is not None and claim.may_be_committed(step.ref) and not is_remains:
         with suppress(OutOfSpace):
             bury(backend, step.ref)
             return (step.ref.manifest,)
@@ -209,7 +209,7 @@ def discard_orphans(backend: StorageBackend, claim: Claim, refs: Sequence[StepRe
             if (
                 (ref := parse_folder(folder)) is None
                 or not is_file_name(name)
-                or ref.job == claim.own
+                or ref.job == claim.own_attempt
             ):
                 continue
             if claim.is_dead(ref) or (write.abandoned and ref not in claim.listing):

@@ -1,4 +1,8 @@
-"""The attempts at steps that a root has, committed or not."""
+"""The attempts at steps that a root has, committed or not.
+
+A *root* is the place of a store where steps are. Each folder of a step names the attempt of a job
+that has made it.
+"""
 
 from __future__ import annotations
 

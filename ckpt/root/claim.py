@@ -2,7 +2,8 @@
 
 Jobs that share a root cannot know whether the other jobs are alive, since a process on another
 machine or in another container is not visible. So a job removes only the steps that `Claim` allows.
-Before each removal it reads ``writer.json`` again, the record of the owner of the root.
+Before each removal it reads ``writer.json`` again, the record of the owner of the root. An
+*attempt* is one incarnation of a job.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Claim:
         self.chosen_ref: StepRef | None = None
 
     @property
-    def own(self) -> str:
+    def own_attempt(self) -> str:
         """Return the attempt of this job."""
         return self._owner.attempt
 
@@ -148,7 +149,7 @@ class Claim:
             StorageError: The store has failed.
         """
         # ``writer.json`` may name this job even if this method fails.
-        self.is_claimed, self._last_owner = True, self.own
+        self.is_claimed, self._last_owner = True, self.own_attempt
         self._owner = succeed(self._backend, self._owner)
         # If the next call finds no room for ``writer.json``, the job makes room. For that it must
         # know the ended jobs, whose steps it may remove.
@@ -193,10 +194,10 @@ class Claim:
                 job has taken the root before, any other owner raises this error.
         """
         owner = read_owner(self._backend)
-        is_of_other_job = owner is not None and owner.attempt != self.own
+        is_of_other_job = owner is not None and owner.attempt != self.own_attempt
         if owner and is_of_other_job and (self._takeover is not None or not owner.has_ended):
             raise RootInUse(self._backend.url, str(owner), is_same_process=owner.is_in_this_process)
-        self._last_owner = owner.attempt if owner is not None else self.own
+        self._last_owner = owner.attempt if owner is not None else self.own_attempt
         self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
         if owner is not None and not is_of_other_job:
             self._ended_jobs = frozenset(owner.ended)
@@ -206,13 +207,13 @@ class Claim:
 
         This writes nothing to the root, so the next job can take the root over. From now on,
         ``may_remove`` allows only checkpoints of this job, steps that it copies to the root
-        (``bring``), and checkpoints of attempts that are known to have ended.
+        (``note_copy``), and checkpoints of attempts that are known to have ended.
 
         Args:
             owner: The present owner of the root: the job itself, an earlier job, or None.
         """
         self._takeover = Takeover(frozenset(), None)
-        self._last_owner = owner.attempt if owner is not None else self.own
+        self._last_owner = owner.attempt if owner is not None else self.own_attempt
         self._ended_jobs = frozenset(owner.ended if owner is not None else ())
         self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
 
@@ -234,7 +235,7 @@ class Claim:
             RootInUse: Another job has taken the root over since ``take`` or ``use``.
         """
         owner = read_owner(self._backend)
-        if owner is not None and owner.attempt not in {self.own, self._last_owner}:
+        if owner is not None and owner.attempt not in {self.own_attempt, self._last_owner}:
             raise RootInUse(self._backend.url, str(owner), is_same_process=owner.is_in_this_process)
 
     def detach(self) -> None:
@@ -248,11 +249,11 @@ class Claim:
         if self.is_claimed:
             release(self._backend, self._owner)
 
-    def bring(self, ref: StepRef) -> None:
+    def note_copy(self, ref: StepRef) -> None:
         """Remember that this job copies ``ref``, a step of another job, into the root."""
         self._copied_refs.add(ref)
 
-    def brings(self, ref: StepRef) -> bool:
+    def is_copied(self, ref: StepRef) -> bool:
         """Return True if this job copies ``ref``, a step of another job, into the root."""
         return ref in self._copied_refs
 
@@ -262,11 +263,11 @@ class Claim:
         if self._takeover is None and self._takeover_post is None:
             return True
         ref = checkpoint.ref
-        if ref in self._copied_refs or ref.job == self.own or ref.job in self._ended_jobs:
+        if ref in self._copied_refs or ref.job == self.own_attempt or ref.job in self._ended_jobs:
             return True
         # A job that may be alive may have committed the attempt after the listing.
         return ref in self.listing and (
-            not self.may_come(ref) or self._predates_takeover(checkpoint)
+            not self.may_be_committed(ref) or self._predates_takeover(checkpoint)
         )
 
     def _predates_takeover(self, checkpoint: Checkpoint) -> bool:
@@ -285,18 +286,18 @@ class Claim:
 
         Only a job that owns the root, or takes it now, knows which jobs have ended. For any other
         job the result is False. It is also False for a step that this job copies to the root
-        (``bring``).
+        (``note_copy``).
         """
         return ref not in self._copied_refs and ref.job in self._ended_jobs
 
-    def may_come(self, ref: StepRef) -> bool:
+    def may_be_committed(self, ref: StepRef) -> bool:
         """Return True if a process of another job may still put the manifest of ``ref``: that job
         owned the root, lost it to another one, and is not known to have ended.
         """
         return ref.job in self._unseen_jobs
 
     @property
-    def has_heritage(self) -> bool:
+    def has_ended_jobs(self) -> bool:
         """Return True if any job that owned the root before is known to have ended."""
         return bool(self._ended_jobs)
 
@@ -304,7 +305,8 @@ class Claim:
 class TakeoverPost:
     """What was on a tier when the leader of its ranks took the root.
 
-    The leader posts it once. The other ranks read it when they must make room.
+    The leader posts it once, under a subject of the coordinator. The other ranks read it when they
+    must make room.
 
     Args:
         coordinator: The connection to the ranks that share the store of the tier.
@@ -326,7 +328,9 @@ class TakeoverPost:
     def takeover(self) -> Takeover | None:
         """Return what the leader posted; None if it has not posted it yet."""
         if self._takeover is None:
-            message = self._coordinator.verdict(self._subject, timeout=0)
+            message = self._coordinator.verdict(
+                self._subject, timeout=0
+            )  # As ``set_once`` has set it
             if message is not None:
                 folders, date = msgspec.json.decode(message, type=tuple[list[str], float | None])
                 refs = map(parse_folder, folders)

@@ -1,5 +1,8 @@
 """The claim marker: one object on the tier that decides between finishing a save and removing it.
 
+A *fragment* is an object that describes what one rank has made durable of a save. A manifest, which
+makes the save a checkpoint, needs the fragments of all ranks.
+
 The ranks of a job agree through the job's store. A finisher (``ckpt finalize``, an agent or a later
 job) cannot use that store. So a finisher puts the marker *if absent* before it puts the manifest. A
 rank puts the marker *if absent* before it removes files that a complete set of fragments may name.

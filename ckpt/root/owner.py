@@ -1,5 +1,8 @@
 """The owner of a root: one job at a time writes to it, and the newest job wins.
 
+A *root* is the place of a store where the steps of a run are. An *attempt* is one incarnation of a
+job, by its id.
+
 The file ``writer.json`` in the root names the owner's attempt and process. A new attempt takes the
 root over. If the owner is alive on the same machine, the new attempt gets ``RootInUse`` instead. An
 owner that has lost the root finds another attempt in the file at its next commit, and that save
@@ -15,8 +18,9 @@ again. There the newest manager wins too: one that is garbage collected, or has 
 gives its root up (``attend``), and so does a program that has called ``os.execv``. The newest
 manager waits for the saves that an older one has under way.
 
-The record also says where the root is. A copy of the root, which somebody made while the owner was
-alive, has a copy of the record, and has no owner.
+The record also says where the root is: its *place*, by which two URLs of one root are recognized. A
+copy of the root, which somebody made while the owner was alive, has a copy of the record, and has
+no owner.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from ckpt.storage.registry import scheme_of
 _MOST_RECORD_BYTES = 64 << 10
 NO_PROCESS: Final = 0
 """The ``pid`` in the record of a job that has closed and has left its root to the agent."""
-_WITHOUT_LINKS: Final = OBJECT_STORES | {"memory"}
+_SCHEMES_WITHOUT_LINKS: Final = OBJECT_STORES | {"memory"}
 """The URL schemes of stores in which no two paths lead to the same objects."""
 _MOST_ENDED: Final = 64
 """The largest number of ended attempts, and of unseen ones, in the record of an owner."""
@@ -155,7 +159,8 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def alive(self) -> bool:
         """Whether the process is known to be alive. The value is False for another machine, and in
-        this process also for a manager that is gone.
+        this process also for a manager that was garbage collected, or whose program was replaced
+        (``os.execv``).
         """
         if self.machine != machine() or not Process(self.pid, self.started).lives:
             return False
@@ -370,7 +375,7 @@ def _is_elsewhere(backend: StorageBackend, place: str) -> bool:
     """
     if isinstance(backend, HasPlace):
         return backend.is_elsewhere(place)
-    if scheme_of(backend.url) not in _WITHOUT_LINKS:
+    if scheme_of(backend.url) not in _SCHEMES_WITHOUT_LINKS:
         return False
     (host, path), (other_host, other_path) = map(_split_host, (canonical(backend.url), place))
     return host == other_host and path.casefold() != other_path.casefold()

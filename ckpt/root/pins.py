@@ -7,6 +7,9 @@ A reader first puts its pin, and then checks for the claim marker of a removal a
 A process that removes a step first puts its claim marker, and then checks for pins. So at least one
 of the two finds the object of the other and gives up. A removal that finds a pin leaves its marker
 in place, since another process may be removing the same step.
+
+A pin that does not end by itself is a named branch (`ENDLESS`), or belongs to another run, whose
+increments refer to the step (`BASE_END`).
 """
 
 from __future__ import annotations
@@ -155,7 +158,9 @@ def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "
 def _put_and_check(
     backend: StorageBackend, ref: StepRef, seconds: float, reason: str, *, look_for_removal: bool
 ) -> Pin:
-    """Put a pin on ``ref``. Raises the errors of ``put_pin``."""
+    """Put a pin on ``ref``. If ``look_for_removal``, the claim marker of a removal refuses it.
+    Raises the errors of ``put_pin``.
+    """
     pin = _put_unchecked(backend, _new_pin(ref, seconds), reason)
     _check_presence(backend, pin, look_for_removal=look_for_removal)
     return pin
@@ -179,8 +184,8 @@ def _require_presence(backend: StorageBackend, pin: Pin, *, look_for_removal: bo
         # The marker of a finisher keeps the step from being removed. One whose process was
         # killed stays for a day.
         is_marked = look_for_removal and _RETRY.call(partial(is_being_removed, backend, ref))
-        stays = _RETRY.call(partial(has_manifest, backend, ref))
-    if not stays:
+        is_present = _RETRY.call(partial(has_manifest, backend, ref))
+    if not is_present:
         remove_pin(backend, pin)
     if is_marked:
         raise NoCheckpoint(
@@ -188,7 +193,7 @@ def _require_presence(backend: StorageBackend, pin: Pin, *, look_for_removal: bo
             f"step {ref.step} is being removed: if that was cut short, 'ckpt prune "
             f"{backend.url} --keep-last N' ends it",
         )
-    if not stays:
+    if not is_present:
         raise NoCheckpoint(backend.url, f"step {ref.step} is not there")
 
 
@@ -222,7 +227,9 @@ def all_pins(backend: StorageBackend) -> list[Pin]:
     return sorted(pin for key in keys if (pin := _parse(key)) is not None)
 
 
-def live_of(pins: Iterable[Pin], refs: Iterable[StepRef]) -> dict[StepRef, tuple[Pin, ...]]:
+def live_pins_by_ref(
+    pins: Iterable[Pin], refs: Iterable[StepRef]
+) -> dict[StepRef, tuple[Pin, ...]]:
     """Return the entries of ``pins`` that have not ended, grouped by those of ``refs`` that they
     keep.
     """
@@ -258,7 +265,7 @@ def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
 
 def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
     """Return True if a pin on ``ref`` has not ended."""
-    return bool(live_of(all_pins(backend), [ref]))
+    return bool(live_pins_by_ref(all_pins(backend), [ref]))
 
 
 def _parse(key: str) -> Pin | None:

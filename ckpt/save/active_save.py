@@ -1,4 +1,8 @@
-"""Hold the state of one save while it runs in the background, and report its outcome."""
+"""Hold the state of one save while it runs in the background, and report its outcome.
+
+Before ``save_async`` returns, some tensors are copied into the image. The others, the *late
+sources*, are copied while training goes on. They have landed once their bytes are in the image.
+"""
 
 from __future__ import annotations
 
@@ -239,6 +243,8 @@ class HandOver:
         copier: The thread that calls ``stage``.
         stream: Streams the image to the tiers.
         stage: Copies the late sources into the image.
+
+    ``revoke`` of ``stream`` or ``stage`` prevents the call, and returns False if it has begun.
 
     Thread safety: only the training thread may call the methods.
     """

@@ -52,6 +52,11 @@ _Kind = tuple[str, tuple[int, ...]]
 class AdoptedFiles:
     """The files of an adopted step, for the increments of one rank.
 
+    A *position* is an offset in one of the files, plus the index of the file times ``FILE_SPACE``.
+    ``_places`` has the position of each chunk, ``_boxes`` those of the boxes of each tensor, and
+    ``_names`` the tensor of the files that was equal to a tensor of the image, by its name.
+    ``_times`` are those of the last changes of the files at the last check.
+
     Thread safety: one thread at a time.
 
     Args:
@@ -91,16 +96,21 @@ class AdoptedFiles:
                 boxes.setdefault(tensor.name, []).extend(starts_of_boxes)
             files.append(AdoptedFile(locations[fragment.rank], fragment.file.size))
         adoption = AdoptedBase(tuple(files))
-        self._file = StoredFile(
-            base.ref, manifest.files[0], None, adoption.end, root=base.root, adoption=adoption
+        self._file = StoredFile(  # It stands for all files, which follow one another
+            ref=base.ref,
+            file=manifest.files[0],
+            encoding=None,
+            size=adoption.end,
+            root=base.root,
+            adoption=adoption,
         )
         self._store = AdoptedBaseStore(root_at(backend, base.root).url, base.root, adoption)
         self._intact_chunks: set[Chunk] = set()
         self._adopted_at = manifest.created_at
         self._times: tuple[float, ...] | None = None
 
-    def look(self) -> None:
-        """Look whether the files are there. If one was written to since the last look, or since the
+    def recheck(self) -> None:
+        """Check that the files are there. If one was written to since the last check, or since the
         adoption, the chunks that increments refer to are read again; all, if there are none yet.
 
         Raises:
@@ -130,7 +140,7 @@ class AdoptedFiles:
         try:
             verify(self._read(chunk, position), chunk.checksum, key=self._file.key, offset=position)
         except ChecksumMismatch as error:
-            raise as_fault_of(error, self._file) from None
+            raise as_fault_of(error, self._file) from None  # Names the file of the other program
         self._intact_chunks.add(chunk)
         return True
 
@@ -169,7 +179,7 @@ class AdoptedFiles:
         return memory
 
     def places(self, chunks: Iterable[Chunk]) -> AdoptedBase:
-        """Return the places of chunks that the files hold."""
+        """Return the files that hold ``chunks``, and the positions of the chunks in these files."""
         positions = [divmod(self._places[chunk], FILE_SPACE) for chunk in chunks]
         indices = sorted({index for index, _ in positions})
         new_index = {index: number for number, index in enumerate(indices)}
@@ -191,10 +201,11 @@ def _offset_in(shard_box: Box, box: Box) -> int | None:
     if not shard_box.contains(box):
         return None
     lengths = list(zip(box.shape, shard_box.shape, strict=True))
+    # After the first dimension in which ``box`` is wider than 1, it must be as wide as the other.
     wide_dim = next((dim for dim, (length, _) in enumerate(lengths) if length != 1), 0)
-    if any(length != whole for length, whole in lengths[wide_dim + 1 :]):
+    if any(length != shard_length for length, shard_length in lengths[wide_dim + 1 :]):
         return None
-    offset = 0
-    for start, whole in zip(box.relative_to(shard_box).offsets, shard_box.shape, strict=True):
-        offset = offset * whole + start
+    offset, starts = 0, box.relative_to(shard_box).offsets
+    for start, shard_length in zip(starts, shard_box.shape, strict=True):
+        offset = offset * shard_length + start
     return offset

@@ -4,10 +4,11 @@ only, however many jobs have ended since.
 The backfill begins after the first commit of this job, because the roots belong to this job only
 from then on. It copies nothing unless this job has restored a step. The steps to copy follow from
 what the tiers have and take, not from what any job has noted: all steps that led to the restored
-step (``retention.policy.history``) and that a farther tier wants and lacks. The leader copies the
-files of all ranks, newest step first, to each farther tier at most ``backlog`` steps. Steps of the
-running job have priority. If the earlier job had an agent, the agent has copied these steps right
-after the end of that job (``ckpt.agent.finish_worker``).
+step (its *lineage*, by ``retention.policy.history``) and that a farther tier wants and lacks: they
+are *owed* to that tier. The leader copies the files of all ranks, newest step first, to each
+farther tier at most ``backlog`` steps. Steps of the running job have priority. If the earlier job
+had an agent, the agent has copied these steps right after the end of that job
+(``ckpt.agent.finish_worker``).
 
 Until a farther tier has such a step, retention keeps it on the nearer ones. Before a farther tier
 was asked which steps it lacks, the nearer tiers keep all that it takes. If a tier does not take a
@@ -69,7 +70,7 @@ class Backfill:
 
     Thread safety: ``begin`` may be called from any thread. The owner calls ``close`` once. All
     fields are set once, or are thread-safe objects, except that the backfill's thread alone changes
-    ``_owed_refs``.
+    ``_owed_refs``. ``_hurry`` is set once the job closes its manager.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Backfill:
         not have and whose folders that one lacks: at most ``backlog`` of each tier. Steps on a tier
         between them that cannot be listed do not count, and stay there.
         """
-        own_job, target = self._nearest.root.own, self._farther_writers[index].tier
+        own_job, target = self._nearest.claim.own_attempt, self._farther_writers[index].tier
         steps = [
             step for step in Inventory(self._nearest.tier.backend).look() if step.ref.job != own_job
         ]
@@ -239,9 +240,10 @@ class Backfill:
             if candidate.tier.index > writer.tier.index
         ]
         owed_farther = frozenset[StepRef]().union(*(self._owed_refs[url] for url in farther_urls))
+        # The steps that must stay on the target when the copy makes room there
         guard = FixedGuard(owed_farther, durable_stores)
         rollback = self._steps.rollback
-        return StepCopier(writer.tier, writer.root, durable_stores, guard, self._retry, rollback)
+        return StepCopier(writer.tier, writer.claim, durable_stores, guard, self._retry, rollback)
 
     def _copy_steps(self, writer: TierWriter, steps: Sequence[StoredStep]) -> None:
         """Copy ``steps`` to the tier of ``writer``, which lacks them."""
@@ -255,7 +257,7 @@ class Backfill:
             self._nearest.url,
         )
         try:
-            writer.claim()
+            writer.claim_root()
         except CkptError as error:
             _log.warning("ckpt: steps of earlier jobs were not copied to %s: %s", url, error)
             return

@@ -1,5 +1,6 @@
 """Writes the deltas of one rank on one tier: the differences between the chunks of a step
-and those of the step that the rank has written before.
+and those of the step that the rank has written before. An *image* is the rank's part of the state,
+laid out as its data file, and a *plan* says where each tensor is in it.
 
 The bytes of the last step stay in memory, for the part of the state that has deltas. While a step
 is written, its chunks are compared with them as they are hashed, since their bytes are in memory
@@ -52,7 +53,7 @@ class _DeltaChunk:
     Attributes:
         index: The index of the chunk in the file.
         start, end: The bytes of the chunk in the image.
-        width: The bytes of a word.
+        width: The bytes of a word, which is one number of its tensor.
         position: The place of the chunk in the bytes of the last step.
     """
 
@@ -100,6 +101,10 @@ class DeltaWriter:
 
     Thread safety: one save at a time. The threads that write the image use the source that
     ``record`` returns, and each calls it for other chunks.
+
+    The base of a delta (``_base_ref``) is the step to which it is the difference. ``_bytes_ref`` is
+    the step whose bytes are in memory (``_last_bytes``), or are put there while its image is
+    hashed; the base was in memory before. ``_last_ref`` is the last step that was written here.
     """
 
     def __init__(
@@ -110,8 +115,6 @@ class DeltaWriter:
         self._plan: SavePlan | None = None
         self._layout = _NO_LAYOUT
         self._last_bytes = np.empty(0, dtype=np.uint8)
-        # The last step that was written here, the step whose bytes are in memory or are put there,
-        # and the step that its delta refers to, whose bytes were there before.
         self._last_ref: StepRef | None = None
         self._bytes_ref: StepRef | None = None
         self._base_ref: StepRef | None = None
@@ -124,32 +127,32 @@ class DeltaWriter:
         """Return the key of the delta of a step."""
         return ref.delta(self._rank)
 
-    def record(self, job: SaveRequest) -> Source:
-        """Return the image of ``job``, which compares each chunk with the last step when it is
+    def record(self, request: SaveRequest) -> Source:
+        """Return the image of ``request``, which compares each chunk with the last step when it is
         hashed. If a write is repeated, a chunk is compared once.
         """
         try:
-            if self._bytes_ref != job.ref:
-                self._begin(job)
+            if self._bytes_ref != request.ref:
+                self._begin_step(request)
         except Exception as error:  # noqa: BLE001 - of no consequence for the save
             self._plan, self._layout, self._bytes_ref, self._error = (
                 None,
                 _NO_LAYOUT,
-                job.ref,
+                request.ref,
                 error,
             )
-            return job.image
-        return _ComparedImage(job.image, self._note)
+            return request.image
+        return _ComparedImage(request.image, self._compare_hashed)
 
-    def put(self, job: SaveRequest, retry: RetryPolicy) -> None:
-        """Put the delta of ``job``, whose file is durable. Errors are only logged."""
+    def put(self, request: SaveRequest, retry: RetryPolicy) -> None:
+        """Put the delta of ``request``, whose file is durable. Errors are only logged."""
         try:
-            if job.source is not None:
-                self._copy_delta(job, job.source.backend, retry)
-            elif self._compare_rest(job) and self._base_ref is not None:
+            if request.source is not None:
+                self._copy_delta(request, request.source.backend, retry)
+            elif self._compare_rest(request) and self._base_ref is not None:
                 self._put(
-                    pack_delta(job.ref, self._rank, self._base_ref, self._differences),
-                    job.ref,
+                    pack_delta(request.ref, self._rank, self._base_ref, self._differences),
+                    request.ref,
                     retry,
                 )
             elif self._base_ref is not None and self._error is None:
@@ -158,32 +161,32 @@ class DeltaWriter:
                     "those of float32 weights do. Save bfloat16 copies under a name of their own "
                     "and give this name to deltas=, or leave deltas= out",
                     self._backend.url,
-                    job.ref.step,
+                    request.ref.step,
                     self._part,
                 )
         except (CkptError, MemoryError) as error:
             _log.info(
-                "ckpt: step %d has no delta on %s: %s", job.ref.step, self._backend.url, error
+                "ckpt: step %d has no delta on %s: %s", request.ref.step, self._backend.url, error
             )
         finally:
-            self._differences, self._last_ref = {}, job.ref
+            self._differences, self._last_ref = {}, request.ref
 
     def _warn(self, text: str, *arguments: object) -> None:
         """Log a warning, and then nothing more at this level."""
         _log.log(logging.DEBUG if self._has_warned else logging.WARNING, text, *arguments)
         self._has_warned = True
 
-    def _begin(self, job: SaveRequest) -> None:
-        """Prepare to compare the chunks of ``job``. The step in memory becomes the base of its
+    def _begin_step(self, request: SaveRequest) -> None:
+        """Prepare to compare the chunks of ``request``. The step in memory becomes the base of its
         delta if memory has all bytes of that step.
         """
-        if self._plan is not job.plan:
-            layout = _layout_of(job.plan, self._part)
+        if self._plan is not request.plan:
+            layout = _layout_of(request.plan, self._part)
             if layout != self._layout:
                 self._reservation.used_bytes += layout.nbytes - self._layout.nbytes
                 self._layout, self._bytes_ref = layout, None
                 self._last_bytes = np.empty(layout.nbytes, dtype=np.uint8)
-            self._plan = job.plan
+            self._plan = request.plan
             if not layout.chunks and self._rank == 0:
                 self._warn(
                     "ckpt: deltas=%r fits no tensor that this rank writes: `ckpt show` lists the "
@@ -197,13 +200,13 @@ class DeltaWriter:
             else None
         )
         self._bytes_ref, self._error, self._compared_indices, self._differences = (
-            job.ref,
+            request.ref,
             None,
             set(),
             {},
         )
-        if self._base_ref is None and self._last_ref is None and job.restored_ref is not None:
-            self._read_restored(job.restored_ref)
+        if self._base_ref is None and self._last_ref is None and request.restored_ref is not None:
+            self._read_restored(request.restored_ref)
 
     def _read_restored(self, ref: StepRef) -> None:
         """Read the bytes of the step that the job has restored, so that its first step has a delta
@@ -223,6 +226,7 @@ class DeltaWriter:
             parts = Parts(
                 manifest, lambda *arguments: load_fragment(self._backend, ref, *arguments)[0]
             )
+            # With the fragments of the ranks that have written parts of ``leaves``
             manifest = parts.fill_for(leaves, key=ref.manifest)
             with Workers("delta", _READERS) as workers:
                 StepReader(self._backend, ref, manifest, workers).read(requests)
@@ -231,7 +235,7 @@ class DeltaWriter:
         else:
             self._base_ref = ref
 
-    def _note(self, start: int, parts: Callable[[], Sequence[memoryview]]) -> None:
+    def _compare_hashed(self, start: int, parts: Callable[[], Sequence[memoryview]]) -> None:
         """Compare the chunk that begins at ``start``, and keep its bytes. An error is kept, since
         the save must go on.
         """
@@ -252,35 +256,37 @@ class DeltaWriter:
         data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
         last_bytes = self._last_bytes[chunk.position : chunk.position + chunk.end - chunk.start]
         if self._base_ref is not None:
-            code = difference(last_bytes.data, data, chunk.width)
-            if code is not None:
+            pieces = difference(last_bytes.data, data, chunk.width)
+            if pieces is not None:
                 with self._lock:
-                    self._differences[chunk.index] = code
+                    self._differences[chunk.index] = pieces
         last_bytes[:] = np.frombuffer(data, dtype=np.uint8)
 
-    def _compare_rest(self, job: SaveRequest) -> bool:
+    def _compare_rest(self, request: SaveRequest) -> bool:
         """Compare the chunks of an image that was not hashed here, since a nearer tier has done it.
         Return True if there is a delta worth to put.
         """
         chunks = self._layout.chunks.values()
-        if len(self._compared_indices) < len(chunks) and job.image.rereadable:
+        if len(self._compared_indices) < len(chunks) and request.image.rereadable:
             for chunk in chunks:
-                self._note(chunk.start, partial(job.image.parts, chunk.start, chunk.end))
+                self._compare_hashed(
+                    chunk.start, partial(request.image.parts, chunk.start, chunk.end)
+                )
         if self._error is not None:
-            _log.info("ckpt: step %d has no delta: %r", job.ref.step, self._error)
-        nbytes = sum(piece.nbytes for code in self._differences.values() for piece in code)
+            _log.info("ckpt: step %d has no delta: %r", request.ref.step, self._error)
+        nbytes = sum(piece.nbytes for pieces in self._differences.values() for piece in pieces)
         return (
             bool(self._differences)
             and not self._error
             and nbytes <= _MOST_SHARE * self._layout.nbytes
         )
 
-    def _copy_delta(self, job: SaveRequest, source: StorageBackend, retry: RetryPolicy) -> None:
+    def _copy_delta(self, request: SaveRequest, source: StorageBackend, retry: RetryPolicy) -> None:
         """Copy the delta from a nearer tier if its base is the last step that was written here."""
-        key = self.key(job.ref)
-        data = retry.call(partial(read_object, source, key, limit=job.plan.size))
-        if unpack_delta(data, job.ref, self._rank).base == self._last_ref:
-            self._put([memoryview(data)], job.ref, retry)
+        key = self.key(request.ref)
+        data = retry.call(partial(read_object, source, key, limit=request.plan.size))
+        if unpack_delta(data, request.ref, self._rank).base == self._last_ref:
+            self._put([memoryview(data)], request.ref, retry)
 
     def _put(self, parts: Sequence[memoryview], ref: StepRef, retry: RetryPolicy) -> None:
         retry.call(partial(self._backend.put, self.key(ref), parts))
@@ -306,7 +312,7 @@ def _tensors_of(plan: SavePlan, part: str) -> tuple[Tensor, ...]:
 def _layout_of(plan: SavePlan, part: str) -> _Layout:
     """Return the chunks of the tensors in ``part``."""
     tensors = _tensors_of(plan, part)
-    shards = {
+    ends_and_widths = {
         shard.offset: (
             shard.offset + shard.box.numel * DTYPES[tensor.dtype].itemsize,
             float_width(tensor.dtype),
@@ -320,7 +326,7 @@ def _layout_of(plan: SavePlan, part: str) -> _Layout:
     for index, (start, nbytes) in enumerate(
         zip(accumulate(plan.chunks, initial=0), plan.chunks, strict=False)
     ):
-        shard_end, width = shards.get(start, (shard_end, width))
+        shard_end, width = ends_and_widths.get(start, (shard_end, width))
         if start < shard_end:
             chunks[start] = _DeltaChunk(index, start, start + nbytes, width, position)
             position += nbytes

@@ -8,6 +8,11 @@ over the image is enough, also if the image passes through a ring.
 
 The header of an image names all tensors, and another run may train others. So an increment of a
 file in another root has the header of its image itself, and only what follows is compared.
+
+The step of another program is *adopted* if a manifest names its files, which then serve as a base.
+An *image* is a rank's part of the state, laid out as its file, and a *plan* of a save says where
+each tensor is in it. An image gets notes which of its bytes were hashed and written, and of the
+loss of a part (``note_loss``) if an error ends the work on it.
 """
 
 from __future__ import annotations
@@ -109,22 +114,22 @@ class Tail:
     count: int
     image_header: bytes = b""
 
-    def widths_of_own(self, widths: Sequence[int]) -> Sequence[int]:
-        """Return those of ``widths``, one for each chunk of the image, that are of chunks in the
-        file.
+    def own_widths(self, widths: Sequence[int]) -> Sequence[int]:
+        """Return the entries of ``widths``, the bytes of a number in each chunk of the image, that
+        are of chunks in the file.
         """
         return [*(widths[:1] if self.image_header else ()), *widths[self.count :]]
 
-    def part_of(self, job: SaveRequest) -> tuple[Source, tuple[int, ...], tuple[Chunk, ...]]:
-        """Return the bytes of the file for the image of ``job``, the lengths of its chunks, and the
-        chunk table if it is known. The header is the first chunk.
+    def part_of(self, request: SaveRequest) -> tuple[Source, tuple[int, ...], tuple[Chunk, ...]]:
+        """Return the bytes of the file for the image of ``request``, the lengths of its chunks, and
+        the chunk table if it is known. The header is the first chunk.
         """
-        lengths, chunks = job.plan.chunks[self.count :], job.hashed_chunks[self.count :]
+        lengths, chunks = request.plan.chunks[self.count :], request.hashed_chunks[self.count :]
         if self.header:
             header_chunk = Chunk(len(self.header), checksum(self.header))
             lengths = (header_chunk.nbytes, *lengths)
             chunks = (header_chunk, *chunks) if chunks else ()
-        return TailImage(job.image, self.start, self.header), lengths, chunks
+        return TailImage(request.image, self.start, self.header), lengths, chunks
 
     def file(
         self, rank: int, chunks: tuple[Chunk, ...], own_encoding: Encoding | None
@@ -137,28 +142,29 @@ class Tail:
             own_encoding: Their encoding; None if they are not encoded.
         """
         base, encoding, image_header = self.base.file, None, self.image_header
-        lead, is_whole_header = len(self.header), bool(self.header)
+        # The bytes in the file before its own chunks
+        lead, header_count = len(self.header), 1 if self.header else 0
         if own_encoding is not None and base.encoding is not None:
             own_lengths, base_lengths = own_encoding.lengths, base.encoding.lengths[: self.count]
             lead = own_lengths[0] if image_header else 0
             if image_header:
                 base_lengths = (lead, *base_lengths[1:])
-            lengths = (*base_lengths, *own_lengths[is_whole_header:])
+            lengths = (*base_lengths, *own_lengths[header_count:])
             encoding = replace(own_encoding, lengths=lengths)
-        own_chunks = chunks[is_whole_header:]
+        own_chunks = chunks[header_count:]
         size = own_encoding.size if own_encoding else sum(chunk.nbytes for chunk in chunks)
         files = self.base.adopted_files
         adoption = files.places(base.chunks[1 : self.count]) if files else None
         increment = Increment(
-            rank,
-            BaseRef(self.base.root, self.base.ref).name,
-            adoption.end if adoption else self.base.size,
-            self.count,
-            lead,
-            checksum(self.header) if lead and own_encoding is None else "",
-            size,
-            self.base.lead if image_header and not adoption else 0,
-            adoption,
+            rank=rank,
+            base=BaseRef(self.base.root, self.base.ref).name,
+            base_size=adoption.end if adoption else self.base.size,
+            count=self.count,
+            lead=lead,
+            checksum=checksum(self.header) if lead and own_encoding is None else "",
+            size=size,
+            base_lead=self.base.lead if image_header and not adoption else 0,
+            adoption=adoption,
         )
         base_chunks = base.chunks[: self.count]
         if image_header:
@@ -174,41 +180,48 @@ def base_of(plan: SavePlan, bases: Sequence[BaseFile]) -> BaseFile | None:
     return next((base for base in bases if has_equal_layout(base.plan, plan)), None)
 
 
-def bases_after(job: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]) -> list[BaseFile]:
+def bases_after(
+    request: SaveRequest, file: WrittenFile, bases: Sequence[BaseFile]
+) -> list[BaseFile]:
     """Return the bases of the next saves, the last one first, after ``file`` was committed.
 
     Args:
-        job: The save that was committed.
+        request: The save that was committed.
         file: Its data file.
         bases: The bases before.
     """
-    base = base_of(job.plan, bases)
+    base = base_of(request.plan, bases)
     other_bases = [other_base for other_base in bases if other_base is not base]
     if file.increment is None:
-        return [BaseFile(ref=job.ref, plan=job.plan, file=file), *other_bases][:_MOST_BASES]
-    if base is None or file.increment.count < most_chunks(job.plan):
+        return [BaseFile(ref=request.ref, plan=request.plan, file=file), *other_bases][:_MOST_BASES]
+    if base is None or file.increment.count < most_chunks(request.plan):
         return other_bases  # Something has changed that was frozen, so the next file is whole
-    return [dataclasses.replace(base, plan=job.plan, increments=base.increments + 1), *other_bases]
+    return [
+        dataclasses.replace(base, plan=request.plan, increments=base.increments + 1),
+        *other_bases,
+    ]
 
 
-def has_equal_layout(a: SavePlan, b: SavePlan) -> bool:
+def has_equal_layout(plan: SavePlan, other_plan: SavePlan) -> bool:
     """Return True if two plans lay out equal images."""
-    return a is b or (
-        (a.header, a.chunks, a.frozen_chunks, a.tensors)
-        == (b.header, b.chunks, b.frozen_chunks, b.tensors)
+    return plan is other_plan or (
+        (plan.header, plan.chunks, plan.frozen_chunks, plan.tensors)
+        == (other_plan.header, other_plan.chunks, other_plan.frozen_chunks, other_plan.tensors)
     )
 
 
-def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int) -> Tail | None:
-    """Return the part of the image of ``job`` that differs from ``base``. Return None if the file
-    must be written as a whole.
+def tail_of(
+    request: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
+) -> Tail | None:
+    """Return the part of the image of ``request`` that differs from ``base``. Return None if the
+    file must be written as a whole.
 
     The bytes of the image that are left out are reported to the image as written and as hashed.
 
     Raises:
         CkptError: The image has raised this error.
     """
-    plan = job.plan
+    plan = request.plan
     if base.increments >= MOST_INCREMENTS:
         return None
     try:
@@ -216,19 +229,20 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
             return None
     except CkptError:
         return None
+    # In another root, the first chunk of the base is the header of another image.
     begin, limit = 1 if base.root else 0, most_chunks(plan)
     if base.adopted_files is not None:
-        base = _base_of_equal(job, base, base.adopted_files, limit)
+        base = _adopted_base_of(request, base, base.adopted_files, limit)
         count = len(base.file.chunks)
-    elif job.hashed_chunks:
-        count = _first_difference(base.file.chunks[:limit], job.hashed_chunks[:limit], begin)
+    elif request.hashed_chunks:
+        count = _first_difference(base.file.chunks[:limit], request.hashed_chunks[:limit], begin)
     else:
-        count = _count_equal(job.image, plan.chunks[:limit], base.file.chunks, begin)
+        count = _count_equal(request.image, plan.chunks[:limit], base.file.chunks, begin)
     if count < 2:  # Only the header is equal
         return None
     # No header is written from the image: that of the increment is in other memory.
-    job.image.note_hashed(0, plan.chunks[0])
-    job.image.note_written(0, plan.chunks[0])
+    request.image.note_hashed(0, plan.chunks[0])
+    request.image.note_written(0, plan.chunks[0])
     image_header = plan.header if base.root else b""
     header = image_header
     if base.file.encoding is None:
@@ -241,28 +255,30 @@ def tail_of(job: SaveRequest, base: BaseFile, backend: StorageBackend, rank: int
     return Tail(base=base, start=start, header=header, count=count, image_header=image_header)
 
 
-def _base_of_equal(job: SaveRequest, base: BaseFile, files: AdoptedFiles, limit: int) -> BaseFile:
-    """Return an adopted base with the first chunks of the image of ``job``: the header of the
+def _adopted_base_of(
+    request: SaveRequest, base: BaseFile, files: AdoptedFiles, limit: int
+) -> BaseFile:
+    """Return an adopted base with the first chunks of the image of ``request``: the header of the
     image, and those of the next ones up to ``limit`` that ``files`` hold, until the first that they
     do not hold.
     """
-    header, hashed_chunks = job.plan.header, job.hashed_chunks
+    header, hashed_chunks = request.plan.header, request.hashed_chunks
     chunks = [Chunk(len(header), checksum(header))]
-    edges = list(pairwise(accumulate(job.plan.chunks[:limit], initial=0)))[1:]
-    boxes = boxes_of_chunks(job.plan, limit)
-    with report_errors_to(job.image.note_loss), _warnings_of(base):
-        files.look()
+    edges = list(pairwise(accumulate(request.plan.chunks[:limit], initial=0)))[1:]
+    boxes = boxes_of_chunks(request.plan, limit)
+    with report_errors_to(request.image.note_loss), _log_errors_of(base):
+        files.recheck()
         for start, end in edges:
             chunk = (
                 hashed_chunks[len(chunks)]
                 if hashed_chunks
-                else Chunk(end - start, checksum(*job.image.parts(start, end)))
+                else Chunk(end - start, checksum(*request.image.parts(start, end)))
             )
             if not files.has_part(chunk, *boxes[len(chunks)]):
                 break
             if not hashed_chunks:
-                job.image.note_hashed(start, end)
-                job.image.note_written(start, end)
+                request.image.note_hashed(start, end)
+                request.image.note_written(start, end)
             chunks.append(chunk)
     lengths = tuple(chunk.nbytes for chunk in chunks)
     encoding = base.file.encoding and replace(base.file.encoding, lengths=lengths)
@@ -270,7 +286,7 @@ def _base_of_equal(job: SaveRequest, base: BaseFile, files: AdoptedFiles, limit:
 
 
 @contextmanager
-def _warnings_of(base: BaseFile) -> Generator[None]:
+def _log_errors_of(base: BaseFile) -> Generator[None]:
     """Log the error of a file of ``base`` instead of raising it: the save goes on without it."""
     try:
         yield
@@ -279,21 +295,21 @@ def _warnings_of(base: BaseFile) -> Generator[None]:
         _log.warning(text, base.ref.step, base.root, error)
 
 
-def has_equal_begin(job: SaveRequest, chunks: Sequence[Chunk]) -> bool:
-    """Return True if the first chunk of the image of ``job`` after the header is equal to that in
-    ``chunks``.
+def has_equal_begin(request: SaveRequest, chunks: Sequence[Chunk]) -> bool:
+    """Return True if the first chunk of the image of ``request`` after the header is equal to that
+    in ``chunks``.
     """
-    nbytes = job.plan.chunks[1]
-    return bool(chunks[1:]) and chunks[1].nbytes == nbytes and first_chunk(job) == chunks[1]
+    nbytes = request.plan.chunks[1]
+    return bool(chunks[1:]) and chunks[1].nbytes == nbytes and first_chunk(request) == chunks[1]
 
 
-def first_chunk(job: SaveRequest) -> Chunk:
-    """Return the first chunk of the image of ``job`` after the header."""
-    if job.hashed_chunks:
-        return job.hashed_chunks[1]
-    start, nbytes = job.plan.chunks[:2]
-    with report_errors_to(job.image.note_loss):
-        return Chunk(nbytes, checksum(*job.image.parts(start, start + nbytes)))
+def first_chunk(request: SaveRequest) -> Chunk:
+    """Return the first chunk of the image of ``request`` after the header."""
+    if request.hashed_chunks:
+        return request.hashed_chunks[1]
+    start, nbytes = request.plan.chunks[:2]
+    with report_errors_to(request.image.note_loss):
+        return Chunk(nbytes, checksum(*request.image.parts(start, start + nbytes)))
 
 
 def most_chunks(plan: SavePlan) -> int:
@@ -306,8 +322,8 @@ def _first_difference(chunks: Sequence[Chunk], other_chunks: Sequence[Chunk], be
     has.
     """
     count = min(len(chunks), len(other_chunks))
-    pairs = enumerate(zip(chunks[begin:], other_chunks[begin:], strict=False), begin)
-    return next((index for index, (old, new) in pairs if old != new), count)
+    chunk_pairs = enumerate(zip(chunks[begin:], other_chunks[begin:], strict=False), begin)
+    return next((index for index, (old, new) in chunk_pairs if old != new), count)
 
 
 def _count_equal(image: Source, lengths: Sequence[int], chunks: Sequence[Chunk], begin: int) -> int:
@@ -316,8 +332,8 @@ def _count_equal(image: Source, lengths: Sequence[int], chunks: Sequence[Chunk],
     """
     edges = list(pairwise(accumulate(lengths, initial=0)))[begin:]
     with report_errors_to(image.note_loss):
-        pairs = zip(edges, chunks[begin:], strict=False)
-        for index, ((start, end), chunk) in enumerate(pairs, begin):
+        edges_and_chunks = zip(edges, chunks[begin:], strict=False)
+        for index, ((start, end), chunk) in enumerate(edges_and_chunks, begin):
             is_equal = end - start == chunk.nbytes
             if not is_equal or checksum(*image.parts(start, end)) != chunk.checksum:
                 return index

@@ -1,7 +1,8 @@
 """The states of the steps of one job: under way, committed, restored, or yet to be copied.
 
 The tier writers, the queues and the backfill share these objects. Each class guards its fields with
-a lock of its own.
+a lock of its own. A step that a *rollback* has abandoned is not on the current branch: the job went
+back to an older step.
 """
 
 from __future__ import annotations
@@ -27,21 +28,26 @@ IMAGE: Final = ""
 class EarlierSteps:
     """The steps of earlier jobs that the backfill has yet to copy to farther tiers.
 
+    A step is *owed* if a farther tier wants and lacks it.
+
     Args:
         tiers: The durable tiers, nearest first.
-        own: The attempt of the running job.
+        own_attempt: The attempt of the running job.
         patience_seconds: How long ``needed_refs`` waits for the backfill to list the steps.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
 
-    def __init__(self, tiers: Sequence[OpenTier], own: str, patience_seconds: float) -> None:
-        self._tiers, self._own, self._patience_seconds = tuple(tiers), own, patience_seconds
+    def __init__(
+        self, tiers: Sequence[OpenTier], own_attempt: str, patience_seconds: float
+    ) -> None:
+        self._tiers, self._own_attempt = tuple(tiers), own_attempt
+        self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         self._restored_ref: StepRef | None = None
         self._has_begun = False
         self._owed_refs: frozenset[StepRef] | None = None
-        self._unlisted: frozenset[int] = frozenset()
+        self._unlisted_indices: frozenset[int] = frozenset()
         """The indices of the tiers whose steps the backfill could not list."""
         self._listing_end = threading.Event()
 
@@ -77,7 +83,7 @@ class EarlierSteps:
         then stay there, since the steps of ``set_owed`` may lack some.
         """
         with self._lock:
-            self._unlisted |= {tier.index}
+            self._unlisted_indices |= {tier.index}
 
     def end_listing(self) -> None:
         """Let no call of ``needed_refs`` wait any more. If ``set_owed`` was not called, all steps
@@ -103,7 +109,7 @@ class EarlierSteps:
         with self._lock:
             if self._restored_ref is None:
                 return frozenset()
-            if self._owed_refs is not None and tier.index not in self._unlisted:
+            if self._owed_refs is not None and tier.index not in self._unlisted_indices:
                 return self._owed_refs
         return frozenset(ref for ref in step_refs(tier.backend) if self._may_be_owed(tier, ref))
 
@@ -112,13 +118,13 @@ class EarlierSteps:
         with self._lock:
             if self._restored_ref is None:
                 return False
-            if self._owed_refs is not None and tier.index not in self._unlisted:
+            if self._owed_refs is not None and tier.index not in self._unlisted_indices:
                 return ref in self._owed_refs
         return self._may_be_owed(tier, ref)
 
     def _may_be_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         farther_tiers = (candidate for candidate in self._tiers if candidate.index > tier.index)
-        return ref.job != self._own and any(
+        return ref.job != self._own_attempt and any(
             candidate.takes(ref.step) for candidate in farther_tiers
         )
 
@@ -158,7 +164,9 @@ class JobSteps:
         self._earlier, self._copied_refs = earlier, copied_refs
         self._change = Condition()
         self._waiting_refs: dict[str, set[StepRef]] = {}
-        self._newest: dict[str, StepRef] = {}
+        """By the URL of a tier, or ``IMAGE``, the steps that wait for it."""
+        self._newest_refs: dict[str, StepRef] = {}
+        """By the URL of a tier, the newest step that this job has committed there."""
         self.restored: StepRef | None = None
         self.restores = 0
         self.rollback: Rollback | None = None
@@ -176,8 +184,8 @@ class JobSteps:
             has_begun = self.durable_step >= 0
             self.restored, self.durable_step = ref, min(self.durable_step, ref.step)
             self.restores += 1
-            self._newest = {
-                url: newest for url, newest in self._newest.items() if newest.step <= ref.step
+            self._newest_refs = {
+                url: newest for url, newest in self._newest_refs.items() if newest.step <= ref.step
             }
         if self._earlier is not None and not has_begun:
             self._earlier.set_restored(ref)
@@ -193,8 +201,8 @@ class JobSteps:
         if self.has_abandoned(ref):
             return
         with self._change:
-            newest = self._newest.get(tier.url)
-            self._newest[tier.url] = ref if newest is None else max(newest, ref)
+            newest = self._newest_refs.get(tier.url)
+            self._newest_refs[tier.url] = ref if newest is None else max(newest, ref)
             if not tier.in_memory:
                 self.durable_step = max(self.durable_step, ref.step)
 
@@ -202,7 +210,7 @@ class JobSteps:
     def newest_step(self) -> int:
         """The newest step that this job has committed on any tier; -1 if there is none."""
         with self._change:
-            return max((ref.step for ref in self._newest.values()), default=-1)
+            return max((ref.step for ref in self._newest_refs.values()), default=-1)
 
     # -- steps under way ---------------------------------------------------------------------------
 
@@ -289,7 +297,7 @@ class JobSteps:
     def _has(self, tier: OpenTier, ref: StepRef) -> bool:
         """Return True if ``tier`` has ``ref``, or a newer step of this job."""
         with self._change:
-            newest = self._newest.get(tier.url)
+            newest = self._newest_refs.get(tier.url)
         if newest is not None and newest.step < ref.step:
             return False
         try:

@@ -44,6 +44,8 @@ _TRAINING_GOES_ON: Final = '; training goes on (on_error="warn")'
 class SaveLedger:
     """Records the saves of one manager, and raises or logs their errors.
 
+    A save is *kept* once some tier has its step.
+
     Args:
         observers: The observers, which get a `SaveFailed` for each save that ends with an error.
         config: Says whether later calls raise the errors of saves that have failed or are
@@ -51,13 +53,14 @@ class SaveLedger:
         tiers: The tiers that the saves go to.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields, except
-    that ``end_all`` reads ``_suspicions`` without it.
+    that ``closing_error`` reads ``_suspicions`` without it.
     """
 
     def __init__(
         self, observers: Observers, config: SaveConfig, tiers: Iterable[OpenTier] = ()
     ) -> None:
         self.places = {place_of(tier.url): tier.url for tier in tiers}
+        """The URL of each tier, by a text that recognizes two URLs of one root."""
         self._observers, self._warns = observers, config.on_error == "warn"
         self._raises_suspicions = config.on_suspicious == "raise"
         self._patience_seconds = config.commit_timeout_seconds
@@ -67,7 +70,9 @@ class SaveLedger:
         """By step, the tries that were saved or are under way, on any branch."""
         self._rollback: Rollback | None = None
         self._trials: dict[int, int] = {}
+        """By step, the number of the next try to save it."""
         self._first_trial = 0
+        """The lowest number of a try on the current branch."""
         self._entries: dict[int, tuple[StepRef, object]] = {}
         """By the ``id`` of each save that is under way, its try and its owner."""
         self._skip_count = 0
@@ -240,7 +245,8 @@ class SaveLedger:
                 entry = self._entries.get(id(pending))
                 # A step that a tier has given up is on nearer tiers.
                 if entry is not None and not isinstance(error, TierBehind):
-                    self._refs[pending.step].remove(entry[0])
+                    save_ref, _ = entry
+                    self._refs[pending.step].remove(save_ref)
                 self._skip_count += isinstance(error, SaveSkipped)
                 if not is_skip:
                     self._failed_steps.append(pending.step)
@@ -283,7 +289,7 @@ class SaveLedger:
         for pending in reversed(self.pending) if has_begun else ():
             if pending.step == step:
                 return pending
-        pending = SaveRecord(step, 0, None, began=time.perf_counter())
+        pending = SaveRecord(step, nbytes=0, snapshot=None, began=time.perf_counter())
         self.end(pending, error)
         return pending
 
@@ -293,7 +299,7 @@ class SaveLedger:
             self._warns and isinstance(error, CkptError) and not isinstance(error, _CALLER_ERRORS)
         )
 
-    def end_all(self, missing: StepsMissing | None) -> CkptError | None:
+    def closing_error(self, missing: StepsMissing | None) -> CkptError | None:
         """Return the error that ``close`` must raise: ``missing``, else the first error of a
         suspicious step, else None.
 

@@ -3,6 +3,9 @@
 The rank looks once, for the newest step whose data file of this rank is whole. Its chunks after the
 header are compared with the image by their digests, as those of a base of the job's own. So the
 states need no equal names: the frozen parameters alone must come first, in the same order.
+
+A *fragment* describes the files of one rank. A manifest of an *adopted* step names files of another
+program (its ``locations``).
 """
 
 from __future__ import annotations
@@ -92,24 +95,24 @@ class OtherRoot:
             raise ConfigError(f"{cause} writes whole files, which need no base: leave one out")
         return cls(tier, codec, coordinator, path_to_base(tier))
 
-    def base_for(self, job: SaveRequest) -> BaseFile | None:
-        """Return a base for the image of ``job``, after a pin was put on its step.
+    def base_for(self, request: SaveRequest) -> BaseFile | None:
+        """Return a base for the image of ``request``, after a pin was put on its step.
 
         Only the first call looks for one. If there is none, a warning says why, and the caller
         writes a whole file. The state of an optimizer may appear after the first save, so each new
         save plan gets the base once.
         """
-        is_known = any(has_equal_layout(plan, job.plan) for plan in self._plans)
-        if is_known or most_chunks(job.plan) < 2 or (self._has_looked and self._base is None):
+        is_known = any(has_equal_layout(plan, request.plan) for plan in self._plans)
+        if is_known or most_chunks(request.plan) < 2 or (self._has_looked and self._base is None):
             return None
         self._has_looked = True
-        self._plans = [*self._plans, job.plan][-_MOST_PLANS:]
+        self._plans = [*self._plans, request.plan][-_MOST_PLANS:]
         try:
-            file = self._base or self._newest_file(job)
+            file = self._base or self._newest_file(request)
             if isinstance(file, BaseFile):
                 put_base_pin(self._backend, BaseRef(self._path, file.ref))
                 self._base = file
-                return replace(file, plan=job.plan)
+                return replace(file, plan=request.plan)
             self._warn(file)
         except AccessDenied as error:
             self._warn(
@@ -125,7 +128,7 @@ class OtherRoot:
         text = "ckpt: %s: the first save is written as a whole, without base=%s: %s"
         _log.log(level, text, self._backend.url, self._name, cause)
 
-    def _newest_file(self, job: SaveRequest) -> BaseFile | str:
+    def _newest_file(self, request: SaveRequest) -> BaseFile | str:
         """Return the data file of this rank in the newest step of the other root that has a whole
         one with the same first parameters, or why there is none. A step that this run refers to
         already comes first.
@@ -136,25 +139,25 @@ class OtherRoot:
         store, cause = root_at(self._backend, self._path), "it has no checkpoint: save one first"
         pinned_refs = [base.ref for base in pinned_bases(self._backend, self._path)]
         refs = dict.fromkeys([*pinned_refs, *list_root(store).on_branch])
-        whole_refs = set[StepRef]()
+        tried_refs = set[StepRef]()
         for ref in islice(refs, _MOST_STEPS):
             try:
                 manifest, _ = read_packed(store, ref)
-                whole = _whole_of(manifest, self._rank)
-                if whole.root:
-                    url = root_at(store, whole.root).url
+                base_step = _whole_of(manifest, self._rank)
+                if base_step.root:
+                    url = root_at(store, base_step.root).url
                     cause = f"step {ref.step} has its base in {url}: give that root"
                     continue
-                if whole.ref in whole_refs:
+                if base_step.ref in tried_refs:
                     continue
-                whole_refs.add(whole.ref)
+                tried_refs.add(base_step.ref)
                 # An attempt that was adopted again stays marked while a run needs it.
-                if RetryPolicy().call(partial(is_being_removed, store, whole.ref)):
-                    cause = f"step {whole.ref.step} is being removed"
+                if RetryPolicy().call(partial(is_being_removed, store, base_step.ref)):
+                    cause = f"step {base_step.ref.step} is being removed"
                     continue
-                if whole.ref != ref:
-                    manifest, _ = read_packed(store, whole.ref)
-                file = self._file_in(manifest, whole.ref, job)
+                if base_step.ref != ref:
+                    manifest, _ = read_packed(store, base_step.ref)
+                file = self._file_in(manifest, base_step.ref, request)
             except ObjectNotFound:
                 continue
             except IntegrityError as error:
@@ -162,15 +165,15 @@ class OtherRoot:
                 continue
             if isinstance(file, BaseFile):
                 return file
-            cause = f"step {whole.ref.step} {file}"
+            cause = f"step {base_step.ref.step} {file}"
         return cause
 
-    def _file_in(self, manifest: Manifest, ref: StepRef, job: SaveRequest) -> BaseFile | str:
-        """Return the data file of this rank in a step as a base for the image of ``job``, or why it
-        cannot be one.
+    def _file_in(self, manifest: Manifest, ref: StepRef, request: SaveRequest) -> BaseFile | str:
+        """Return the data file of this rank in a step as a base for the image of ``request``, or
+        why it cannot be one.
         """
         if manifest.locations:
-            return self._adopted_base(manifest, ref, job)
+            return self._adopted_base(manifest, ref, request)
         stored_file = manifest.stored_files().get(self._rank)
         if stored_file is None:
             return f"has no file of rank {self._rank}"
@@ -181,7 +184,7 @@ class OtherRoot:
         fragment = self._fragment(manifest, ref, self._rank)
         assert fragment.file is not None
         chunks = tuple(fragment.file.chunks)
-        if not has_equal_begin(job, chunks):
+        if not has_equal_begin(request, chunks):
             if manifest.world_size != self._world_size:
                 return (
                     f"has the files of {manifest.world_size} rank(s), and this job has "
@@ -189,22 +192,25 @@ class OtherRoot:
                 )
             return f"begins with other parameters in the file of rank {self._rank}"
         file = WrittenFile(chunks, next(iter(fragment.encoded), None))
-        return BaseFile(ref=ref, plan=job.plan, file=file, root=self._path)
+        return BaseFile(ref=ref, plan=request.plan, file=file, root=self._path)
 
-    def _adopted_base(self, manifest: Manifest, ref: StepRef, job: SaveRequest) -> BaseFile | str:
-        """Return the files of an adopted step as a base for the image of ``job``, or why they
+    def _adopted_base(
+        self, manifest: Manifest, ref: StepRef, request: SaveRequest
+    ) -> BaseFile | str:
+        """Return the files of an adopted step as a base for the image of ``request``, or why they
         cannot be one.
         """
         fragments = [
             self._fragment(manifest, ref, location.rank) for location in manifest.locations
         ]
         files = AdoptedFiles(self._backend, BaseRef(self._path, ref), manifest, fragments)
-        files.look()
-        if not files.has_part(first_chunk(job), *boxes_of_chunks(job.plan, 2)[1]):
+        files.recheck()
+        # Chunk 0 is the header, and chunk 1 the begin of the first tensor.
+        if not files.has_part(first_chunk(request), *boxes_of_chunks(request.plan, 2)[1]):
             return f"has no tensor like the first frozen parameter of rank {self._rank}"
         encoding = Encoding(self._rank, self._codec, ()) if self._codec else None
         file = WrittenFile((), encoding)
-        return BaseFile(ref=ref, plan=job.plan, file=file, root=self._path, adopted_files=files)
+        return BaseFile(ref=ref, plan=request.plan, file=file, root=self._path, adopted_files=files)
 
     def _fragment(self, manifest: Manifest, ref: StepRef, rank: int) -> Fragment:
         """Return the fragment of a rank of a step in the other root.
@@ -214,7 +220,7 @@ class OtherRoot:
             StorageError: It cannot be read.
         """
         file = manifest.file_map().get(rank)
-        fragment = carried_fragment(manifest, rank, key=ref.manifest)
+        fragment = carried_fragment(manifest, rank, key=ref.manifest)  # A copy in the manifest
         if fragment is not None:
             own_file = fragment.file and msgspec.structs.replace(fragment.file, chunks=())
             if own_file != file:

@@ -1,5 +1,8 @@
 """Writes the files of one rank to one tier: the data file, which is its image, raw or encoded, and
 the fragment that describes it.
+
+An *increment* is a data file without the first chunks of its image, which the file of another step
+has: its *base*. A *delta* is a file with the difference of a part of the state to the step before.
 """
 
 from __future__ import annotations
@@ -110,6 +113,8 @@ class _WriteCounter:
 class RankFiles:
     """Writes the files of one rank on one tier.
 
+    The *frames* of a fragment are the parts that depend on the save plan alone.
+
     Args:
         copier: Lets the agent copy the data file from a nearer tier. If that fails, this process
             copies the file. None if there is no agent.
@@ -161,25 +166,25 @@ class RankFiles:
         keys = [ref.key(name) for name in self.names]
         return keys if self._deltas is None else [*keys, self._deltas.key(ref)]
 
-    def stored_image(self, job: SaveRequest, retry: RetryPolicy) -> StoredImage:
-        """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
-        written from memory.
+    def stored_image(self, request: SaveRequest, retry: RetryPolicy) -> StoredImage:
+        """Return the image of ``request`` as this tier stores it. ``request`` must be the last job
+        that was written from memory.
         """
         file = self._file_from_memory
         assert file is not None
-        image = File(self._data_name, self._rank, job.plan.size, job.hashed_chunks)
-        file_on_tier = StoredFile.of(job.ref, image, file.encoding, file.increment)
+        image = File(self._data_name, self._rank, request.plan.size, request.hashed_chunks)
+        file_on_tier = StoredFile.of(request.ref, image, file.encoding, file.increment)
         return StoredImage.of(self._backend, file_on_tier, retry)
 
-    def set_committed(self, job: SaveRequest, file: WrittenFile) -> None:
+    def set_committed(self, request: SaveRequest, file: WrittenFile) -> None:
         """Note that ``file`` belongs to a committed step. If it is whole, the files of the next
         saves may be increments of it.
         """
         if self._takes_increments:
-            self._bases = bases_after(job, file, self._bases)
+            self._bases = bases_after(request, file, self._bases)
 
-    def write(self, job: SaveRequest, on_bytes: OnBytes, retry: RetryPolicy) -> WrittenFile:
-        """Write the data file of ``job``, and return when it is durable.
+    def write(self, request: SaveRequest, on_bytes: OnBytes, retry: RetryPolicy) -> WrittenFile:
+        """Write the data file of ``request``, and return when it is durable.
 
         If the image is in memory, this process writes the file once, and repeats only single
         requests. If the image is read from a nearer tier, the agent copies the file. If there is no
@@ -191,49 +196,51 @@ class RankFiles:
             StorageError: The store has failed. The file is not visible.
         """
         counter = _WriteCounter(on_bytes)
-        if self._deltas is not None and job.source is None:
-            job = replace(job, image=self._deltas.record(job))
+        if self._deltas is not None and request.source is None:
+            request = replace(request, image=self._deltas.record(request))
         tail: Tail | None = None
-        if job.plan.frozen_chunks and (self._bases or self._other_root is not None):
-            base = self._base_of(job)
+        if request.plan.frozen_chunks and (self._bases or self._other_root is not None):
+            base = self._base_of(request)
             if base is not None:
-                tail = tail_of(job, base, self._backend, self._rank)
-        if job.source is None:
-            self._file_from_memory = file = self._write(job, tail, counter)
+                tail = tail_of(request, base, self._backend, self._rank)
+        if request.source is None:
+            self._file_from_memory = file = self._write(request, tail, counter)
             return file
         # The agent is asked at the first attempt only, and never for an increment.
         asks_agent = chain([tail is None and self._copier is not None], repeat(False))
 
         def attempt() -> WrittenFile:
             counter.restart()
-            return (next(asks_agent) and self._copy_by_agent(job, counter)) or self._write(
-                job, tail, counter
+            return (next(asks_agent) and self._copy_by_agent(request, counter)) or self._write(
+                request, tail, counter
             )
 
         return retry.call(attempt)
 
-    def _base_of(self, job: SaveRequest) -> BaseFile | None:
-        """Return the base of the file of ``job``; None if the file must be whole."""
-        base = base_of(job.plan, self._bases)
+    def _base_of(self, request: SaveRequest) -> BaseFile | None:
+        """Return the base of the file of ``request``; None if the file must be whole."""
+        base = base_of(request.plan, self._bases)
         if base is None and self._other_root is not None:
-            base = self._other_root.base_for(job)
+            base = self._other_root.base_for(request)
             self._bases += [base] if base else []
         if base is None or base.root:  # Another root has room for its own steps
             return base
         is_usable = self.has_room_for_base and not self._steps.has_abandoned(base.ref)
         return base if is_usable else None
 
-    def put_fragment(self, job: SaveRequest, file: WrittenFile, retry: RetryPolicy) -> FragmentRef:
-        """Write the fragment of ``job``. Its data file must be durable.
+    def put_fragment(
+        self, request: SaveRequest, file: WrittenFile, retry: RetryPolicy
+    ) -> FragmentRef:
+        """Write the fragment of ``request``. Its data file must be durable.
 
         The delta of the rank, if there is one, is put before, so that it is there when the step is
         committed.
         """
         if self._deltas is not None:
-            self._deltas.put(job, retry)
+            self._deltas.put(request, retry)
         name, _ = self.names
-        data = pack(pack_fragment(self._fragment(job, file), self._frames_of(job.plan)))
-        retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
+        data = pack(pack_fragment(self._fragment(request, file), self._frames_of(request.plan)))
+        retry.call(lambda: self._backend.put(request.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 
     def discard_unfinished(self, ref: StepRef) -> None:
@@ -249,25 +256,25 @@ class RankFiles:
         if self._copier is not None:
             self._copier.close()
 
-    def _copy_by_agent(self, job: SaveRequest, counter: _WriteCounter) -> WrittenFile | None:
+    def _copy_by_agent(self, request: SaveRequest, counter: _WriteCounter) -> WrittenFile | None:
         """Let the agent copy the file, and return what ``write`` returns. Return None if this
         process must write the file.
         """
-        copier, source, encoder = self._copier, job.source, self._encoder
-        if copier is None or source is None or not job.plan.size:
+        copier, source, encoder = self._copier, request.source, self._encoder
+        if copier is None or source is None or not request.plan.size:
             return None
         if isinstance(self._backend, HasRoot) and self._backend.is_replaced():
             return None  # The root was replaced, so the write of this process is refused
         try:
-            lengths = copier.copy(job.ref, source, counter.add)
-            if len(lengths) != (len(job.hashed_chunks) if encoder else 0):
+            lengths = copier.copy(request.ref, source, counter.add)
+            if len(lengths) != (len(request.hashed_chunks) if encoder else 0):
                 raise AgentError("the agent has copied another file")
         except AgentError as error:
             level = logging.DEBUG if self._has_agent_failed else logging.WARNING
             _log.log(
                 level,
                 "ckpt: step %d: the trainer copies its file to %s by itself, and not the agent: %s",
-                job.ref.step,
+                request.ref.step,
                 self._backend.url,
                 error,
             )
@@ -275,29 +282,32 @@ class RankFiles:
             # After a detach, the step belongs to the agent. This call then raises ``LeftToAgent``.
             counter.restart()
             with suppress(CkptError):
-                self.discard_unfinished(job.ref)
+                self.discard_unfinished(request.ref)
             return None
         self._has_agent_failed = False
         encoding = Encoding(self._rank, encoder.codec, lengths) if encoder else None
-        return WrittenFile(job.hashed_chunks, encoding)
+        return WrittenFile(request.hashed_chunks, encoding)
 
-    def _write(self, job: SaveRequest, tail: Tail | None, counter: _WriteCounter) -> WrittenFile:
+    def _write(
+        self, request: SaveRequest, tail: Tail | None, counter: _WriteCounter
+    ) -> WrittenFile:
         """Write the data file by this process: the whole image, or its ``tail`` as an increment."""
-        plan, hashed_chunks = job.plan, job.hashed_chunks
-        source, lengths = job.image, plan.chunks
+        plan, hashed_chunks = request.plan, request.hashed_chunks
+        source, lengths = request.image, plan.chunks
         if tail is not None:
-            source, lengths, hashed_chunks = tail.part_of(job)
+            source, lengths, hashed_chunks = tail.part_of(request)
             counter.add(tail.start)  # These bytes are on the tier already
         write = ImageWrite(
             source=source,
             chunks=lengths,
-            key=job.ref.key(self._data_name),
+            key=request.ref.key(self._data_name),
             workers=self._workers,
             retry=RetryPolicy(),
             on_bytes=counter.add,
             hashed_chunks=hashed_chunks,
         )
         if isinstance(self._backend, AdoptsFiles):  # In memory, where no step is an increment
+            # The memory of the image becomes the file, without a copy.
             return WrittenFile(adopt_image(write, self._backend))
         encoding: Encoding | None = None
         if (encoder := self._encoder) is None:
@@ -305,29 +315,29 @@ class RankFiles:
         else:
             # The bytes of an element of each chunk, by which the codec sorts them
             all_widths = widths_of(plan.chunks, plan.tensors)
-            widths = tail.widths_of_own(all_widths) if tail else all_widths
+            widths = tail.own_widths(all_widths) if tail else all_widths
             chunks, encoded_lengths = write_encoded(write, self._backend, encoder, widths)
             encoding = Encoding(self._rank, encoder.codec, encoded_lengths)
         return tail.file(self._rank, chunks, encoding) if tail else WrittenFile(chunks, encoding)
 
-    def _fragment(self, job: SaveRequest, file: WrittenFile) -> Fragment:
-        """Return the fragment that describes this rank's part of ``job``."""
+    def _fragment(self, request: SaveRequest, file: WrittenFile) -> Fragment:
+        """Return the fragment that describes this rank's part of ``request``."""
         return Fragment(
             format=FORMAT,
-            step=job.ref.step,
-            attempt=job.ref.attempt,
+            step=request.ref.step,
+            attempt=request.ref.attempt,
             rank=self._rank,
             world_size=self._world_size,
-            created_at=job.created_at,
+            created_at=request.created_at,
             chunk_bytes=self._chunk_bytes,
-            file=File(self._data_name, self._rank, job.plan.size, file.chunks),
-            tensors=job.plan.tensors,
-            tied=dict(job.tied),
-            views=dict(job.views),
-            tree=msgspec.Raw(job.tree),
-            per_rank=msgspec.Raw(job.per_rank),
-            replicas=dict(job.replicas()),
-            metadata=msgspec.Raw(job.metadata),
+            file=File(self._data_name, self._rank, request.plan.size, file.chunks),
+            tensors=request.plan.tensors,
+            tied=dict(request.tied),
+            views=dict(request.views),
+            tree=msgspec.Raw(request.tree),
+            per_rank=msgspec.Raw(request.per_rank),
+            replicas=dict(request.replicas()),
+            metadata=msgspec.Raw(request.metadata),
             encoded=(file.encoding,) if file.encoding else (),
             increments=(file.increment,) if file.increment else (),
             in_manifest=self._in_manifest,

@@ -75,8 +75,8 @@ class SaveRequest:
         return not self.image.rereadable
 
     def from_files(self, image: StoredImage, source: OpenTier) -> SaveRequest:
-        """Return this job for a farther tier, with an image that is read from the tier ``source``
-        and not from the slot.
+        """Return this request for a farther tier, with an image that is read from the tier
+        ``source`` and not from the slot.
         """
         return replace(
             self,
@@ -128,8 +128,15 @@ class SaveRequests:
         collection: WalkResult,
         notes: Metadata,
     ) -> SaveRequest:
-        """Return the description of one save. The manifest's metadata are the user's metadata and
-        ``notes``.
+        """Return the description of one save.
+
+        Args:
+            ref: The step.
+            trial: The number of earlier tries to save this step.
+            preparation: The save plan, as it was prepared for the state.
+            snapshot: The copy of the state into the image.
+            collection: The tensors and plain values that the walk over the state has collected.
+            notes: What the manifest's metadata hold beside the user's metadata.
         """
         if collection.left_out:
             notes = {**notes, LEFT_OUT: collection.left_out}

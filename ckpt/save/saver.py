@@ -1,9 +1,13 @@
 """The background half of a save, which makes a checkpoint on every tier from an image.
 
+An *image* is a rank's part of the state in host memory, in one of the *slots*. A *tier* is a store
+that gets checkpoints: near or farther, in memory or durable. All ranks vote on each step on a tier,
+and the *verdict* is the outcome.
+
 The image is written while the state is still copied into it. The streaming thread writes it to the
 tiers in memory and then to the nearest durable tier. After that the slot is free. Each farther tier
 gets its files from the nearest durable tier, on a thread of its own, so that no farther tier delays
-a nearer tier or the training.
+a nearer tier or the training. A tier *takes* the steps that are a multiple of its ``every``.
 
 All steps for a farther tier go through the queue of the tier. If no nearer durable tier takes a
 step, the step keeps its image until its turn in the queue. If two threads wrote steps to one tier,
@@ -81,9 +85,10 @@ class Saver:
 
     Thread safety: only the training thread may call the methods, except for ``detach`` and
     ``finish``. Background threads of the manager call ``finish`` once, and ``detach`` at most once
-    before it, after the last save was handed over. ``_untaken_step`` belongs to the training thread
-    until then. ``_lock`` guards ``_has_committed``. All other fields are set once, or are
-    thread-safe objects.
+    before it, after the last save was handed over. ``_untaken_step``, the last step of a save if no
+    tier takes it, belongs to the training thread until then. ``_lock`` guards ``_has_committed``.
+    All other fields are set once, or are thread-safe objects. ``_departure`` is set once ``detach``
+    leaves the steps to the agent.
     """
 
     def __init__(
@@ -177,7 +182,8 @@ class Saver:
 
     def expect_deltas(self, plan: SavePlan, *, is_whole: bool = False) -> None:
         """Count the host memory that the deltas of saves with ``plan`` take, before the slots are
-        made. Each durable tier that may get steps from their images keeps the last one.
+        made. A delta is the difference of the part ``config.deltas`` of the state to the step
+        before, whose bytes stay in memory for each durable tier that may get steps from images.
 
         Raises:
             ConfigError: The plan ``is_whole``, of the only rank, and has no tensor of the part.
@@ -204,13 +210,13 @@ class Saver:
         """Return the claim of this job on the root of the tier ``url``; None if the job has not
         taken the root.
         """
-        roots = (writer.root for writer in self._writers if writer.url == url)
-        return next((root for root in roots if root.is_taken), None)
+        claims = (writer.claim for writer in self._writers if writer.url == url)
+        return next((claim for claim in claims if claim.is_taken), None)
 
     def set_chosen(self, ref: StepRef) -> None:
         """Note that a restore has chosen ``ref``, so that no pruning removes it from now on."""
         for writer in self._writers:
-            writer.root.chosen_ref = ref
+            writer.claim.chosen_ref = ref
 
     @contextmanager
     def owner_warnings(
@@ -227,7 +233,7 @@ class Saver:
         if for_newest:
             await_others(self._coordinator.attempt)
         writers = () if evaluates else self._durable
-        warnings = [workers.submit(writer.root.warn) for writer in writers]
+        warnings = [workers.submit(writer.claim.warn) for writer in writers]
         yield
         wait(warnings, _OWNERS_SECONDS)
 
@@ -253,14 +259,14 @@ class Saver:
         if self._replicas is not None:
             for writer in self._writers:
                 if self._replicas.keeps_copies_on(writer.tier):
-                    writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
+                    writer.claim.note_copy(ref)  # A node that lacks files of ``ref`` gets them now
             self._replicas.set_restored(ref)
         for writer in self._in_memory if removes else ():
             writer.remove_earlier_steps(ref)
 
     def hand_over(
         self,
-        job: SaveRequest,
+        request: SaveRequest,
         snapshot: Snapshot,
         pending: SaveRecord,
         slot: Slot,
@@ -270,10 +276,12 @@ class Saver:
         ``begin`` is called.
         """
         outcome = SaveOutcome(pending, self._reports, self.slots.nbytes)
-        job = replace(self.suspicions.scan(job, trainable), restored_ref=self.steps.restored)
-        save = ActiveSave(job, snapshot, slot, outcome, trainable)
+        request = replace(
+            self.suspicions.scan(request, trainable), restored_ref=self.steps.restored
+        )
+        save = ActiveSave(request, snapshot, slot, outcome, trainable)
         # While the save waits for its turn, a later step may be announced as the last one.
-        writers = self.writers_of(job.ref.step)
+        writers = self.writers_of(request.ref.step)
         stream, stage = SingleCall(partial(self._stream, writers, save)), SingleCall(save.copy_late)
         return HandOver(save, self.steps, self._streamer, self._copier, stream, stage)
 
@@ -365,11 +373,11 @@ class Saver:
         All ranks see the same outcome on every tier, because they get the same verdicts.
         """
         try:
-            self._serve(writers, save)
+            self._write_image(writers, save)
         except BaseException as error:  # noqa: BLE001 - no caller reads the future of this call
-            self._miss(writers, save, error)
+            self._go_on_after_failure(writers, save, error)
 
-    def _serve(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
+    def _write_image(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
         """Write the image to the tier of the first of ``writers``: when the queue of the tier
         returns the step, or now if the tier has no queue. The tiers of the other writers follow.
         """
@@ -387,32 +395,34 @@ class Saver:
         try:
             hashed_chunks = writer.commit(save.request, on_bytes=save.outcome.pending.add_written)
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
-            self._miss(writers, save, error)
+            self._go_on_after_failure(writers, save, error)
             return
         is_first_tier = not save.request.hashed_chunks
-        job = replace(save.request, hashed_chunks=hashed_chunks)
+        request = replace(save.request, hashed_chunks=hashed_chunks)
         save.outcome.committed(writer.url)
-        self._on_commit(writer, job.ref)
+        self._on_commit(writer, request.ref)
         if is_first_tier:
-            self.suspicions.examine(job, save.trainable)
+            self.suspicions.examine(request, save.trainable)
         if writer.in_memory and farther_writers:
-            self._serve(farther_writers, replace(save, request=job))
+            self._write_image(farther_writers, replace(save, request=request))
             return
         try:
             if farther_writers:
-                request = job.from_files(writer.stored_image(job), writer.tier)
+                file_request = request.from_files(writer.stored_image(request), writer.tier)
                 for target in farther_writers:
-                    task = FromFiles(target, request, save.outcome)
-                    self._queues[target.url].push(QueuedStep(job.ref, task))
+                    task = FromFiles(target, file_request, save.outcome)
+                    self._queues[target.url].push(QueuedStep(request.ref, task))
         finally:
             self._end_image(save)
 
-    def _miss(self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException) -> None:
+    def _go_on_after_failure(
+        self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException
+    ) -> None:
         """After the first of ``writers`` has failed with ``error``, write the image to the tiers of
         the others, or release its slot if the save has failed on all of them.
         """
         if self._report_failure(writers, save, error):
-            self._serve(writers[1:], save)
+            self._write_image(writers[1:], save)
         else:
             self._end_image(save)
 
@@ -439,9 +449,9 @@ class Saver:
         If it may not, report that the save has failed on the tiers of all ``writers``, and vote on
         the farther tiers that this rank's part of the step has failed.
         """
-        writer, farther_writers, job = writers[0], writers[1:], save.request
+        writer, farther_writers, request = writers[0], writers[1:], save.request
         # An image that passes through memory in waves cannot be read again.
-        is_single_pass = job.is_single_pass and not writer.in_memory
+        is_single_pass = request.is_single_pass and not writer.in_memory
         # The other ranks get `PeerFailed`, whatever the error of this rank is. They go on to the
         # next tier if this tier is not required.
         others_go_on = not writer.tier.required
@@ -451,12 +461,12 @@ class Saver:
             return True
         if writer.in_memory and goes_on:
             error = SaveSkipped(
-                job.ref.step, f"it was to be kept in memory only, and was not: {error}"
+                request.ref.step, f"it was to be kept in memory only, and was not: {error}"
             )
         for target in writers:
             save.outcome.fail(target.url, error, required=True)
         reason = f"tier {writer.url}: {error}"
-        aborts = [Abort(target, job.ref, job.trial, reason) for target in farther_writers]
+        aborts = [Abort(target, request.ref, request.trial, reason) for target in farther_writers]
         self._abort_all(aborts, is_awaited=others_go_on)
         return False
 
@@ -488,10 +498,11 @@ class Saver:
         has_restored = self.steps.restored is not None
         if has_restored and self._backfill is not None and not writer.in_memory:
             self._backfill.begin(writer.url)
-        self.slots.look_again()
+        self.slots.look_again()  # The commit may have made the step in a slot unnecessary
         with self._lock:
             is_first, self._has_committed = not self._has_committed, True
         if is_first:  # The steps that earlier jobs left in memory are outdated now
+            # On a tier with copies on other nodes, ``committed`` above removes them later.
             for tier_writer in self._in_memory:
                 if self._replicas is None or not self._replicas.keeps_copies_on(tier_writer.tier):
                     tier_writer.remove_earlier_steps()
@@ -511,10 +522,12 @@ class Saver:
             match task:
                 case FromImage(writers, save):
                     self._commit(writers, save)
-                case FromFiles(writer, job, outcome):
-                    writer.commit(job, on_bytes=partial(self._add_written, job.ref, outcome))
+                case FromFiles(writer, request, outcome):
+                    writer.commit(
+                        request, on_bytes=partial(self._add_written, request.ref, outcome)
+                    )
                     outcome.committed(writer.url)
-                    self._on_commit(writer, job.ref)
+                    self._on_commit(writer, request.ref)
                 case Abort():
                     task.vote()
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
@@ -533,7 +546,7 @@ class Saver:
         """Report that the task of a step has failed with ``error``."""
         match task:
             case FromImage(writers, save):
-                self._miss(writers, save, error)
+                self._go_on_after_failure(writers, save, error)
             case FromFiles(writer, _, outcome):
                 required = writer.tier.required and not self._departure.is_set()
                 outcome.fail(writer.url, error, required=required)

@@ -1,4 +1,7 @@
-"""Choose the host memory of a job's images: whole slots, or rings that images pass through."""
+"""Choose the host memory of a job's images: whole slots, or rings that images pass through.
+
+A ring is smaller than an image, which passes through it in waves: its parts follow one another.
+"""
 
 from __future__ import annotations
 

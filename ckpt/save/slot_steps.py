@@ -15,19 +15,21 @@ class SlotSteps:
     staged.
 
     The slot pool asks this object before it fills a slot again. The writers of tiers in memory
-    report to this object which steps they keep.
+    report to this object which steps they keep. Before a step is committed, each rank votes that
+    its part is durable. The verdict on the step is the outcome. A step with a vote of this rank
+    and without a verdict is in doubt.
 
     Args:
         rank: The number of this rank, which is a part of the names of its files.
-        job: The steps of the job. Their ``durable_step`` decides which slots are needed.
+        job_steps: The steps of the job. Their ``durable_step`` decides which slots are needed.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``,
     ``_in_doubt`` and ``_committed_step``. No request to a store is made under the lock; only the
     owner of a slot calls ``evict`` for it.
     """
 
-    def __init__(self, rank: int, job: JobSteps) -> None:
-        self._job, self.reservation = job, job.reservation
+    def __init__(self, rank: int, job_steps: JobSteps) -> None:
+        self._job_steps, self.reservation = job_steps, job_steps.reservation
         self._names = (fragment_name(rank), data_name(rank, is_encoded=False))
         self._lock = threading.Lock()
         self._steps: dict[str, dict[str, tuple[OpenTier, StepRef]]] = {}
@@ -52,7 +54,7 @@ class SlotSteps:
         """Note that ``ref``, which a slot holds, is committed on a tier in memory. An abandoned
         step does not count.
         """
-        if self._job.has_abandoned(ref):
+        if self._job_steps.has_abandoned(ref):
             return
         with self._lock:
             self._committed_step = ref.step
@@ -100,7 +102,7 @@ class SlotSteps:
         step that is committed in memory. A step that this rank has voted for counts too, as long as
         this rank has seen no verdict, since it may be committed.
         """
-        step, durable_step = self.step_in(path), self._job.durable_step
+        step, durable_step = self.step_in(path), self._job_steps.durable_step
         with self._lock:
             return (step == self._committed_step or step in self._in_doubt) and step > durable_step
 
@@ -116,4 +118,4 @@ class SlotSteps:
         """Return the number of the newest step of the branch in a slot; -1 if there is none."""
         with self._lock:
             refs = [ref for steps in self._steps.values() for _, ref in steps.values()]
-        return max((ref.step for ref in refs if not self._job.has_abandoned(ref)), default=-1)
+        return max((ref.step for ref in refs if not self._job_steps.has_abandoned(ref)), default=-1)

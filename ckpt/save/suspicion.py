@@ -5,7 +5,8 @@ previous save, or if a trained tensor holds NaN or Inf. Each rank checks its own
 the checksums of its chunks with those of the previous save. A step without changes is reported if
 no rank has seen a change. Each rank posts its finding when it commits, and does not wait for other
 ranks in the commit. A rank that has seen no change waits for the findings of other ranks on a
-separate thread, so that neither commits nor slots wait for a rank that has died.
+separate thread, so that neither commits nor slots wait for a rank that has died. The message with a
+finding is posted under a *subject*, by which the other ranks read it.
 """
 
 from __future__ import annotations
@@ -72,41 +73,41 @@ class Trainable:
     and keeps no tensor alive.
 
     Attributes:
-        era: The number of restores before the save.
-        still_ids: The ``id`` of each tensor that is not trained now, because its group has a
+        restore_count: The number of restores before the save.
+        untrained_ids: The ``id`` of each tensor that is not trained now, because its group has a
             learning rate of zero or it needs no gradient.
-        moving_ids: The ``id`` of each tensor that is trained now, and of each `OptimizerStandIn`.
+        trained_ids: The ``id`` of each tensor that is trained now, and of each `OptimizerStandIn`.
             The ids of stand-ins are not in ``name_maps``.
         name_maps: One mapping for each `Segment` of the state, and one for all tensors outside of
             segments: ``id`` of a tensor -> the name under which its bytes are stored.
     """
 
-    era: int
-    still_ids: tuple[int, ...]
-    moving_ids: tuple[int, ...]
+    restore_count: int
+    untrained_ids: tuple[int, ...]
+    trained_ids: tuple[int, ...]
     name_maps: tuple[Mapping[int, str], ...]
 
     @classmethod
-    def of(cls, collection: WalkResult, era: int) -> Trainable:
+    def of(cls, collection: WalkResult, restore_count: int) -> Trainable:
         """Return the tensors of the optimizers of a save. Call it on the training thread."""
-        still_ids: list[int] = []
-        moving_ids: list[int] = []
+        untrained_ids: list[int] = []
+        trained_ids: list[int] = []
         for optimizer in collection.optimizers:
             # The tensors of a stand-in are not known. Its own id has no name in ``name_maps``, so
-            # ``Chunks.whole`` becomes False.
+            # ``Chunks.has_all_trained`` becomes False.
             if isinstance(optimizer, OptimizerStandIn):
-                moving_ids.append(id(optimizer))
+                trained_ids.append(id(optimizer))
                 continue
             for group in optimizer.param_groups:
                 parameters = group["params"]
                 if not _has_learning_rate(group):
-                    still_ids += map(id, parameters)
+                    untrained_ids += map(id, parameters)
                 elif all(map(_needs_gradient, parameters)):
-                    moving_ids += map(id, parameters)
+                    trained_ids += map(id, parameters)
                 else:
                     trains = list(map(_needs_gradient, parameters))
-                    moving_ids += map(id, compress(parameters, trains))
-                    still_ids += map(id, compress(parameters, map(not_, trains)))
+                    trained_ids += map(id, compress(parameters, trains))
+                    untrained_ids += map(id, compress(parameters, map(not_, trains)))
         name_maps: list[Mapping[int, str]] = []
         single_names: dict[int, str] = {}
         for part in collection.parts:
@@ -114,7 +115,9 @@ class Trainable:
                 name_maps.append(part.names_by_id)
             else:
                 single_names[id(part.tensor)] = part.name
-        return cls(era, tuple(still_ids), tuple(moving_ids), (*name_maps, single_names))
+        return cls(
+            restore_count, tuple(untrained_ids), tuple(trained_ids), (*name_maps, single_names)
+        )
 
     def names(self, identities: Sequence[int]) -> set[str]:
         """Return the names of the saved tensors whose ``id`` is among ``identities``."""
@@ -149,6 +152,7 @@ class _ChunkTensor(NamedTuple):
 
 def _chunk_tensors(plan: SavePlan) -> list[_ChunkTensor]:
     """Return the tensor of each chunk of the file, in order."""
+    # By its offset in the file, the tensor of each box; ``leaf`` is the index of the tensor.
     starts = {
         item.offset: _ChunkTensor(plan.tensors[item.leaf].name, plan.tensors[item.leaf].dtype)
         for item in plan.items
@@ -169,36 +173,36 @@ class Chunks:
     Attributes:
         plan: The save plan of the file.
         trainable: The tensors of the optimizers.
-        places: Name of a tensor that is trained now -> the indices of its chunks.
-        still_places: Name of a tensor that is not trained now -> the indices of its chunks.
-        whole: Whether all tensors that are trained now are saved.
+        trained_indices: Name of a tensor that is trained now -> the indices of its chunks.
+        untrained_indices: Name of a tensor that is not trained now -> the indices of its chunks.
+        has_all_trained: Whether all tensors that are trained now are saved.
     """
 
     plan: SavePlan
     trainable: Trainable
-    places: Mapping[str, Sequence[int]]
-    still_places: Mapping[str, Sequence[int]]
-    whole: bool
+    trained_indices: Mapping[str, Sequence[int]]
+    untrained_indices: Mapping[str, Sequence[int]]
+    has_all_trained: bool
 
     @classmethod
     def of(cls, plan: SavePlan, trainable: Trainable) -> Chunks:
         """Return the chunks of the tensors of ``trainable`` in the file of ``plan``."""
-        moving_names, still_names = (
-            trainable.names(trainable.moving_ids),
-            trainable.names(trainable.still_ids),
+        trained_names, untrained_names = (
+            trainable.names(trainable.trained_ids),
+            trainable.names(trainable.untrained_ids),
         )
-        places: dict[str, list[int]] = {}
-        still_places: dict[str, list[int]] = {}
+        trained_indices: dict[str, list[int]] = {}
+        untrained_indices: dict[str, list[int]] = {}
         for index, tensor in enumerate(_chunk_tensors(plan)):
-            if tensor.name in moving_names:
-                places.setdefault(tensor.name, []).append(index)
-            elif tensor.name in still_names:
-                still_places.setdefault(tensor.name, []).append(index)
-        whole = all(
+            if tensor.name in trained_names:
+                trained_indices.setdefault(tensor.name, []).append(index)
+            elif tensor.name in untrained_names:
+                untrained_indices.setdefault(tensor.name, []).append(index)
+        has_all_trained = all(
             any(identity in names for names in trainable.name_maps)
-            for identity in trainable.moving_ids
+            for identity in trainable.trained_ids
         )
-        return cls(plan, trainable, places, still_places, whole)
+        return cls(plan, trainable, trained_indices, untrained_indices, has_all_trained)
 
     def is_of(self, plan: SavePlan, trainable: Trainable) -> bool:
         """Return True if ``of`` would return an equal object for these arguments."""
@@ -225,7 +229,7 @@ class ScannedImage(ImageWrapper):
     @classmethod
     def of(cls, image: Source, plan: SavePlan, trainable: Trainable) -> ScannedImage:
         """Return ``image`` with a scan of the tensors of ``trainable``."""
-        names = trainable.names((*trainable.still_ids, *trainable.moving_ids))
+        names = trainable.names((*trainable.untrained_ids, *trainable.trained_ids))
         edges = pairwise(accumulate(plan.chunks, initial=0))
         masks = {
             start: (tensor.name, mask)
@@ -293,23 +297,25 @@ class _Observation:
         """
         own_chunks, old_chunks = self.chunks, previous.chunks
         if not (
-            own_chunks.whole
-            and old_chunks.whole
-            and own_chunks.trainable.era == old_chunks.trainable.era
+            own_chunks.has_all_trained
+            and old_chunks.has_all_trained
+            and own_chunks.trainable.restore_count == old_chunks.trainable.restore_count
         ):
             return True
-        places = {**own_chunks.still_places, **own_chunks.places}
-        old_places = {**old_chunks.still_places, **old_chunks.places}
-        common = places.keys() & old_places.keys()
+        own_indices = {**own_chunks.untrained_indices, **own_chunks.trained_indices}
+        old_indices = {**old_chunks.untrained_indices, **old_chunks.trained_indices}
+        common_names = own_indices.keys() & old_indices.keys()
         if any(
-            self.checksums(places[name]) != previous.checksums(old_places[name]) for name in common
+            self.checksums(own_indices[name]) != previous.checksums(old_indices[name])
+            for name in common_names
         ):
             return True
-        return False if common & own_chunks.places.keys() & old_chunks.places.keys() else None
+        trained_names = own_chunks.trained_indices.keys() & old_chunks.trained_indices.keys()
+        return False if common_names & trained_names else None
 
-    def checksums(self, places: Sequence[int]) -> list[str]:
-        """Return the checksums of the chunks with the indices ``places``."""
-        return [self.table[index].checksum for index in places]
+    def checksums(self, indices: Sequence[int]) -> list[str]:
+        """Return the checksums of the chunks with ``indices``."""
+        return [self.table[index].checksum for index in indices]
 
 
 class Suspicions:
@@ -348,15 +354,15 @@ class Suspicions:
         """
         return Trainable.of(collection, self._steps.restores) if self._is_enabled else None
 
-    def scan(self, job: SaveRequest, trainable: Trainable | None) -> SaveRequest:
-        """Return ``job`` with an image that is scanned for NaN and Inf while it is hashed. Return
-        ``job`` itself if ``check_finite`` is not set or ``trainable`` is None.
+    def scan(self, request: SaveRequest, trainable: Trainable | None) -> SaveRequest:
+        """Return ``request`` with an image that is scanned for NaN and Inf while it is hashed.
+        Return ``request`` itself if ``check_finite`` is not set or ``trainable`` is None.
         """
         if trainable is None or not self._scans:
-            return job
-        return replace(job, image=ScannedImage.of(job.image, job.plan, trainable))
+            return request
+        return replace(request, image=ScannedImage.of(request.image, request.plan, trainable))
 
-    def examine(self, job: SaveRequest, trainable: Trainable | None) -> None:
+    def examine(self, request: SaveRequest, trainable: Trainable | None) -> None:
         """Check a save that is committed on its first tier, and report it if it is suspicious.
 
         The call never raises, and does not wait for other ranks. A report that needs their findings
@@ -365,15 +371,15 @@ class Suspicions:
         if trainable is None:
             return
         with self._lock:
-            own_finding = self._own_finding(job, trainable)
+            own_finding = self._own_finding(request, trainable)
             try:
                 if self._coordinator.world_size > 1:
-                    self._exchange(job.ref, own_finding)
+                    self._exchange(request.ref, own_finding)
                     return
             except CkptError as error:
-                _log_no_comparison(job.ref, error)
+                _log_no_comparison(request.ref, error)
                 return
-        self._report(job.ref, own_finding)
+        self._report(request.ref, own_finding)
 
     def close(self) -> None:
         """Wait until the comparisons under way have ended, and stop the waiting thread. Comparisons
@@ -417,25 +423,29 @@ class Suspicions:
             )
             self._ledger.suspect(suspicion, logs=self._coordinator.rank == LEADER)
 
-    def _own_finding(self, job: SaveRequest, trainable: Trainable) -> _Finding:
+    def _own_finding(self, request: SaveRequest, trainable: Trainable) -> _Finding:
         """Return the finding of this rank, and remember the save for the next comparison."""
-        previous, step = self._previous_save, job.ref.step
+        previous, step = self._previous_save, request.ref.step
         not_finite_names = (
-            _first_names([job.image.not_finite]) if isinstance(job.image, ScannedImage) else ()
+            _first_names([request.image.not_finite])
+            if isinstance(request.image, ScannedImage)
+            else ()
         )
-        is_same_plan = previous is not None and previous.chunks.is_of(job.plan, trainable)
-        chunks = previous.chunks if previous and is_same_plan else Chunks.of(job.plan, trainable)
-        observation = _Observation(step, chunks, job.hashed_chunks)
+        is_same_plan = previous is not None and previous.chunks.is_of(request.plan, trainable)
+        chunks = (
+            previous.chunks if previous and is_same_plan else Chunks.of(request.plan, trainable)
+        )
+        observation = _Observation(step, chunks, request.hashed_chunks)
         if (
             previous is not None
             and step <= previous.step
-            and trainable.era == previous.chunks.trainable.era
+            and trainable.restore_count == previous.chunks.trainable.restore_count
         ):
             # This step was committed late on its first tier, and a newer step was compared before.
             return _Finding(True, not_finite=not_finite_names)
         self._previous_save = observation
         has_changed = True if previous is None else observation.has_changed(previous)
-        unchanged_names = () if has_changed else _first_names([chunks.places])
+        unchanged_names = () if has_changed else _first_names([chunks.trained_indices])
         return _Finding(
             has_changed, previous.step if previous else -1, unchanged_names, not_finite_names
         )
@@ -469,9 +479,9 @@ def _decode(messages: Iterable[bytes]) -> list[_Finding]:
 
 def _combine(findings: Sequence[_Finding]) -> _Finding:
     """Return the finding of all ranks together."""
-    verdicts = [finding.changed for finding in findings if finding.changed is not None]
+    changes = [finding.changed for finding in findings if finding.changed is not None]
     return _Finding(
-        any(verdicts) if verdicts else None,
+        any(changes) if changes else None,
         max(finding.since for finding in findings),
         _first_names(finding.unchanged for finding in findings),
         _first_names(finding.not_finite for finding in findings),

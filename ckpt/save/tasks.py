@@ -23,10 +23,10 @@ class FromImage:
 
 @dataclass(frozen=True, slots=True)
 class FromFiles:
-    """The task to copy ``job`` to the tier of ``writer`` from the files of a nearer tier."""
+    """The task to copy ``request`` to the tier of ``writer`` from the files of a nearer tier."""
 
     writer: TierWriter
-    job: SaveRequest
+    request: SaveRequest
     outcome: SaveOutcome
 
 

@@ -1,8 +1,8 @@
 """The queue before a farther tier: newest first, bounded, and in the same order on all ranks.
 
 A waiting step that a nearer tier has costs almost no memory. A waiting step that no nearer tier has
-holds its image in a slot. Steps that hold their images go first, the oldest first, and are never
-given up.
+holds its image, which is this rank's part of the state, in a slot of memory. Steps that hold their
+images go first, the oldest first, and are never given up.
 
 Of the steps that a nearer tier has, the newest goes first. So a tier that is slow, or was down for
 a while, gets current steps again by itself. When more than ``backlog`` such steps wait, the oldest
@@ -89,7 +89,8 @@ class TierQueue(Generic[T]):
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
     a time. ``_change`` guards all fields, except for ``_serial``, which belongs to the thread that
     calls ``take``. ``_is_closing`` and ``_asks_once`` are set once, and may be read without
-    ``_change``.
+    ``_change``. ``_serial`` counts the orders of the leader. After ``_asks_once`` is set, ``take``
+    asks a leader that does not answer no second time.
     """
 
     def __init__(
@@ -228,9 +229,9 @@ class TierQueue(Generic[T]):
 
         The caller holds ``_change``.
         """
-        follows = self.has_other_ranks and self._coordinator.rank != LEADER
-        image_names, stored_names = self._takable()
-        return bool(image_names or stored_names or (follows and any(self._steps.values())))
+        is_follower = self.has_other_ranks and self._coordinator.rank != LEADER
+        image_folders, stored_folders = self._takable()
+        return bool(image_folders or stored_folders or (is_follower and any(self._steps.values())))
 
     def _takable(self) -> tuple[list[str], list[str]]:
         """Return the folders of the steps that may be next: every rank can begin them without
@@ -241,13 +242,13 @@ class TierQueue(Generic[T]):
         Returns:
             The steps that hold their images, and the steps that a nearer tier has.
         """
-        stored_names = [
+        stored_folders = [
             name for name, step in self._steps.items() if step is not None and not step.holds_image
         ]
         steps_before_place = takewhile(lambda entry: entry[1] is not None, self._steps.items())
         return [
             name for name, step in steps_before_place if step is not None and step.holds_image
-        ], stored_names
+        ], stored_folders
 
     def _choose(self) -> _Order | None:
         """Return the order of the leader; None if all steps have been given up meanwhile.
@@ -256,15 +257,17 @@ class TierQueue(Generic[T]):
         without another slot. If no step holds its image, the next step is the newest one.
         """
         with self._change:
-            image_names, stored_names = self._takable()
+            image_folders, stored_folders = self._takable()
             if (
-                not image_names and not stored_names
+                not image_folders and not stored_folders
             ):  # After ``close``, no step is expected any more
-                image_names = [name for name, step in self._steps.items() if step is not None]
-        if not image_names and not stored_names:
+                image_folders = [name for name, step in self._steps.items() if step is not None]
+        if not image_folders and not stored_folders:
             return None
-        dropped_names = stored_names[: max(0, len(stored_names) - 1 - self._backlog)]
-        return _Order(image_names[0] if image_names else stored_names[-1], tuple(dropped_names))
+        dropped_folders = stored_folders[: max(0, len(stored_folders) - 1 - self._backlog)]
+        return _Order(
+            image_folders[0] if image_folders else stored_folders[-1], tuple(dropped_folders)
+        )
 
     def _take(self, order: _Order) -> Turn[T]:
         """Remove the steps of ``order`` from the queue, and return them. Steps that have been given

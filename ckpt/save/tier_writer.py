@@ -1,5 +1,9 @@
 """Commits steps to one tier: writes the image, then the fragment, votes, and awaits the verdict.
 
+A *fragment* describes what one rank has made durable. With its *vote* a rank tells the leader that
+its part is durable, or has failed. The *verdict* is the outcome, which is the same on all ranks.
+The quota of a tier with a capacity makes room before a step is written. The pruner removes the
+steps that retention does not keep.
 A rank that fails votes too, so that no other rank waits for it. The files of a failed step are
 removed only if the step was aborted for good, and the tier has no manifest of the step.
 """
@@ -83,29 +87,32 @@ class RetryWhenFull:
     pruner: Pruner | None
     steps: TierSteps
 
-    def call(self, work: Callable[[], T], job: SaveRequest | None = None) -> T:
-        """Call ``work``, which writes the files of ``job``, or else a small object, and return its
-        result.
+    def call(self, work: Callable[[], T], request: SaveRequest | None = None) -> T:
+        """Call ``work``, which writes the files of ``request``, or else a small object, and return
+        its result.
 
         If the store is full and space was freed, call ``work`` once more.
         """
         try:
             return work()
         except OutOfSpace:
-            if not self._evict(job):
+            if not self._evict(request):
                 raise
         return work()
 
-    def _evict(self, job: SaveRequest | None) -> bool:
+    def _evict(self, request: SaveRequest | None) -> bool:
         """Remove steps to free space.
 
-        Return True if any were removed and ``job`` can be written again. An image that passes
+        Return True if any were removed and ``request`` can be written again. An image that passes
         through memory in waves cannot be written again.
         """
-        restored_ref, can_repeat = self.steps.restored, job is None or not job.is_single_pass
-        if job is not None and self.quota is not None:
+        restored_ref, can_repeat = (
+            self.steps.restored,
+            request is None or not request.is_single_pass,
+        )
+        if request is not None and self.quota is not None:
             return can_repeat and self.quota.evict(
-                job.ref, job.plan.size, restored_ref=restored_ref
+                request.ref, request.plan.size, restored_ref=restored_ref
             )
         return self.pruner is not None and self.pruner.evict(restored_ref) and can_repeat
 
@@ -123,14 +130,18 @@ class TierWriter:
 
     Attributes:
         in_memory: Whether the tier keeps images in the slots in which they were staged.
-        root: The claim of the job on the root of the tier.
+        claim: The claim of the job on the root of the tier: what the job may remove there.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn_lock`` guards ``_retry``, ``_merge_cache``,
     ``_foreign_refs``, ``_rollback``, ``_unclean_refs`` and ``_files``, because ``commit``,
-    ``abort`` and ``claim`` may be called by different threads. A thread that has just committed
-    calls ``stored_image`` before it commits again. Only the owner, which closes, uses
+    ``abort`` and ``claim_root`` may be called by different threads. A thread that has just
+    committed calls ``stored_image`` before it commits again. Only the owner, which closes, uses
     ``_is_detached``. All other fields are set once, or are thread-safe objects.
+
+    ``_foreign_refs`` are the attempts of other jobs that the tier had when this job took the root,
+    None before that. ``_unclean_refs`` are failed saves whose files could not be removed yet.
+    ``_departure`` is set once the agent may work on the steps.
     """
 
     def __init__(
@@ -158,20 +169,21 @@ class TierWriter:
         # The leader reads fragments with these threads.
         reader_count = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", reader_count, nice=config.nice, cpus=config.cpus)
+        # What was on the tier when the leader took the root
         self._takeover = TakeoverPost(self._node_coordinator, tier.index)
         takeover = None if self._node_coordinator.rank == LEADER else self._takeover
-        self.root = Claim(
+        self.claim = Claim(
             self._backend, Owner.of_this_process(coordinator.attempt), takeover_post=takeover
         )
         self._pruner: Pruner | None = None
         if not self.in_memory:
             self._pruner = Pruner(
-                tier, self.root, steps, config, leads=self._node_coordinator.rank == LEADER
+                tier, self.claim, steps, config, leads=self._node_coordinator.rank == LEADER
             )
         self._quota: Quota | None = None
         if tier.tier.capacity is not None:
             timeout = config.commit_timeout_seconds
-            self._quota = Quota(tier, self._node_coordinator, self.root, steps, timeout=timeout)
+            self._quota = Quota(tier, self._node_coordinator, self.claim, steps, timeout=timeout)
         self._when_full = RetryWhenFull(self._quota, self._pruner, steps)
         self._hurry_event, self._departure = threading.Event(), threading.Event()
         self._discard_lock = threading.Lock()
@@ -191,11 +203,11 @@ class TierWriter:
         self._unclean_refs: set[StepRef] = set()
         self._is_detached = False
 
-    def commit(self, job: SaveRequest, *, on_bytes: OnBytes) -> tuple[Chunk, ...]:
-        """Make ``job`` a checkpoint on this tier, together with the other ranks.
+    def commit(self, request: SaveRequest, *, on_bytes: OnBytes) -> tuple[Chunk, ...]:
+        """Make ``request`` a checkpoint on this tier, together with the other ranks.
 
         Args:
-            job: The save. Its ``confirm`` is called before the commit.
+            request: The save. Its ``confirm`` is called before the commit.
             on_bytes: Called with the number of bytes just written, from the writing threads.
 
         Returns:
@@ -206,72 +218,77 @@ class TierWriter:
                 whether it did (`CommitError`).
         """
         with self._turn_lock, errors_of(self.url):
-            return self._commit(job, on_bytes)
+            return self._commit(request, on_bytes)
 
-    def _commit(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[Chunk, ...]:
+    def _commit(self, request: SaveRequest, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         """Do the work of ``commit``. The caller holds ``_turn_lock``."""
         # A step that a nearer tier has can wait until a store answers again.
-        self._retry = self._patient_retry if job.source is not None else RetryPolicy()
-        committer = self._committer(job.trial)
-        if abort := self._reason_to_abort(job):
+        self._retry = self._patient_retry if request.source is not None else RetryPolicy()
+        committer = self._committer(request.trial)
+        if abort := self._reason_to_abort(request):
             committer.commit(
-                job.ref,
+                request.ref,
                 Failure(str(abort)),
                 abort=abort if self._coordinator.rank == LEADER else None,
             )
             raise abort
         try:
             with errors_of(self.url):
-                file, vote = self._when_full.call(partial(self._write_all, job, on_bytes), job)
-                committer.store.offer(job.ref, vote.fragment)  # Before the vote
+                file, vote = self._when_full.call(
+                    partial(self._write_all, request, on_bytes), request
+                )
+                # Before the vote, let the other ranks read the fragment
+                committer.store.offer(request.ref, vote.fragment)
         except Exception as error:
-            self._vote_failure(job.ref, job.trial, str(error) or repr(error))
-            self._discard(job)
+            self._vote_failure(request.ref, request.trial, str(error) or repr(error))
+            self._discard(request)
             raise
         if self.in_memory:
-            self._slots.set_voted(job.ref)
+            self._slots.set_voted(request.ref)
         # This raises if there is no verdict. The files stay, since they may become a checkpoint.
-        verdict = committer.commit(job.ref, vote)
+        verdict = committer.commit(request.ref, vote)
         if self.in_memory:
-            self._slots.set_decided(job.ref)
+            self._slots.set_decided(request.ref)
         if isinstance(verdict, Unknown):
             raise CommitError(
-                f"step {job.ref.step}: whether it was committed on {self.url} cannot be seen "
+                f"step {request.ref.step}: whether it was committed on {self.url} cannot be seen "
                 f"({verdict.reason})"
             )
         if isinstance(verdict, Abort):
-            self._discard(job)
-            raise rebuild(verdict, job.ref.step)
-        self._steps.steps.set_committed(self.tier, job.ref)
-        if job.plan.frozen_chunks:
-            self._files.set_committed(job, file)
+            self._discard(request)
+            raise rebuild(verdict, request.ref.step)  # The error that the verdict carries
+        self._steps.steps.set_committed(self.tier, request.ref)
+        if request.plan.frozen_chunks:
+            self._files.set_committed(request, file)
             if file.increment is None:
                 self._leases.release()  # The next increments refer to this file
-        if not self._steps.steps.has_abandoned(job.ref):
-            self.root.chosen_ref = None
+        if not self._steps.steps.has_abandoned(request.ref):
+            self.claim.chosen_ref = None
         if self.in_memory:
-            self._slots.set_committed(job.ref)
+            self._slots.set_committed(request.ref)
         if self._quota is not None:
-            self._quota.fit_to_capacity(job.ref, restored_ref=self._steps.restored)
+            # Evict more steps if the files are larger than was expected.
+            self._quota.fit_to_capacity(request.ref, restored_ref=self._steps.restored)
         return file.chunks
 
     def _request(self, work: Callable[[], T], /) -> T:
         """Call ``work`` with retries. If the store is full and room was made, call it once more."""
         return self._when_full.call(partial(self._retry.call, work))
 
-    def _write_all(self, job: SaveRequest, on_bytes: OnBytes) -> tuple[WrittenFile, Durable]:
+    def _write_all(self, request: SaveRequest, on_bytes: OnBytes) -> tuple[WrittenFile, Durable]:
         """Write all files of this rank. Return the data file, and the vote for them."""
-        if self.in_memory and job.image.path:
-            self._slots.keep(job.image.path, self.tier, job.ref)
-        file = self._files.write(job, on_bytes, self._retry)
-        job.confirm()  # Before the fragment, since a rank that finds all fragments may commit them
-        vote = Durable(self._files.put_fragment(job, file, self._retry))
+        if self.in_memory and request.image.path:
+            self._slots.keep(request.image.path, self.tier, request.ref)
+        file = self._files.write(request, on_bytes, self._retry)
+        # Before the fragment, since a rank that finds all fragments may commit them
+        request.confirm()
+        vote = Durable(self._files.put_fragment(request, file, self._retry))
         try:
-            job.confirm()
+            request.confirm()
         except BaseException:
             # Delete the fragment at once. If this job dies now, no other job may complete the step.
             with contextlib.suppress(CkptError):
-                self._remove_fragment(job.ref)
+                self._remove_fragment(request.ref)
             raise
         return file, vote
 
@@ -279,7 +296,7 @@ class TierWriter:
         if self._marker_rank is None or claim_rank_to_remove(self._backend, ref, self._marker_rank):
             delete_files(self._backend, [ref.key(self._files.names[0])])
 
-    def claim(self) -> None:
+    def claim_root(self) -> None:
         """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there
         (see ``Pruner.remove_remains``).
 
@@ -304,9 +321,9 @@ class TierWriter:
             with contextlib.suppress(CkptError):
                 remove_earlier_steps(
                     self._backend,
-                    self.root,
+                    self.claim,
                     restored_ref=restored,
-                    part=self.tier.nodes is not None,
+                    part=self.tier.nodes is not None,  # The node has only its ranks' files
                 )
 
     def abort(self, ref: StepRef, trial: int, reason: str) -> None:
@@ -327,11 +344,11 @@ class TierWriter:
         except CkptError as error:
             _log.debug("ckpt: step %d on %s: %s", ref.step, self.url, error)
 
-    def stored_image(self, job: SaveRequest) -> StoredImage:
-        """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
-        committed from memory.
+    def stored_image(self, request: SaveRequest) -> StoredImage:
+        """Return the image of ``request`` as this tier stores it. ``request`` must be the last job
+        that was committed from memory.
         """
-        return self._files.stored_image(job, self._retry)
+        return self._files.stored_image(request, self._retry)
 
     def hurry(self) -> None:
         """From now on, give up each request to the store after the usual number of tries, and not
@@ -361,7 +378,7 @@ class TierWriter:
         This has an effect only on the leader of the node, and only after the job has claimed the
         root.
         """
-        if self._pruner is not None and self.root.is_claimed:
+        if self._pruner is not None and self.claim.is_claimed:
             self._pruner.request_run()
 
     def newest_committed(self) -> int:
@@ -383,7 +400,7 @@ class TierWriter:
                 the root.
         """
         self._is_detached = True
-        _DETACH_RETRY.call(self.root.detach)
+        _DETACH_RETRY.call(self.claim.detach)
 
     def close(self, durable_step: int, *, logs: bool = True) -> None:
         """Stop the threads, and release the root unless ``detach`` has handed it over.
@@ -419,15 +436,15 @@ class TierWriter:
                 self._files.discard_unfinished(ref)
         if not self._is_detached:
             with contextlib.suppress(CkptError):
-                self.root.release()
+                self.claim.release()
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
-        """Return the committer for try number ``trial`` of a step on this tier."""
+        """Return the object that votes and commits in try number ``trial`` of a step here."""
         name = f"save/{self.tier.index}/{trial}"
         store = SharedStore(
-            self._backend, self._request, confirm=self.root.confirm, pins=self._leases.keep
+            self._backend, self._request, confirm=self.claim.confirm, pins=self._leases.keep
         )
         commit_store: CommitStore = store
         if (nodes := self.tier.nodes) is not None:
@@ -438,24 +455,25 @@ class TierWriter:
             name=name,
             bounds=Bounds(self._config.commit_timeout_seconds),
             merge_cache=self._merge_cache,
+            # How the leader reads the fragments of all ranks
             read_all=self._readers.stream
             if self._coordinator.world_size >= _MANY_RANKS
             else in_turn,
         )
 
-    def _reason_to_abort(self, job: SaveRequest) -> CkptError | None:
-        """Return the error if ``job`` must be aborted before its files are written, or None.
+    def _reason_to_abort(self, request: SaveRequest) -> CkptError | None:
+        """Return the error if ``request`` must be aborted before its files are written, or None.
 
-        If the tier has a capacity, wait until the leader has made room for ``job``. The error is an
-        objection of the leader (see ``_objection``), or says why no room was made.
+        If the tier has a capacity, wait until the leader has made room for ``request``. The error
+        is an objection of the leader (see ``_objection``), or says why no room was made.
         """
-        abort = self._objection(job) if self._node_coordinator.rank == LEADER else None
+        abort = self._objection(request) if self._node_coordinator.rank == LEADER else None
         if self._quota is not None:
             try:
                 self._files.has_room_for_base = self._quota.agree(
-                    job.ref,
-                    job.trial,
-                    job.plan.size,
+                    request.ref,
+                    request.trial,
+                    request.plan.size,
                     restored_ref=self._steps.restored,
                     evicts=abort is None,
                 )
@@ -463,18 +481,18 @@ class TierWriter:
                 return with_root(error, self.url)
         return abort
 
-    def _objection(self, job: SaveRequest) -> CkptError | None:
-        """Claim the root, if this job has not claimed it yet. Return the error if ``job`` cannot be
-        saved, else None.
+    def _objection(self, request: SaveRequest) -> CkptError | None:
+        """Claim the root, if this job has not claimed it yet. Return the error if ``request``
+        cannot be saved, else None.
 
         The error says that another job owns the root, that the root has this step of another job
         or, on a durable tier, a newer one, or that the store has failed. The steps of other jobs
         that count are those that ``_take_over`` returns, up to the step that this job continued
         from at the call of the save.
         """
-        ref, restored_ref = job.ref, job.restored_ref
+        ref, restored_ref = request.ref, request.restored_ref
         try:
-            if self._foreign_refs is not None and not self._retry.call(self.root.confirm):
+            if self._foreign_refs is not None and not self._retry.call(self.claim.confirm):
                 # Another job has owned the root meanwhile, and may have saved steps there.
                 self._foreign_refs = None
                 self._committed_cache.clear()
@@ -506,9 +524,9 @@ class TierWriter:
             claimed, newest step first.
         """
         if self._foreign_refs is None:
-            listing = self._request(self.root.take)
+            listing = self._request(self.claim.take)
             self._put_rollback()
-            takeover = self.root.takeover
+            takeover = self.claim.takeover
             if self._node_coordinator.world_size > 1 and takeover is not None:
                 self._takeover.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
@@ -516,7 +534,7 @@ class TierWriter:
             if self._steps.is_nearest:
                 warn_of_unconditional_puts(self.tier)
             branch = on_branch(self._steps.rollback, listing)
-            self._foreign_refs = [ref for ref in branch if ref.job != self.root.own]
+            self._foreign_refs = [ref for ref in branch if ref.job != self.claim.own_attempt]
             self._warn_of_later(self._foreign_refs)
         elif self._steps.steps.rollback != self._rollback:
             self._put_rollback()
@@ -566,7 +584,7 @@ class TierWriter:
                 return ref
         return None
 
-    def _discard(self, job: SaveRequest) -> None:
+    def _discard(self, request: SaveRequest) -> None:
         """Remove this rank's files and unfinished writes of a save that was aborted, or in which
         this rank's part has failed. A `StorageError` is only logged.
 
@@ -574,19 +592,19 @@ class TierWriter:
         """
         with self._discard_lock:
             if not self._departure.is_set():
-                self._discard_files(job)
+                self._discard_files(request)
 
-    def _discard_files(self, job: SaveRequest) -> None:
+    def _discard_files(self, request: SaveRequest) -> None:
         """Do the work of ``_discard``. If the store does not answer, ``close`` tries again."""
         try:
-            self._files.discard_unfinished(job.ref)
-            keys = self._files.keys(job.ref)
-            is_gone = discard_part(self._backend, job.ref, *keys, rank=self._marker_rank)
+            self._files.discard_unfinished(request.ref)
+            keys = self._files.keys(request.ref)
+            is_gone = discard_part(self._backend, request.ref, *keys, rank=self._marker_rank)
         except StorageError as error:
-            self._unclean_refs.add(job.ref)
+            self._unclean_refs.add(request.ref)
             _log.debug(
-                "ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error
+                "ckpt: step %d on %s: its files stay for now: %s", request.ref.step, self.url, error
             )
         else:
-            if is_gone and job.image.path:
-                self._slots.forget(job.image.path, self.tier)
+            if is_gone and request.image.path:
+                self._slots.forget(request.image.path, self.tier)

@@ -1,4 +1,8 @@
-"""Read from a tier what `ckpt.upkeep.plan` decides with."""
+"""Read from a tier what `ckpt.upkeep.plan` decides with.
+
+A *rollback* is the record that the run went on from an older step. The steps after that one are
+*abandoned*, and the others are on the branch.
+"""
 
 from __future__ import annotations
 

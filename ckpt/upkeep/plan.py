@@ -37,6 +37,7 @@ def missing_steps(
     rule = Retention.of(tier)
     if not rule.keeps_all and absent:
         metrics = {**present, **{ref: step.metrics for ref, step in absent.items()}}
+        # Why the policy keeps each step; a step without reasons is removed
         reasons_by_ref = reasons(metrics, rule, metrics)
         absent = {ref: step for ref, step in absent.items() if reasons_by_ref[ref]}
     return [absent[ref] for ref in sorted(absent, reverse=True)][:limit]

@@ -3,6 +3,11 @@
 
 The backfill uses this module for the steps of the job that this job continues. The agent uses it
 for the steps of a job that has ended. Those of a running job go through ``save.tier_writer``.
+
+A step is *awaited* if a farther tier still reads it. A step is *owed* if it is one of an earlier
+job that a farther tier wants and lacks. A step has increments if its data files lack chunks that
+files of other steps have: its bases, or its outer bases in other roots. An *adopted* step has files
+of another program.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ _log = logging.getLogger("ckpt")
 class _CopyGuard(StepGuard):
     """The guard of a tier while ``ref`` is copied there.
 
-    Steps of the branch that are newer than ``ref`` must stay, and so must the steps of ``guard``.
+    Steps of the branch, which no rollback has abandoned, must stay if they are newer than ``ref``,
+    and so must the steps of ``guard``.
     """
 
     target: StorageBackend
@@ -125,7 +131,7 @@ class StepCopier:
                 the next try.
         """
         sources = self._sources_of(step.ref)
-        self.claim.bring(step.ref)
+        self.claim.note_copy(step.ref)  # So that this job may remove the step there
         target, codec = self.tier, self.tier.tier.codec
         has_capacity = target.tier.capacity is not None
         evictor = Evictor(target, self.claim, _CopyGuard(target.backend, self.guard, step.ref))
@@ -139,6 +145,7 @@ class StepCopier:
             # The copy also gets the bytes that the step has in files of other steps or programs.
             needs_other_files = has_increments or step.is_adopted
             is_copied_as_stored = not needs_other_files and (keeps_encoding or not step.codecs)
+            # Otherwise the size of the images of all ranks counts.
             nbytes = step.nbytes if is_copied_as_stored else step.staged_bytes
             if is_exact:
                 nbytes -= self._copied_bytes(step, is_encoded=encoder is not None)
@@ -147,7 +154,7 @@ class StepCopier:
         report = fetch_step(
             sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm
         )
-        if has_capacity and not is_exact:
+        if has_capacity and not is_exact:  # The copy may be larger than was expected
             evictor.fit_to_capacity(step.ref, restored_ref=None)
         return report
 

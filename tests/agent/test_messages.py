@@ -100,7 +100,7 @@ def test_the_messages_have_the_fields_that_the_number_of_the_format_stands_for()
 def test_a_job_arrives_as_it_was_and_does_not_show_its_secrets() -> None:
     arrived = msgspec.msgpack.decode(encode(job())[4:], type=Request)
     assert isinstance(arrived, Job)
-    assert arrived.open_as() == TIERS
+    assert arrived.tier_settings() == TIERS
     assert "S3CRET" not in repr(arrived)
     assert "S3CRET" not in str(arrived)
 

@@ -502,7 +502,7 @@ def test_remains_that_are_evicted_for_two_reasons_give_their_room_once(tmp_path:
     remains = attempt(tmp_path, 3, ONE, version=None, days=2)
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    claim.bring(StepRef(3, ONE))
+    claim.note_copy(StepRef(3, ONE))
     newest = sum(path.stat().st_size for path in steps[1].iterdir())
     room = evictor(tmp_path, newest + 500, claim)
     with pytest.raises(OutOfSpace):
