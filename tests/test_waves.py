@@ -221,7 +221,7 @@ def test_what_is_set_aside_is_set_aside_once(tmp_path):
     """The memory for an eager tensor of many pieces is taken once, not once for each piece."""
     from ckpt.staging import snapshot
 
-    assert snapshot.SPARE == 4
+    assert snapshot.SMALL_DIVISOR == 4
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(70 << 20))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)

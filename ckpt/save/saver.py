@@ -498,7 +498,7 @@ class Saver:
         has_restored = self.steps.restored is not None
         if has_restored and self._backfill is not None and not writer.in_memory:
             self._backfill.begin(writer.url)
-        self.slots.look_again()  # The commit may have made the step in a slot unnecessary
+        self.slots.wake_waiters()  # The commit may have made the step in a slot unnecessary
         with self._lock:
             is_first, self._has_committed = not self._has_committed, True
         if is_first:  # The steps that earlier jobs left in memory are outdated now

@@ -1,6 +1,8 @@
 """Copy tensors to their places in an image.
 
-One call of torch copies many tensors. Late copies from an accelerator run on a side stream.
+One call of torch copies many tensors. An *image* is a rank's part of the state in host memory,
+which is in a reusable buffer, a *slot*. A *late* copy is made while training goes on, and runs on a
+side stream if its source is on an accelerator.
 """
 
 from __future__ import annotations
@@ -161,13 +163,13 @@ class LateCopies:
         """Return True if any of the devices has a side stream."""
         return bool(self._streams)
 
-    def thread(self) -> AbstractContextManager[None]:
+    def thread_context(self) -> AbstractContextManager[None]:
         """Return the context manager in which the copying thread must call the methods of this
         object (see ``ckpt.staging.device.background``).
         """
         return background(next(iter(self._streams)))
 
-    def begin(self) -> None:
+    def wait_for_queued_work(self) -> None:
         """Make the side streams wait for the work that was in the current streams when this object
         was created.
         """

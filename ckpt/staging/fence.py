@@ -1,4 +1,10 @@
-"""Hold the step of an optimizer while its tensors are being copied."""
+"""Hold the step of an optimizer while its tensors are being copied.
+
+A *snapshot* copies the state of a save into host memory, its *image*, and has *landed* when the
+image is complete. Its *late sources*, tensors of optimizers, are copied while training goes on, and
+``Snapshot.fence`` waits until they may change. ``Snapshot.settle`` compares their version counters
+for the last time, so that later changes do not affect the snapshot.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +148,8 @@ class Fence:
             fence.wait()
 
     def remove(self) -> None:
-        """Remove all hooks, and drop the references to snapshots, which keep the memory of slots
-        alive.
+        """Remove all hooks, and drop the references to snapshots, which keep the memory of their
+        images alive.
         """
         self._stop_listening()
         for handles in self._hooks.values():
@@ -154,6 +160,7 @@ class Fence:
             self._in_flight = []
 
     def note_capture(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the optimizer to ``captured_optimizers`` if its step is being captured in a graph."""
         # A forked process does not save, and must not use a device.
         if os.getpid() == self._pid and _is_captured(optimizer):
             self.captured_optimizers.add(optimizer)
@@ -173,18 +180,18 @@ class Fence:
             self.captured_optimizers.add(optimizer)
             for snapshot in self._in_flight:
                 snapshot.wait_ended()
-                _settle(snapshot)  # The capture that follows moves the version counters
+                _settle_quietly(snapshot)  # The capture that follows moves the version counters
             return
         self.wait()
 
     def _forget_landed(self) -> None:
-        """Settle the snapshots that have landed, and drop the references to them and their slots.
+        """Settle the snapshots that have landed, and drop the references to them and their images.
 
         The caller must hold the lock.
         """
         landed_snapshots = [snapshot for snapshot in self._in_flight if snapshot.has_landed]
         for snapshot in landed_snapshots:
-            _settle(snapshot)
+            _settle_quietly(snapshot)
         self._in_flight = [
             snapshot for snapshot in self._in_flight if snapshot not in landed_snapshots
         ]
@@ -237,6 +244,6 @@ def _disable_tracing(hook: Callable[..., None]) -> Any:
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
 
-def _settle(snapshot: Snapshot) -> None:
+def _settle_quietly(snapshot: Snapshot) -> None:
     with suppress(TensorChanged):  # The snapshot keeps the error, and ``confirm`` raises it
         snapshot.settle()

@@ -28,7 +28,7 @@ from ckpt.staging.memory_budget import free_memory, measure
 from ckpt.staging.slot import Slot, SlotCancelled, check_wanted
 
 _log = logging.getLogger("ckpt")
-SAVES: Final = 8
+RECENT_SAVES: Final = 8
 """The number of saves that decide how many frames the spill keeps, and a pool how many rings."""
 
 
@@ -92,7 +92,8 @@ class Spill:
         frame_bytes: The size of a frame.
 
     Attributes:
-        count: The number of frames, with those that are being made.
+        count: The number of frames, with those that are being made. It may grow up to
+            ``_most_frames``. Free frames beyond ``_frames_to_keep`` are closed.
 
     Thread safety: any thread may call all methods. ``change`` guards all changes.
     """
@@ -104,12 +105,12 @@ class Spill:
         self._is_wanted = is_wanted
         self._free: list[Frame] = []
         self.count = 0
-        self._limit = self._allowance = 0
+        self._most_frames = self._most_kept_frames = 0
         """The most frames by the budget, and the most that the free memory allows to keep."""
-        self._reserve_bytes, self._ranks = 0, 1
-        self._is_refused = False
+        self._node_reserve_bytes, self._ranks = 0, 1
+        self._is_out_of_memory = False
         """True if there was no memory for a frame since the last save began."""
-        self._needs: deque[int] = deque(maxlen=SAVES)
+        self._needed_frames: deque[int] = deque(maxlen=RECENT_SAVES)
         """How many frames each of the last saves needed."""
 
     def allow(self, nbytes: int, reserve_bytes: int = 0, ranks: int = 1) -> None:
@@ -121,8 +122,8 @@ class Spill:
             ranks: The ranks of the node, which share its memory.
         """
         with self.change:
-            self._limit = self._allowance = nbytes // self.frame_bytes
-            self._reserve_bytes, self._ranks = reserve_bytes * ranks, ranks
+            self._most_frames = self._most_kept_frames = nbytes // self.frame_bytes
+            self._node_reserve_bytes, self._ranks = reserve_bytes * ranks, ranks
             self._trim()
 
     def need(self, frames: int) -> None:
@@ -131,23 +132,25 @@ class Spill:
         Every save calls this once. The spill keeps the largest number of the last saves, or less if
         the training has taken what was to stay free.
         """
-        lack_bytes = 0
+        shortage_bytes = 0
         if self.count:
-            lack_bytes = max(0, self._reserve_bytes - free_memory()) // self._ranks
+            shortage_bytes = max(0, self._node_reserve_bytes - free_memory()) // self._ranks
         with self.change:
-            old_count, self._is_refused = self._kept_count, False
-            self._needs.append(frames)
-            surplus = -(-lack_bytes // self.frame_bytes)
-            allowance = max(0, self.count - surplus) if surplus else self._limit
-            self._allowance = min(self._limit, allowance)
-            new_count = self._kept_count
+            old_count, self._is_out_of_memory = self._frames_to_keep, False
+            self._needed_frames.append(frames)
+            surplus_frames = -(-shortage_bytes // self.frame_bytes)
+            most_kept_frames = (
+                max(0, self.count - surplus_frames) if surplus_frames else self._most_frames
+            )
+            self._most_kept_frames = min(self._most_frames, most_kept_frames)
+            new_count = self._frames_to_keep
             self._trim()
         if new_count != old_count:
             reason = (
                 "the optimizer's step comes before the image is written"
                 if new_count > old_count
-                else f"the last {SAVES} saves needed no more"
-                if not lack_bytes
+                else f"the last {RECENT_SAVES} saves needed no more"
+                if not shortage_bytes
                 else "little memory is free"
             )
             size = new_count * self.frame_bytes >> 20
@@ -165,8 +168,8 @@ class Spill:
             hurries: Whether an optimizer waits. Otherwise, the spill only grows to what the last
                 saves needed.
         """
-        limit = self._limit if hurries else self._kept_count
-        return self.count < limit and not self._is_refused
+        limit = self._most_frames if hurries else self._frames_to_keep
+        return self.count < limit and not self._is_out_of_memory
 
     def take(self) -> Frame | None:
         """Return a free frame; None if there is none."""
@@ -189,8 +192,8 @@ class Spill:
         """
         try:
             free = measure(slot_files.SHM, ranks=1).memory
-            if self.frame_bytes + self._reserve_bytes > free:
-                reserve = self._reserve_bytes >> 20
+            if self.frame_bytes + self._node_reserve_bytes > free:
+                reserve = self._node_reserve_bytes >> 20
                 raise HostMemoryExhausted(
                     self.frame_bytes,
                     f"{free >> 20} MiB are free, and {reserve} MiB are kept for the training",
@@ -201,7 +204,7 @@ class Spill:
         except BaseException as error:
             with self.change:
                 self.count -= 1
-                self._is_refused = True
+                self._is_out_of_memory = True
                 self.change.notify_all()
             if not isinstance(error, HostMemoryExhausted | SlotCancelled):
                 raise  # Ctrl-C in the call of a save
@@ -225,17 +228,18 @@ class Spill:
     def close(self) -> None:
         """Free all frames, those that a ring still has as soon as it gives them back."""
         with self.change:
-            self._limit = self._allowance = 0
-            self._needs.clear()
+            self._most_frames = self._most_kept_frames = 0
+            self._needed_frames.clear()
             self._trim()
 
     @property
-    def _kept_count(self) -> int:
+    def _frames_to_keep(self) -> int:
         """The most frames that one of the last saves needed, within the limit."""
-        return min(self._allowance, max(self._needs, default=0))
+        return min(self._most_kept_frames, max(self._needed_frames, default=0))
 
     def _trim(self) -> None:
-        while self._free and self.count > self._kept_count:
+        """Close free frames until no more than ``_frames_to_keep`` exist, or none is free."""
+        while self._free and self.count > self._frames_to_keep:
             self._free.pop().close()
             self.count -= 1
 
@@ -250,7 +254,7 @@ class Ring(Slot):
         spill: The spill that the ring borrows frames from.
     """
 
-    def __init__(self, nbytes: int, spill: Spill, is_wanted: Callable[[], bool] = bool) -> None:
+    def __init__(self, nbytes: int, spill: Spill, is_wanted: Callable[[], bool]) -> None:
         """Create the ring, in anonymous memory.
 
         Args:

@@ -1,6 +1,10 @@
 """Map the boxes of a save plan to views of a slot, each with the dtype and shape of its box.
 
 A copy of a tensor to its view writes the bytes to their final positions in the rank's file.
+
+An *item* of the plan is one box, a region of a tensor, which is a *leaf* of the state. A *slot* is
+a reusable buffer for images. An image that is larger than its slot, a *ring*, passes through it *in
+waves*, divided into *pieces* of equal size.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ The decision is made before the first save, and one log line states it. Slots ma
 memory of the machine, or the memory that the cgroups (v1 or v2) of the process still allow if that
 is less. Slots in ``/dev/shm`` are also limited by its free space. This memory is divided among the
 ranks of the node, since all of them make slots at the same time.
+
+A slot holds an *image*, which is a rank's part of the state. If memory is short, the slot is a
+*ring*, which is smaller than the image. The image then passes through it *in waves*, divided into
+pieces, each in a *frame*. Where an optimizer would wait for the store, the ring borrows frames of
+the *spill*. A *part* is a unit of an upload.
 """
 
 from __future__ import annotations
@@ -82,7 +87,8 @@ _V2: Final = _Cgroups(
 
 @dataclass(slots=True)
 class Reservation:
-    """The host memory that saves keep outside of slots: the bytes of the last step, for deltas.
+    """The host memory that saves keep outside of slots: the bytes of the last step, for deltas. A
+    delta stores the differences to that step.
 
     Attributes:
         last_step_bytes: The bytes of the last step, which this rank keeps from its first save on.
@@ -100,9 +106,9 @@ class Reservation:
     def reduce(self, room: Room) -> Room:
         """Return ``room`` without the bytes of the last step, as the slots may use it."""
         # What is taken already is no part of the memory that was measured.
-        absent = max(0, self.last_step_bytes - self.used_bytes)
+        untaken_bytes = max(0, self.last_step_bytes - self.used_bytes)
         limit = None if room.limit is None else max(0, room.limit - self.last_step_bytes)
-        memory = max(0, room.memory - absent)
+        memory = max(0, room.memory - untaken_bytes)
         if limit is not None:
             memory = min(memory, limit)
         shared_bytes = min(room.shared_bytes, memory)
@@ -352,8 +358,8 @@ def measure(
         reclaimable_in_shm: The bytes of these slots that are in ``shm``.
     """
     free = max(0, free_memory() + reclaimable)
-    division = siblings or Siblings(node_memory=free, shm_bytes=0)
-    memory = min(free, division.node_memory // ranks)
+    siblings = siblings or Siblings(node_memory=free, shm_bytes=0)
+    memory = min(free, siblings.node_memory // ranks)
     if limit is not None:
         memory = min(memory, limit)
     try:
@@ -361,7 +367,7 @@ def measure(
         shm_bytes = stat.f_bavail * stat.f_frsize + reclaimable_in_shm
     except OSError:
         shm_bytes = 0
-    shared_bytes = min(memory, shm_bytes, (shm_bytes + division.shm_bytes) // ranks)
+    shared_bytes = min(memory, shm_bytes, (shm_bytes + siblings.shm_bytes) // ranks)
     return Room(memory=memory, shared_bytes=shared_bytes, ranks=ranks, limit=limit)
 
 

@@ -45,7 +45,7 @@ class NodeMemory:
     def __init__(self) -> None:
         self._remove: Callable[[], object] | None = None
 
-    def figure(self, measure: Callable[[], int]) -> int:
+    def first_measurement(self, measure: Callable[[], int]) -> int:
         """Return the bytes that the first rank has measured, or those that ``measure`` returns if
         this rank is the first.
         """
@@ -104,13 +104,13 @@ def _files(prefix: str) -> Iterator[tuple[str, Process]]:
         return
     for entry in files:
         name, parts = entry.name, entry.name.split("-")  # See ``new_path``
-        is_own = (
+        has_slot_name = (
             name.startswith(f"{prefix}-")
             and len(parts) == 6
             and parts[2].isdigit()
             and parts[3].isdigit()
         )
-        if is_own and ("." not in parts[5] or parts[5].partition(".")[0] == namespace()):
+        if has_slot_name and ("." not in parts[5] or parts[5].partition(".")[0] == namespace()):
             with contextlib.suppress(OSError):  # Another process may have removed the file
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():

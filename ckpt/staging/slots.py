@@ -3,7 +3,8 @@
 A slot is usually a file in ``/dev/shm``. The file outlives the trainer, another process can map it,
 and direct I/O can write from it. ``posix_fallocate`` allocates the pages of the file before use, so
 that a full ``/dev/shm`` causes an error at once, and not a SIGBUS later. If ``/dev/shm`` has no
-room, the slot is anonymous memory, which is as fast but ends with the process.
+room, the slot is anonymous memory, which is as fast but ends with the process. If memory is short,
+slots are *rings*, which are smaller than the images that pass through them in waves.
 
 The name of a file contains the process id, the start time and the program of its process. When a
 pool is created, it removes the files of processes that have ended, and those of programs that this
@@ -25,7 +26,7 @@ from ckpt.locks import Condition
 from ckpt.staging import slot_files
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.device import Devices
-from ckpt.staging.frames import SAVES, Ring, Spill
+from ckpt.staging.frames import RECENT_SAVES, Ring, Spill
 from ckpt.staging.memory_budget import (
     Budget,
     Reservation,
@@ -129,11 +130,13 @@ class SlotPool:
         reservation: The host memory that saves keep outside of slots. Its bytes are known before
             the first slot is made.
 
+    The calls in ``_requests`` are about to create a slot each.
+
     Thread safety: The training thread may call ``acquire``, ``plan`` and ``release``, a background
     thread may call ``reserve``, the threads that have streamed an image may call ``release``,
-    ``look_again`` and ``reconsider``, and the owner may call ``stop`` and, once, ``close``. Any
+    ``wake_waiters`` and ``reconsider``, and the owner may call ``stop`` and, once, ``close``. Any
     thread may use ``slots``, ``nbytes`` and ``has_all``. ``_change`` guards all fields except
-    ``_is_displaced``, for which a lost update changes no more than the level of a log line. All of
+    ``_is_shm_full``, for which a lost update changes no more than the level of a log line. All of
     these threads call ``contents``, some of them under the lock.
     """
 
@@ -147,7 +150,7 @@ class SlotPool:
         part_bytes: int = 0,
         contents: SlotContents | None = None,
     ) -> None:
-        self._count, self._ranks, self._limit = count, ranks, limit
+        self._most_slots, self._ranks, self._limit = count, ranks, limit
         self._elastic, self._part_bytes = elastic, part_bytes
         self._contents = contents or NoContents()
         self.reservation = self._contents.reservation
@@ -156,14 +159,14 @@ class SlotPool:
         self._requests: list[_Request] = []
         self._budget: Budget | None = None
         self._closed = False
-        self._is_displaced = False
+        self._is_shm_full = False
         """True if /dev/shm had no room for a slot that the budget puts there. Further warnings
         about this are then logged at level DEBUG, until /dev/shm has room again.
         """
         self._change = Condition()
         self._spill = Spill(self._is_open, PIECE_BYTES)
         self._node_memory = slot_files.NodeMemory()
-        self._rings_in_use: deque[int] = deque(maxlen=SAVES)
+        self._busy_ring_counts: deque[int] = deque(maxlen=RECENT_SAVES)
         """The number of rings that were in use at the end of each of the last saves."""
         self._serials = itertools.count(1)
         slot_files.remove_orphans()
@@ -215,13 +218,13 @@ class SlotPool:
             StorageError: A tier in memory did not delete the step in a slot that was closed.
         """
         try:
-            while self._make_ahead(nbytes):
+            while self._create_ahead(nbytes):
                 pass
         finally:
             for slot in self.slots:
                 slot.pin(devices)
 
-    def _make_ahead(self, nbytes: int) -> bool:
+    def _create_ahead(self, nbytes: int) -> bool:
         """Create one of the slots that ``reserve`` creates. Return False if there is none to
         create.
         """
@@ -231,7 +234,7 @@ class SlotPool:
                 if self._closed or not self._make_room(nbytes) or self.has_all(nbytes):
                     return False
                 self._requests.append(request)
-            self._make(request, nbytes, ahead=True)
+            self._create_slot(request, nbytes, ahead=True)
         except SlotCancelled:
             return False
         finally:
@@ -271,7 +274,7 @@ class SlotPool:
                         return None
                     self._change.wait()
             self._renew(request)
-            slot = request.slot or self._make(request, nbytes)
+            slot = request.slot or self._create_slot(request, nbytes)
             slot.pin(devices)
             return slot
         except SlotCancelled:
@@ -300,7 +303,7 @@ class SlotPool:
             if isinstance(slot, Ring):
                 self._count_rings()
             if (not fits and not self._is_needed(slot)) or self._is_spare_ring(slot):
-                self._let_go(slot)
+                self._close_free_slot(slot)
             return not slot.is_shared and self._reconsider()
 
     def _count_rings(self) -> None:
@@ -308,8 +311,8 @@ class SlotPool:
         two saves overlap, two rings are in use when the first one ends. The caller must hold the
         lock.
         """
-        free = sum(isinstance(slot, Ring) for slot in self._free)
-        self._rings_in_use.append(self._ring_count() - free + 1)
+        free_rings = sum(isinstance(slot, Ring) for slot in self._free)
+        self._busy_ring_counts.append(self._ring_count() - free_rings + 1)
 
     def _ring_count(self) -> int:
         return sum(isinstance(slot, Ring) for slot in self._slots)
@@ -320,19 +323,19 @@ class SlotPool:
         """
         is_spare = (
             isinstance(slot, Ring)
-            and len(self._rings_in_use) == SAVES
-            and self._ring_count() > max(self._rings_in_use)
+            and len(self._busy_ring_counts) == RECENT_SAVES
+            and self._ring_count() > max(self._busy_ring_counts)
         )
         if is_spare:
             _log.info(
                 "ckpt: %d MiB of host memory are given back: the last %d saves needed no more "
                 "rings",
                 slot.capacity >> 20,
-                SAVES,
+                RECENT_SAVES,
             )
         return is_spare
 
-    def look_again(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake the threads that wait for a slot. Call this when the step in a slot may no longer be
         needed.
         """
@@ -349,7 +352,7 @@ class SlotPool:
         self.stop()
         with self._change:
             for slot in list(self._slots):
-                self._drop(slot)
+                self._close_slot(slot)
             self._free.clear()
         self._spill.close()
         self._node_memory.close()
@@ -371,12 +374,12 @@ class SlotPool:
         if capacity_of(budget.nbytes) > self._room(budget.nbytes).shared_bytes:
             return False
         self._budget = decide(
-            budget.nbytes, most_slots=self._count, room=self._room(budget.nbytes, self._slots)
+            budget.nbytes, most_slots=self._most_slots, room=self._room(budget.nbytes, self._slots)
         )
-        self._is_displaced = False
+        self._is_shm_full = False
         _log.info("ckpt: %s", self._budget.sentence)
         for slot in [slot for slot in self._free if not slot.is_shared]:
-            self._let_go(slot)
+            self._close_free_slot(slot)
         return True
 
     def _room(self, nbytes: int, slots: Sequence[Slot] = ()) -> Room:
@@ -386,7 +389,7 @@ class SlotPool:
         siblings = None
         if self._ranks > 1:
             siblings = Siblings(
-                node_memory=self._node_memory.figure(free_memory)
+                node_memory=self._node_memory.first_measurement(free_memory)
                 - self._ranks * self.reservation.used_bytes,
                 shm_bytes=slot_files.sibling_slot_bytes(),
             )
@@ -415,7 +418,7 @@ class SlotPool:
             slot.regrow()
         except (SlotLost, HostMemoryExhausted):
             with self._change:
-                self._drop(slot)
+                self._close_slot(slot)
                 self._requests.append(request)
                 request.slot = None
 
@@ -443,8 +446,8 @@ class SlotPool:
         if not spare:
             # If this returns False, the caller calls ``_make_room``, which closes slots that are
             # too small and not needed.
-            is_any_small = not all(map(self._is_needed, self._free))
-            if is_any_small or self._is_any_in_use() or not self._is_full():
+            has_small_spare = not all(map(self._is_needed, self._free))
+            if has_small_spare or self._is_any_in_use() or not self._is_full():
                 return False
             if len(self._free) > 1:  # The outcome of a save is not known, so its step is needed too
                 raise CommitError(
@@ -473,14 +476,14 @@ class SlotPool:
         needed_slots = list(filter(self._is_needed, small))
         for slot in small:
             if slot not in needed_slots:
-                self._let_go(slot)
+                self._close_free_slot(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
             # The needed slots will be freed before all new slots exist, so their memory counts as
             # free.
             room = self._room(nbytes, needed_slots)
             self._budget = decide(
                 nbytes,
-                most_slots=self._count,
+                most_slots=self._most_slots,
                 room=room,
                 elastic=self._elastic,
                 part_bytes=self._part_bytes,
@@ -496,7 +499,7 @@ class SlotPool:
             and len(needed_slots) == 1
             and not self._requests
         ):
-            self._let_go(needed_slots[0])
+            self._close_free_slot(needed_slots[0])
         return not self._is_full()
 
     def _log_level(self, budget: Budget, room: Room) -> int:
@@ -504,7 +507,7 @@ class SlotPool:
         than the settings allow, and INFO if the settings alone decide.
         """
         is_ring = budget.slot_bytes < budget.nbytes
-        is_as_set = budget.slots == self._count and (self._elastic or not is_ring)
+        is_as_set = budget.slots == self._most_slots and (self._elastic or not is_ring)
         # An image in anonymous memory is lost if the process dies, which deserves a warning. A ring
         # never holds a whole image, so it has nothing to lose.
         needs_no_warning = budget.is_shared or self._elastic or is_ring
@@ -544,7 +547,7 @@ class SlotPool:
         is_known = self._budget is not None and self._budget.nbytes >= nbytes
         return min(nbytes, self._budget.slot_bytes) if is_known and self._budget else nbytes
 
-    def _make(self, request: _Request, nbytes: int, *, ahead: bool = False) -> Slot:
+    def _create_slot(self, request: _Request, nbytes: int, *, ahead: bool = False) -> Slot:
         """Create a slot in ``request``, add it to the pool, and return it. With ``ahead``, the slot
         is free at once, so that a caller of ``acquire`` that waits for it finds no slot in use. It
         is closed if a save has created the last one that ``reserve`` creates.
@@ -553,7 +556,7 @@ class SlotPool:
         must not hold the lock, since touching the pages takes long. The pages of a ring that a save
         waits for are touched later, by the thread that copies to them.
         """
-        request.slot = slot = self._new(self._slot_bytes(nbytes))
+        request.slot = slot = self._map_slot(self._slot_bytes(nbytes))
         if ahead or not isinstance(slot, Ring):
             slot.prefault()
         with self._change:
@@ -561,7 +564,7 @@ class SlotPool:
             has_all = self.has_all(nbytes)  # A save may have created a ring meanwhile
             self._slots.append(slot)
             if self._closed or (ahead and has_all):
-                self._drop(slot)
+                self._close_slot(slot)
             elif ahead:
                 self._free.append(slot)
             if ahead:
@@ -569,7 +572,7 @@ class SlotPool:
             self._change.notify_all()
         return slot
 
-    def _new(self, nbytes: int) -> Slot:
+    def _map_slot(self, nbytes: int) -> Slot:
         """Return a new slot, in /dev/shm if the budget says so and there is room."""
         with self._change:
             budget, spill = self._budget, self._spill
@@ -581,14 +584,14 @@ class SlotPool:
             except OSError as error:
                 # /dev/shm has filled up since it was measured.
                 _log.log(
-                    logging.DEBUG if self._is_displaced else logging.WARNING,
+                    logging.DEBUG if self._is_shm_full else logging.WARNING,
                     "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but "
                     "lost with the process",
                     os.strerror(error.errno or 0),
                     nbytes >> 20,
                     slot_files.SHM,
                 )
-                self._is_displaced = True
+                self._is_shm_full = True
         # The process that has filled /dev/shm may also have used this memory.
         if nbytes > (memory := measure(slot_files.SHM, ranks=1).memory):
             raise HostMemoryExhausted(
@@ -601,12 +604,12 @@ class SlotPool:
     def _is_open(self) -> bool:
         return not self._closed
 
-    def _let_go(self, slot: Slot) -> None:
+    def _close_free_slot(self, slot: Slot) -> None:
         """Remove a free slot from the pool and close it. The caller must hold the lock."""
         self._free.remove(slot)
-        self._drop(slot)
+        self._close_slot(slot)
 
-    def _drop(self, slot: Slot) -> None:
+    def _close_slot(self, slot: Slot) -> None:
         """Remove a slot from the pool, remove the step in it, and close it. The caller must hold
         the lock.
 

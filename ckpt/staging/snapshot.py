@@ -16,6 +16,9 @@ Late copies from an accelerator run on a side stream that waits for an event of 
 The fence makes the current *stream* wait for them, not the CPU. Eager copies run on the caller's
 stream, and the call waits for them. All sources on an accelerator without streams are eager (see
 ``device``).
+
+A *window* shows an image to the threads that write it to a tier. If memory is short, an image
+passes through a *ring*, a few pieces at a time, and ``window.whole`` is False.
 """
 
 from __future__ import annotations
@@ -40,9 +43,9 @@ from ckpt.staging.digest import digest, digest_of, fold
 from ckpt.staging.window import Window
 from ckpt.staging.witness import FullWitness, Placement, Sample, SampledWitness, Witness
 
-SPARE: Final = 4
+SMALL_DIVISOR: Final = 4
 """The eager sources of an image in a ring are first copied to other memory if they need at most
-``1 / SPARE`` of the size of the ring (see ``Snapshot._copy_later``).
+``1 / SMALL_DIVISOR`` of the size of the ring (see ``Snapshot._copy_later``).
 """
 
 
@@ -94,9 +97,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         guards = {id(copy.guarded): (copy.name, copy.guarded) for copy in self.late_copies}
-        pairs = (*guards.values(), *self.wrappers)
-        object.__setattr__(self, "names", tuple(name for name, _ in pairs))
-        object.__setattr__(self, "guarded", tuple(tensor for _, tensor in pairs))
+        named_tensors = (*guards.values(), *self.wrappers)
+        object.__setattr__(self, "names", tuple(name for name, _ in named_tensors))
+        object.__setattr__(self, "guarded", tuple(tensor for _, tensor in named_tensors))
         object.__setattr__(self, "sample", Sample(self.late_copies))
         object.__setattr__(self, "eager_devices", devices_of(self.eager))
         object.__setattr__(self, "late_devices", devices_of(self.late_copies))
@@ -224,7 +227,7 @@ class Snapshot:
         if self._land_event.is_set() or not self._begin_lock.acquire(blocking=False):
             return
         try:
-            with self._device_copies.thread() if self._device_copies else nullcontext():
+            with self._device_copies.thread_context() if self._device_copies else nullcontext():
                 self._copy_late()
                 self._compare()
         except Exception as error:  # noqa: BLE001
@@ -351,7 +354,7 @@ class Snapshot:
         """
         launches: deque[_Launch] = deque()
         if self._device_copies:
-            self._device_copies.begin()
+            self._device_copies.wait_for_queued_work()
         copy_groups = list(
             groups(
                 sorted(chain.from_iterable(self._late_copies), key=attrgetter("end")),
@@ -417,6 +420,9 @@ class Snapshot:
         self._witness = None  # It has references to the sources
 
     def _ask_witness(self, placements: Sequence[Placement] | None) -> None:
+        """Raise ``TensorChanged`` if the bytes of late copies in the image are not those that the
+        witness has read. ``placements`` are the copies to compare; None for all.
+        """
         if self._witness is not None:
             on_stream = self._device_copies.on_stream if self._device_copies else _on_no_stream
             if (name := self._witness.changed_name(placements, on_stream)) is not None:
@@ -434,18 +440,18 @@ class Snapshot:
         Small sources may be everywhere in the image, and would take the memory of all of it.
         """
         nbytes = sum(copy.target.nbytes for copy in self._eager)
-        return nbytes > self.window.ring_bytes // SPARE and self.window.reserve(
+        return nbytes > self.window.ring_bytes // SMALL_DIVISOR and self.window.reserve(
             (copy.start, copy.end) for copy in self._eager
         )
 
     def _copy_later(self) -> None:
         """Let ``copy_late`` copy the eager sources into an image that passes through a ring.
 
-        If they are small (see ``SPARE``), copy them to other memory now. Otherwise set
+        If they are small (see ``SMALL_DIVISOR``), copy them to other memory now. Otherwise set
         ``foreground``.
         """
         nbytes = sum(copy.target.nbytes for copy in self._eager)
-        self.foreground = nbytes > self.window.ring_bytes // SPARE
+        self.foreground = nbytes > self.window.ring_bytes // SMALL_DIVISOR
         if not self.foreground:
             self._eager = [
                 copy._replace(

@@ -173,7 +173,8 @@ class RingWindow(Window):
     writers. From then on, the spill grows for what is left to copy.
 
     Pieces that hold nothing but the header take no frame, since the save plan keeps the header in
-    memory. So a header of any length passes.
+    memory. So a header of any length passes. These pieces are the first ``resident_bytes`` of the
+    image, and ``_first_piece`` is the piece after them. ``_passed_pieces`` were given back.
 
     Args:
         ring: The ring. All of its frames are free, and only one window uses it at a time.
@@ -225,7 +226,7 @@ class RingWindow(Window):
                 # A piece that ``reserve`` took may have been written and given back by now.
                 has_passed = self._next_piece in self._passed_pieces
             if frame is None and not has_passed:
-                if (frame := self._frame(wait=wait)) is None:
+                if (frame := self._take_frame(wait=wait)) is None:
                     return False
                 with self._change:
                     self._frames[self._next_piece] = frame
@@ -239,6 +240,7 @@ class RingWindow(Window):
         return self._frames[start // self._frame_bytes].place(form, start % self._frame_bytes)
 
     def reserve(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Do what `Window.reserve` does: take frames for some ranges of bytes now."""
         pieces = {
             piece
             for start, end in ranges
@@ -282,15 +284,15 @@ class RingWindow(Window):
         ]
 
     def note_written(self, start: int, end: int) -> None:
-        self._use(_WRITE, start, end)
+        self._note_use(_WRITE, start, end)
 
     def note_hashed(self, start: int, end: int) -> None:
-        self._use(_HASH, start, end)
+        self._note_use(_HASH, start, end)
 
     def note_loss(self, error: CkptError) -> None:
         self.fail(error)
 
-    def _frame(self, *, wait: bool) -> Frame | None:
+    def _take_frame(self, *, wait: bool) -> Frame | None:
         """Return a free frame; None if there is none and ``wait`` is False."""
         while True:
             with self._change:
@@ -309,18 +311,20 @@ class RingWindow(Window):
         may_grow = self._ring.spill.may_grow(hurries=self.hurries)
         return self._has_ended or self._ring.has_free or may_grow
 
-    def _use(self, use: int, start: int, end: int) -> None:
+    def _note_use(self, use: int, start: int, end: int) -> None:
         """Note a use (``_WRITE`` or ``_HASH``) of some bytes. Give back the frames of the pieces
         that have had both.
         """
         with self._change:
             self._uses[use].add(start, end)
             for piece in range(start // self._frame_bytes, -(-end // self._frame_bytes)):
-                low, high = (
+                piece_start, piece_end = (
                     piece * self._frame_bytes,
                     min(self.size, (piece + 1) * self._frame_bytes),
                 )
-                if piece in self._frames and all(ranges.covers(low, high) for ranges in self._uses):
+                if piece in self._frames and all(
+                    ranges.covers(piece_start, piece_end) for ranges in self._uses
+                ):
                     self._ring.give_back(self._frames.pop(piece))
                     self._passed_pieces.add(piece)
 
@@ -340,6 +344,7 @@ class _Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
+        """Add the integers from ``start`` up to ``end``, without it."""
         # The ranges from ``low`` to ``high`` overlap or touch the new one, and are joined with it.
         low, high = bisect_left(self._ends, start), bisect_right(self._starts, end)
         if low < high:

@@ -5,6 +5,9 @@ DTensors or with its own kernels moves no version counter. A *witness* reads the
 call of the save, and compares them with the image after the copies. If a tensor differs, the
 witness returns its name. `SampledWitness` reads a small part of each source, and `FullWitness`
 reads all bytes.
+
+A *place* is a few bytes of a tensor that are compared. Its *kind* decides which places are read by
+one call. A *placement* is a copy of a batch, with the same copy as it was made in this save.
 """
 
 from __future__ import annotations
@@ -120,8 +123,8 @@ class Sample:
         """
         if not self.subsets:
             places = [(copy, _places(copy)) for copy in sorted(self._copies, key=_kind)]
-            extra = sum(len(copy_places) - 1 for _, copy_places in places)
-            count = 1 + extra // PLACES_AT_ONCE
+            extra_places = sum(len(copy_places) - 1 for _, copy_places in places)
+            count = 1 + extra_places // PLACES_AT_ONCE
             # Subset k has every count-th place of a copy, or one place of a copy with fewer places.
             self.subsets = tuple(
                 Subset(
@@ -166,7 +169,7 @@ class Subset:
         self._host_views: list[Any] = []
         self._device_views: list[list[torch.Tensor]] = []
         self._image_views: list[Any] = []
-        self._spans: dict[int, tuple[Places, slice]] = {}
+        self._places_and_slices: dict[int, tuple[Places, slice]] = {}
         for kind, group in groupby(places, key=lambda pair: _kind(pair[0])):
             if kind == _HOST:
                 self._addresses = [
@@ -214,8 +217,8 @@ class Subset:
             source_bytes: The bytes of all places of the sources, in the order of the places.
             placements: The copies to compare; None for all.
         """
-        if not self._spans:
-            self._build_spans()
+        if not self._places_and_slices:
+            self._find_slices()
         if placements is not None:
             return next(
                 (
@@ -231,40 +234,39 @@ class Subset:
             ]
         if b"".join(self._image_views) == source_bytes:
             return None
-        pairs = [(copy, copy) for copy, _ in self._places]
         return next(
-            (
-                copy.name
-                for copy, placed_copy in pairs
-                if self._differs(copy, placed_copy, source_bytes)
-            ),
-            None,
+            (copy.name for copy, _ in self._places if self._differs(copy, copy, source_bytes)), None
         )
 
     def _differs(self, copy: Copy, placed_copy: Copy, source_bytes: bytes) -> bool:
-        if id(copy) not in self._spans:
+        """Return True if the places of a copy differ between the image and ``source_bytes``.
+        ``placed_copy`` is the copy with the memory that it has in this save.
+        """
+        if id(copy) not in self._places_and_slices:
             return False
-        _, span = self._spans[id(copy)]
-        return b"".join(self._views_in_image(copy, placed_copy)) != source_bytes[span]
+        _, source_slice = self._places_and_slices[id(copy)]
+        return b"".join(self._views_in_image(copy, placed_copy)) != source_bytes[source_slice]
 
     def _views_in_image(self, copy: Copy, placed_copy: Copy) -> Iterator[Any]:
-        address, (places, _) = placed_copy.target.data_ptr(), self._spans[id(copy)]
+        """Yield the bytes of the places of a copy in the memory of ``placed_copy``."""
+        address, (places, _) = placed_copy.target.data_ptr(), self._places_and_slices[id(copy)]
         return (host_bytes(address + offset, nbytes) for _, offset, nbytes in places)
 
-    def _build_spans(self) -> None:
-        """Find the places of each copy. The copying thread calls this, so that the training thread
-        spends no time on it.
+    def _find_slices(self) -> None:
+        """Find the places of each copy, and the slice of their bytes among those of all places. The
+        copying thread calls this, so that the training thread spends no time on it.
         """
         end = 0
         for copy, places in self._places:
             begin, end = end, end + sum(nbytes for _, _, nbytes in places)
-            self._spans[id(copy)] = places, slice(begin, end)
+            self._places_and_slices[id(copy)] = places, slice(begin, end)
 
 
 class SampledWitness:
     """A witness that compares the next subset of each sample.
 
-    The training thread creates it, and the copying thread calls ``changed_name``.
+    The training thread creates it, and the copying thread calls ``changed_name``, which takes the
+    placements to compare (None for all) and returns the name of a tensor that differs.
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
@@ -277,7 +279,8 @@ class SampledWitness:
     ) -> str | None:
         # A second call, for other placements, has nothing left to fetch.
         self._reads = [
-            (subset, host + _fetch(tensors, on_stream), []) for subset, host, tensors in self._reads
+            (subset, host_bytes_read + _fetch(tensors, on_stream), [])
+            for subset, host_bytes_read, tensors in self._reads
         ]
         for sample in self._samples:
             sample.build()  # This saves the training thread the work at the next save
@@ -290,6 +293,9 @@ class SampledWitness:
 class FullWitness:
     """A witness that compares all bytes: it reads all sources when it is created, and the image
     after the copies.
+
+    ``changed_name`` takes the placements to compare (None for all), and returns the name of a
+    tensor that differs.
     """
 
     def __init__(self, copies: Iterable[Copy]) -> None:
@@ -320,6 +326,7 @@ def _places(copy: Copy) -> Places:
     if nbytes <= WHOLE_BYTES:
         return Grid(begin, range(1), nbytes)
     count = max(1, nbytes // SPACING_BYTES)
+    # The places may begin up to ``slack`` bytes later.
     slack = nbytes - (count - 1) * SPACING_BYTES - LINE_BYTES
     start = crc32(name.encode(), end) % (slack + 1) // 64 * 64  # At the begin of a cache line
     return Grid(begin, range(start, start + count * SPACING_BYTES, SPACING_BYTES), LINE_BYTES)

@@ -165,7 +165,7 @@ def test_what_is_lazy_is_resolved_before_it_is_copied(
         assert side is not None
         keep_busy(SECONDS[0], side)
         beside = LateCopies([place])
-        beside.begin()
+        beside.wait_for_queued_work()
         beside.run([copy])
         beside.synchronize()
     else:

@@ -14,7 +14,7 @@ def ring_of(frames: int, spill: int = 0, *, step: int) -> Ring:
     """
     shared = Spill(lambda: True, step)
     shared.allow(spill * step)
-    return Ring(frames * step, shared)
+    return Ring(frames * step, shared, lambda: True)
 
 
 def copy_bytes(window: RingWindow, data: bytes, start: int, end: int) -> None:

@@ -103,13 +103,13 @@ class SimulatedCopies:
         self._end = self._hold = 0
         self._is_free = False
 
-    def thread(self) -> AbstractContextManager[None]:
+    def thread_context(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def on_stream(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin(self) -> None: ...
+    def wait_for_queued_work(self) -> None: ...
 
     def run(self, copies: Sequence[Copy]) -> None:
         with self._change:

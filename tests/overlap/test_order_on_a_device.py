@@ -276,8 +276,8 @@ def test_a_frame_that_is_used_again_before_its_piece_is_hashed_is_noticed(monkey
             add(window._uses[1 - use], start, end)
         original(window, use, start, end)
 
-    original = RingWindow._use
-    monkeypatch.setattr(RingWindow, "_use", add_to_both)
+    original = RingWindow._note_use
+    monkeypatch.setattr(RingWindow, "_note_use", add_to_both)
     with save_of(spill=0) as save:
         save.device.let_all_land()
         save.let_use("write", save.size)

@@ -258,7 +258,7 @@ def test_a_slot_with_what_is_nowhere_else_is_not_taken_while_another_is_in_use(p
     waiter = threading.Thread(target=lambda: found.append(pool.acquire(MIB, wait=True)))
     waiter.start()
     contents.path = None  # A newer image has been committed in the other slot
-    pool.look_again()
+    pool.wake_waiters()
     waiter.join()
     assert found == [two, one]
 
@@ -397,7 +397,7 @@ def test_all_ranks_of_a_node_divide_the_memory_that_the_first_has_measured(shm):
     script = (
         "from ckpt.staging import slot_files; import sys; slot_files.SHM = sys.argv[1]; "
         "memory = slot_files.NodeMemory(); "
-        "print(memory.figure(lambda: int(sys.argv[2])), flush=True); sys.stdin.read()"
+        "print(memory.first_measurement(lambda: int(sys.argv[2])), flush=True); sys.stdin.read()"
     )
 
     def rank(nbytes: int) -> Any:
@@ -407,7 +407,7 @@ def test_all_ranks_of_a_node_divide_the_memory_that_the_first_has_measured(shm):
         )  # fmt: skip
 
     own = slot_files.NodeMemory()
-    assert own.figure(lambda: 100) == 100  # of another launcher's rank
+    assert own.first_measurement(lambda: 100) == 100  # of another launcher's rank
     assert not list(shm.glob("ckpt-memory-*"))  # These are the folders of tiers in memory
     (shm / f"ckpt-share-{os.getpid()}-{Process.of(os.getpid()).start_time}-x-{namespace()}").touch()
     with rank(900) as first:
@@ -420,7 +420,7 @@ def test_all_ranks_of_a_node_divide_the_memory_that_the_first_has_measured(shm):
                 assert third.stdout.readline() == "900\n"
     with rank(500) as later:
         assert later.stdout.readline() == "500\n"
-        assert own.figure(lambda: 1) == 100
+        assert own.first_measurement(lambda: 1) == 100
     own.close()
     SlotPool(1).close()  # removes what the killed rank has left
     assert len(os.listdir(shm)) == 1

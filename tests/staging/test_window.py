@@ -279,7 +279,7 @@ def test_a_header_of_any_length_needs_one_frame():
     assert [len(part) for part in window.parts(2, 5 * STEP)] == [4 * STEP - 2, STEP]
     window.hurry()
     window.abandon()
-    assert window._ring.spill._kept_count == 0  # the frames of the ring suffice
+    assert window._ring.spill._frames_to_keep == 0  # the frames of the ring suffice
 
 
 @given(
@@ -343,7 +343,7 @@ class Images(RuleBasedStateMachine):
         super().__init__()
         spill = Spill(lambda: True, STEP)
         spill.allow(3 * STEP)
-        self.rings = [Ring(2 * STEP, spill), Ring(2 * STEP, spill)]
+        self.rings = [Ring(2 * STEP, spill, lambda: True) for _ in range(2)]
         self.spill = spill
         self.images: list[Model | None] = [None, None]
         self.count = 0
