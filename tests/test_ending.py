@@ -27,7 +27,7 @@ from ckpt.coordination.abort_reason import Abort, rebuild
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure
 from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.exchanges import encode_json
-from ckpt.coordination.leaving import DepartingCoordinator, who_left
+from ckpt.coordination.leaving import DepartingCoordinator, first_departure
 from ckpt.elastic import ending_error
 from ckpt.errors import AccessDenied, CommitError, ConfigError
 from ckpt.model.keys import StepRef
@@ -563,7 +563,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
     assert isinstance(reported, CommitError)
     assert isinstance(verdict, Abort), verdict
     assert "it has ended: ValueError: boom" in str(verdict)
-    assert who_left(world.coordinator(0)).rank == 1  # type: ignore[union-attr]
+    assert first_departure(world.coordinator(0)).rank == 1  # type: ignore[union-attr]
 
 
 def test_a_second_rank_that_leaves_is_not_waited_for_either() -> None:
@@ -619,7 +619,7 @@ def test_a_rank_may_leave_for_an_error_with_a_name_that_is_not_utf_8() -> None:
     """Such as the name of a file of a data set. The others would wait until the time-out."""
     world = World(2)
     DepartingCoordinator(world.coordinator(1)).leave("ValueError: no such file: step\udce9")
-    gone = who_left(world.coordinator(0))
+    gone = first_departure(world.coordinator(0))
     assert gone is not None
     assert gone.reason == r"ValueError: no such file: step\udce9"
 

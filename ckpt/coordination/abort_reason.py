@@ -1,4 +1,7 @@
-"""The reason why a save was aborted, as a message that carries an error to all ranks."""
+"""The reason why a save was aborted, as a message that carries an error to all ranks.
+
+The *verdict* on a save says whether it has become a checkpoint, which has a manifest.
+"""
 
 from __future__ import annotations
 

@@ -248,9 +248,10 @@ class CommitMachine:
     """The commit of one save on one tier, as a state machine of one rank.
 
     ``begin`` returns the first action. ``handle`` takes the result of the last action as an event,
-    with the current time, and returns the next action. Times are those of ``time.monotonic``. A
-    rank waits at most ``timeout + stagger`` seconds for an intent. It then waits at most as long
-    again for the outcome, if it cannot complete the commit itself.
+    with the current time, and returns the next action. Times are those of ``time.monotonic``.
+    ``stagger`` are the seconds after which a rank checks whether the leader is silent. A rank waits
+    at most ``timeout + stagger`` seconds for an intent. It then waits at most as long again for the
+    outcome, if it cannot complete the commit itself.
     """
 
     def __init__(

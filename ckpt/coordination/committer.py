@@ -1,6 +1,8 @@
 """Carry out the commit protocol of `ckpt.coordination.commit_state_machine`.
 
-Each rank commits on a background thread, once its part of the save is durable or has failed.
+Each rank commits on a background thread, once its part of the save is durable or has failed. A
+*fragment* describes the part of one rank, and the manifest, which is merged from all fragments,
+makes the save a checkpoint.
 """
 
 from __future__ import annotations
@@ -375,9 +377,9 @@ class _Commit:
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         """Make the manifest. A failure is certain if every rank would meet it."""
         try:
-            parts = self._read_all(partial(self._read, fragment) for fragment in fragments)
-            manifest = merge(zip(parts, fragments, strict=True), self._merge_cache)
-            if manifest.increments:
+            contents = self._read_all(partial(self._read, fragment) for fragment in fragments)
+            manifest = merge(zip(contents, fragments, strict=True), self._merge_cache)
+            if manifest.increments:  # Files that need chunks in files of older steps, the bases
                 self._store.keep(manifest.bases)
             self._manifest = pack(manifest)
             self._store.confirm()

@@ -1,7 +1,7 @@
 """Exchanges between ranks: gather a message of each rank, and let the leader decide for all ranks.
 
-Every wait is bounded. If ranks do not answer in time, an error names them. Messages are JSON, whose
-texts may come from errors (``encode_json``).
+A *subject* is the name of an exchange. Every wait is bounded. If ranks do not answer in time, an
+error names them. Messages are JSON, whose texts may come from errors (``encode_json``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A coordinator by which a rank leaves the exchanges of the job when an exception ends its process.
 
 The other ranks learn that the rank posts nothing more, so that they do not wait for its messages.
+A *subject* is the name of an exchange: each rank may post one message on it, and one *verdict* is
+set for all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ T = TypeVar("T")
 
 END_OF_DATA: Final = (StopIteration, StopAsyncIteration, GeneratorExit)
 """The exceptions that end an iteration normally, and so are no failures."""
-_SUBJECT: Final = "gone"
+_DEPARTURE_SUBJECT: Final = "gone"
 _LOOK_SECONDS: Final = 1.0
 _MOST_LOOK_SECONDS: Final = 10.0
 _MOST_LOOKS_PER_SECOND: Final = 256
@@ -82,8 +84,8 @@ class DepartingCoordinator:
         message = encode_json(Departure(self.rank, reason))
         with suppress(CkptError):
             # The verdict names only the first rank that leaves. Its existence is cheap to check.
-            self._inner.post(_SUBJECT, message)
-            self._inner.set_once(_SUBJECT, message)
+            self._inner.post(_DEPARTURE_SUBJECT, message)
+            self._inner.set_once(_DEPARTURE_SUBJECT, message)
 
     def post(self, subject: str, message: bytes) -> None:
         self._check_not_left()
@@ -142,12 +144,12 @@ def own_coordinator(coordinator: Coordinator) -> OwnCoordinator:
     return DepartingCoordinator(coordinator)
 
 
-def who_left(coordinator: Coordinator) -> Departure | None:
+def first_departure(coordinator: Coordinator) -> Departure | None:
     """Return the first rank that has left the exchanges of the job, or None if no rank has left.
 
     The call costs one request to the job's store.
     """
-    message = coordinator.verdict(_SUBJECT, timeout=0.0)
+    message = coordinator.verdict(_DEPARTURE_SUBJECT, timeout=0.0)
     return None if message is None else _departure_decoder.decode(message)
 
 
@@ -156,11 +158,11 @@ def who_has_left(coordinator: Coordinator, ranks: Collection[int]) -> dict[int, 
 
     The call costs one request to the job's store as long as no rank of the job has left.
     """
-    departure = who_left(coordinator)
+    departure = first_departure(coordinator)
     if departure is None:
         return {}
     reasons = {departure.rank: departure.reason} if departure.rank in ranks else {}
-    messages = coordinator.collect(_SUBJECT, set(ranks), timeout=0.0)
+    messages = coordinator.collect(_DEPARTURE_SUBJECT, set(ranks), timeout=0.0)
     return reasons | {
         rank: _departure_decoder.decode(message).reason for rank, message in messages.items()
     }

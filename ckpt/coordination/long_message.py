@@ -1,6 +1,7 @@
 """Sends messages that are too long for one request to the job's store, compressed and in pieces.
 
-torch's store closes the connection of a client that sends more than 8 MiB at once.
+torch's store closes the connection of a client that sends more than 8 MiB at once. A *subject* is
+the name of an exchange, on which each rank may post one message.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ fragments as messages to the rank that merges them. That rank puts the manifest 
 which makes the checkpoint, since the files of all nodes are durable by then. It then sends the
 manifest to the other nodes, where the lowest rank of each node puts the same bytes. The save has
 succeeded when all nodes have the manifest.
+
+A *subject* is the name of an exchange: each rank may post one message on it, and one *verdict* is
+set for all ranks. ``nodes.of`` has the number of the node of each rank.
 """
 
 from __future__ import annotations
@@ -121,33 +124,33 @@ def _rank_messages(coordinator: Coordinator) -> list[_RankMessage]:
     return [msgspec.json.decode(message, type=_RankMessage) for message in messages.values()]
 
 
-def _decide(ranks: Sequence[_RankMessage]) -> _Decision:
-    if fault := _mismatch(ranks):
+def _decide(messages: Sequence[_RankMessage]) -> _Decision:
+    if fault := _mismatch(messages):
         return _Decision([], fault)
-    return _Decision(_number_nodes([rank.tiers for rank in ranks]), "")
+    return _Decision(_number_nodes([message.tiers for message in messages]), "")
 
 
-def _mismatch(ranks: Sequence[_RankMessage]) -> str:
-    """Return why the tiers or the settings ``tls`` of ``ranks`` do not fit together.
+def _mismatch(messages: Sequence[_RankMessage]) -> str:
+    """Return why the tiers or the settings ``tls`` of the ranks do not fit together.
 
-    The text is empty if they do.
+    The text is empty if they do. ``messages`` are those of all ranks, by rank.
     """
-    counts = [len(rank.tiers) for rank in ranks]
-    if mismatches := [number for number, count in enumerate(counts) if count != counts[LEADER]]:
+    counts = [len(message.tiers) for message in messages]
+    if mismatches := [rank for rank, count in enumerate(counts) if count != counts[LEADER]]:
         return (
             f"rank(s) {_rank_list(mismatches)} were given another number of local tiers than rank "
             f"{LEADER}: give all ranks the same tiers"
         )
-    with_tls = [number for number, rank in enumerate(ranks) if rank.tls]
-    without_tls = [number for number, rank in enumerate(ranks) if not rank.tls]
+    with_tls = [rank for rank, message in enumerate(messages) if message.tls]
+    without_tls = [rank for rank, message in enumerate(messages) if not message.tls]
     if with_tls and without_tls:
         return (
             f"tls is set on rank(s) {_rank_list(with_tls)} and not on rank(s) "
             f"{_rank_list(without_tls)}: set it on all ranks, or on none"
         )
     # Ranks of one node have the same files, so the fault of the first rank is enough.
-    faulty = [number for number, rank in enumerate(ranks) if rank.fault]
-    return f"{ranks[faulty[0]].fault} (on rank(s) {_rank_list(faulty)})" if faulty else ""
+    faulty = [rank for rank, message in enumerate(messages) if message.fault]
+    return f"{messages[faulty[0]].fault} (on rank(s) {_rank_list(faulty)})" if faulty else ""
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
@@ -189,6 +192,10 @@ def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:
 
 
 class _NodeCoordinator:
+    """A coordinator for the ranks of one node, over that of all ranks. The subjects of each node
+    have a prefix of their own.
+    """
+
     def __init__(self, coordinator: Coordinator, nodes: Nodes) -> None:
         self._inner, self._nodes = coordinator, nodes
         self._node_ranks = nodes.mates(coordinator.rank)
@@ -302,7 +309,7 @@ class NodeLocalStore:
         """
         self._store.put(ref, manifest)
         self._has_done_put = True
-        # If this rank dies after this point, the rank that takes the turn waits for this message.
+        # If this rank dies after this point, the rank that goes on with the commit waits for this.
         if self._coordinator.rank in self._nodes.lowest_ranks:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)

@@ -1,4 +1,8 @@
-"""The coordinator of a job with one rank."""
+"""The coordinator of a job with one rank.
+
+A *subject* is the name of an exchange: each rank may post one message on it, and one *verdict* is
+set for all ranks.
+"""
 
 from __future__ import annotations
 

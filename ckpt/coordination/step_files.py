@@ -1,5 +1,8 @@
 """The writes that decide whether a step is a checkpoint: putting its manifest, and deleting its
 files. Every process that does one of them calls this module.
+
+A *tombstone* takes the place of the manifest of a step that was removed. A *claim marker* is an
+object in a step's folder that lets either a finisher of its commit or a remover proceed.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ def put_manifest(
         StorageError: The put has failed, and the manifest cannot be read.
     """
 
-    def check_present(present: bytes) -> None:
-        if present == TOMBSTONE:
+    def check_present(present_bytes: bytes) -> None:
+        if present_bytes == TOMBSTONE:
             raise CommitError(f"{key!r} was removed by another job, which has taken the root over")
-        if present != data:
+        if present_bytes != data:
             raise ManifestCorrupt(key, "it has other content")
 
     try:

@@ -8,7 +8,8 @@ finds the tombstone and fails. The tombstone is removed with the remains of the 
 or as soon as the job of the step is known to have ended (``retention.policy``).
 
 A process that copies the step to the tier again deletes the tombstone right before it puts the
-manifest, while its claim marker stands and all files are there. A late put of the rank does no harm
+manifest, while its *claim marker* (an object in the folder of the step, which keeps removers away)
+stands and all files are there. A late put of the rank does no harm
 then, since it puts the manifest of the same attempt.
 """
 
@@ -58,7 +59,7 @@ def is_tombstone(size: int) -> bool:
     return size == len(TOMBSTONE)
 
 
-def bury(backend: StorageBackend, ref: StepRef) -> None:
+def replace_by_tombstone(backend: StorageBackend, ref: StepRef) -> None:
     """Replace the manifest of a step by a tombstone. From now on, the step is no checkpoint.
 
     Call this while the step has the claim marker of the removal.

@@ -2,8 +2,9 @@
 
 The coordinator works with any store that ``init_process_group`` uses (that of torchrun, ``tcp://``
 or ``file://``), and with the stores that ``joined`` makes. It uses keys of its own, and makes no
-process group. It clones the connection to the store, so a wait in the background never
-delays calls of the trainer to the store.
+process group. A *subject* is the name of an exchange: each rank may post one message on it, and one
+*verdict* is set for all ranks. The coordinator clones the connection to the store, so a wait in the
+background never delays calls of the trainer to the store.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class TorchStoreCoordinator:
             began = time.monotonic()
             messages = {
                 rank: self._read_value(key)
-                for rank, key in self._pairs_with_value(list(keys.items()))
+                for rank, key in self._keys_with_value(list(keys.items()))
             }
             if answers := {
                 rank: message for rank, message in messages.items() if message is not None
@@ -203,22 +204,22 @@ class TorchStoreCoordinator:
         value = _call_store(lambda: self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
         return None if value == _NO_VALUE.encode() else value
 
-    def _pairs_with_value(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return the pairs in ``keys`` whose key has a value. Each pair is a rank and a key.
+    def _keys_with_value(self, ranked_keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return those of ``ranked_keys``, each a rank and its key, whose key has a value.
 
         One request asks the store whether all keys of a block have values. If any has none, the
         method sends one more request for each key of the block.
         """
-        pairs: list[tuple[int, str]] = []
-        for start in range(0, len(keys), _BLOCK_KEYS):
-            block = keys[start : start + _BLOCK_KEYS]
+        keys_with_value: list[tuple[int, str]] = []
+        for start in range(0, len(ranked_keys), _BLOCK_KEYS):
+            block = ranked_keys[start : start + _BLOCK_KEYS]
             has_all = self._have_values([key for _, key in block])
-            pairs += (
+            keys_with_value += (
                 block
                 if has_all
                 else [(rank, key) for rank, key in block if self._have_values([key])]
             )
-        return pairs
+        return keys_with_value
 
     def _have_values(self, keys: list[str]) -> bool:
         return _call_store(lambda: self._store.check(keys))
@@ -247,9 +248,9 @@ def _restart_number(store: Store | None) -> str:
     """Return the number of the restart of the ranks for the keys in the store, or "0" if no earlier
     keys can be in the store. ``store`` is the store that the coordinator was given, if any.
 
-    The agent's store outlives a restart of the ranks. The number is the agent's own: an agent does
-    not count the restarts for which no worker of its own has failed. So ranks on several nodes may
-    have different numbers, and the number is used only where it is necessary.
+    The store of torchrun's agent outlives a restart of the ranks. The number is the agent's own: an
+    agent does not count the restarts for which no worker of its own has failed. So ranks on several
+    nodes may have different numbers, and the number is used only where it is necessary.
     """
     # Torchrun sets these variables for its workers.
     variables = os.environ  # noqa: TID251
@@ -288,14 +289,14 @@ def find_coordinator() -> Coordinator:
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
-    if (variable := world_of_launcher()) is not None:
+    if (variable := launcher_variable()) is not None:
         raise ConfigError(
             f"{variable} says there are several ranks: {_WORLD_SIZE_ADVICE[variable]}"
         )
     return SingleCoordinator()
 
 
-def world_of_launcher() -> str | None:
+def launcher_variable() -> str | None:
     """Return the name of the environment variable in which a launcher gives a number of ranks above
     1, or None if no launcher does.
     """

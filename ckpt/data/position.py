@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from ckpt.checks import check_int
-from ckpt.coordination.torch_store import world_of_launcher
+from ckpt.coordination.torch_store import launcher_variable
 from ckpt.data.worker_seeds import seed_loader
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.state.walk.stand_in import Checkable
@@ -221,7 +221,7 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
         return rank, world_size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    if (variable := world_of_launcher()) is not None:
+    if (variable := launcher_variable()) is not None:
         raise ConfigError(
             f"{variable} says there are several ranks: call torch.distributed.init_process_group() "
             "before building what deals the samples, or give it rank= and world_size="

@@ -29,7 +29,7 @@ from typing import Final
 from ckpt.catalog.index import own_objects, unfinished_of
 from ckpt.catalog.inventory import StoredStep
 from ckpt.coordination.step_files import delete_files
-from ckpt.coordination.tombstone import bury
+from ckpt.coordination.tombstone import replace_by_tombstone
 from ckpt.errors import OutOfSpace
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics, parse_folder
@@ -123,7 +123,7 @@ def _remove_manifest(
     is_remains = step.state == "incomplete" and not step.has_removal_begun
     if claim is not None and claim.may_be_committed(step.ref) and not is_remains:
         with suppress(OutOfSpace):
-            bury(backend, step.ref)
+            replace_by_tombstone(backend, step.ref)
             return (step.ref.manifest,)
     delete_files(backend, [step.ref.manifest])
     return ()

@@ -15,7 +15,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.coordination.step_files import put_manifest
-from ckpt.coordination.tombstone import TOMBSTONE, bury, delete_tombstone
+from ckpt.coordination.tombstone import TOMBSTONE, delete_tombstone, replace_by_tombstone
 from ckpt.errors import AccessDenied, CkptError, CommitError, NoCheckpoint, ObjectNotFound
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
@@ -157,7 +157,7 @@ def test_a_copy_replaces_a_tombstone_when_all_files_are_there(taken, far, near) 
 def test_only_a_tombstone_is_deleted_as_one(taken) -> None:
     backend, _ = taken
     newest, oldest = committed(backend)
-    bury(backend, oldest)
+    replace_by_tombstone(backend, oldest)
     for ref in (newest, oldest):
         delete_tombstone(backend, ref)
         delete_tombstone(backend, ref)
