@@ -39,7 +39,7 @@ from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFil
 from ckpt.pipeline.chunk_reader import ChunkReader, Misses, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.fallback import Reach, as_damage, reach_of, verdict
+from ckpt.plan.fallback import Reach, as_damage, combined_error, reach_of
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan, Run
@@ -358,7 +358,7 @@ class TieredReader:
                 errors.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
                     file = self._files(position)[run.rank]
-                    raise as_damage(verdict(errors, file.key), file) from error
+                    raise as_damage(combined_error(errors, file.key), file) from error
             return [read.chunk_id for read, _ in misses]
 
         for position in range(len(self.sources)):
@@ -378,7 +378,7 @@ class TieredReader:
             reads = [read for read in reads if read.chunk_id in missing] if missing else ()
         if reads:
             if errors := failures.get(reads[0].chunk_id, []):
-                raise verdict(errors, self.ref.folder)
+                raise combined_error(errors, self.ref.folder)
             raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return reads_by_source
 
@@ -535,4 +535,4 @@ class TieredReader:
                     error = cause
             self.note_failure(position, key, error, 0)
             failures.append((self.sources[position].url, error))
-        raise verdict(failures, key)
+        raise combined_error(failures, key)

@@ -83,6 +83,9 @@ def _dotted_rename(sources: Mapping[str, str], present: Collection[str]) -> str:
     """Return the text that proposes a renaming for a module inside of a saved module, whose names
     have a dot there instead of a slash. It is empty if no such module is among the first of
     ``sources``: there may be many, and each is compared with all names.
+
+    ``sources`` has the name in the checkpoint that was looked for, by the name in the target.
+    ``present`` are the names in the checkpoint.
     """
     for name, source in islice(sources.items(), 3):
         stem = source.rstrip(".")

@@ -32,7 +32,7 @@ from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import AllNodesStore, NodeStore
 from ckpt.nodes.wire import Peer, StepFiles
-from ckpt.plan.copies_per_node import without_copy
+from ckpt.plan.copies_per_node import ranks_without_copy
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
@@ -212,7 +212,7 @@ class NodeSurvey:
             return ""  # All ranks meet this error when they read the step, and report it
         ranks_on_nodes = self._ranks_on_nodes(manifest, candidate.ref)
         if fragments:  # Other files may have equal chunks, so a missing file need not be a loss
-            lost_ranks = without_copy(manifest, ranks_on_nodes)
+            lost_ranks = ranks_without_copy(manifest, ranks_on_nodes)
         else:
             # A node that has a data file has its fragment, too.
             lost_ranks = [file.rank for file in manifest.files if file.rank not in ranks_on_nodes]

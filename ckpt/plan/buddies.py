@@ -69,11 +69,14 @@ def missing_copies(
         if not nodes:
             continue
         domains_with_copy = {domains[node] for node in nodes}
-        free = [node for node in (homes[file], *buddies_of[homes[file]]) if node not in nodes]
+        candidates = [node for node in (homes[file], *buddies_of[homes[file]]) if node not in nodes]
         picks: list[int] = []
-        while free and len(nodes) + len(picks) <= replicas:
-            node = next((node for node in free if domains[node] not in domains_with_copy), free[0])
-            free.remove(node)
+        while candidates and len(nodes) + len(picks) <= replicas:
+            new_domain_nodes = (
+                node for node in candidates if domains[node] not in domains_with_copy
+            )
+            node = next(new_domain_nodes, candidates[0])
+            candidates.remove(node)
             picks.append(node)
             domains_with_copy.add(domains[node])
         targets[file] = tuple(picks)

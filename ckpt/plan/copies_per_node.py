@@ -5,6 +5,10 @@ If each node writes its own copy of a replicated tensor, the manifest names only
 A manifest with the fragments filled in also has the chunk tables of all files, and two chunks with
 the same checksum and length are equal. A restore can therefore read an equal chunk on its own node
 instead of a chunk that is on another node or lost.
+
+A *leaf* is a tensor as one rank holds it. Its *replicas* are the ranks that hold the same boxes of
+it, and may write a *slab* of each box, which is a part along one dimension. A *fragment* describes
+what one rank has made durable.
 """
 
 from __future__ import annotations
@@ -110,7 +114,7 @@ def nonwriter_leaf(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Seque
     return replace(leaf, spare=True) if rank == lowest else replace(leaf, boxes=())
 
 
-def without_copy(manifest: Manifest, remaining_ranks: Collection[int]) -> list[int]:
+def ranks_without_copy(manifest: Manifest, remaining_ranks: Collection[int]) -> list[int]:
     """Return the ranks whose files are lost together with data that no remaining file has.
 
     The file of such a rank has a chunk without an equal chunk in the remaining files. The first

@@ -74,15 +74,18 @@ def is_damage(error: Exception) -> bool:
 def as_damage(error: Exception, file: StoredFile) -> Exception:
     """Return `FileDamaged` in the place of an ``ObjectNotFound`` about a data file of a manifest,
     and else ``error``.
+
+    The missing object is ``file``, or its ``base``: the file of another step that has its first
+    chunks.
     """
     if not isinstance(error, ObjectNotFound):
         return error
     base = file.base
-    holder = base if base is not None and base.key == error.key else file
-    return FileDamaged(holder.key, None, holder.size)
+    missing_file = base if base is not None and base.key == error.key else file
+    return FileDamaged(missing_file.key, None, missing_file.size)
 
 
-def verdict(errors: Sequence[tuple[str, Exception]], name: str) -> Exception:
+def combined_error(errors: Sequence[tuple[str, Exception]], name: str) -> Exception:
     """Return the error to raise if no store could give ``name``.
 
     If some errors do not mean damage (see ``is_damage``), return the first of them, since the data
@@ -104,9 +107,9 @@ def verdict(errors: Sequence[tuple[str, Exception]], name: str) -> Exception:
     return IntegrityError(f"no tier has {name!r} intact: {reasons}")
 
 
-def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
+def plan_without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
     """Return ``plan`` without the chunks of ``reads``. The remaining reads keep their order."""
     if not reads:
         return plan
-    places = {read.chunk_id for read in reads}
-    return replace(plan, reads=tuple(read for read in plan.reads if read.chunk_id not in places))
+    chunk_ids = {read.chunk_id for read in reads}
+    return replace(plan, reads=tuple(read for read in plan.reads if read.chunk_id not in chunk_ids))

@@ -6,6 +6,10 @@ and tensors by name, and the manifest has the latest creation time of all fragme
 ranks have stored equal copies of a box, the manifest names the copy of the lowest rank. If copies
 differ, or the boxes of a tensor overlap or leave a hole, the merge raises an error that names the
 tensor.
+
+A fragment describes what one rank has made durable. A *tree* is the state of a rank without its
+tensors, as JSON, and a *node* is a value in it. The node of a value that JSON lacks, such as a
+module, has its kind under the key "$" (see `ckpt.model.values`).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from ckpt.plan.merge_layouts import (
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 
-Marks = Iterable[tuple[int, Mapping[str, str]]]
+RankReplicas = Iterable[tuple[int, Mapping[str, str]]]
 """Pairs of a rank and its ``Fragment.replicas`` (name -> ``boxes=digest``), in ascending order of
 ranks.
 """
@@ -86,19 +90,23 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
     """
     cache = cache or MergeCache()
     fragments = Fragments(cache.forms)
-    for part, ref in parts:
-        fragments.add(part, ref)
-    ranks = sorted(fragments.ranks, key=lambda rank: rank.part.rank)
-    _check_same_save([rank.part for rank in ranks])
-    reference = ranks[0].part
-    metadata = _merge_trees("metadata", distinct_values(ranks, "metadata"))
-    patterns, idle_patterns = patterns_of(metadata)
-    if idle_patterns:
-        raise no_match_error(idle_patterns)
-    check_replica_frames(distinct_values(ranks, "replicas"))
-    _check_kinds(distinct_values(ranks, "tree"), lambda: holders_of(fragments, ranks))
-    layouts = cache.layouts = merge_layouts(fragments, ranks, cache.layouts)
+    for content, ref in parts:
+        fragments.add(content, ref)
+    rank_fragments = sorted(fragments.rank_fragments, key=lambda fragment: fragment.content.rank)
+    _check_same_save([fragment.content for fragment in rank_fragments])
+    reference = rank_fragments[0].content
+    metadata = _merge_trees("metadata", distinct_values(rank_fragments, "metadata"))
+    # The patterns that chose the names of this save, and those that match no name on any rank
+    patterns, unmatched_patterns = patterns_of(metadata)
+    if unmatched_patterns:
+        raise no_match_error(unmatched_patterns)
+    check_replica_frames(distinct_values(rank_fragments, "replicas"))
+    _check_kinds(
+        distinct_values(rank_fragments, "tree"), lambda: holders_of(fragments, rank_fragments)
+    )
+    layouts = cache.layouts = merge_layouts(fragments, rank_fragments, cache.layouts)
     cache.forms = fragments.forms
+    # The first merge of a whole state checks that a tensor is in the part that has deltas.
     if cache.deltas is not None and patterns == WHOLE:
         check_part(cache.deltas, (tensor.name for tensor in layouts.tensors))
         cache.deltas = None
@@ -107,84 +115,98 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
         step=reference.step,
         attempt=reference.attempt,
         world_size=reference.world_size,
-        created_at=max(rank.part.created_at for rank in ranks),
+        created_at=max(fragment.content.created_at for fragment in rank_fragments),
         chunk_bytes=reference.chunk_bytes,
-        files=tuple(rank.part.file for rank in ranks if rank.part.file),
-        fragments=tuple(rank.ref for rank in ranks),
+        files=tuple(fragment.content.file for fragment in rank_fragments if fragment.content.file),
+        fragments=tuple(fragment.ref for fragment in rank_fragments),
         tensors=layouts.tensors,
         tied=_merge_tied(
-            [rank.part for rank in ranks], {tensor.name for tensor in layouts.tensors}
+            [fragment.content for fragment in rank_fragments],
+            {tensor.name for tensor in layouts.tensors},
         ),
-        tree=_merge_trees("", distinct_values(ranks, "tree")),
+        tree=_merge_trees("", distinct_values(rank_fragments, "tree")),
         metadata=metadata,
         layouts=layouts.layouts,
         layout_of=layouts.layout_of,
-        encoded=tuple(encoding for rank in ranks for encoding in rank.part.encoded),
-        locations=tuple(location for rank in ranks for location in rank.part.locations),
-        increments=tuple(increment for rank in ranks for increment in rank.part.increments),
-        views=_merge_views(ranks, layouts.tensors),
-        carried=_fragment_copies(ranks),
+        encoded=tuple(
+            encoding for fragment in rank_fragments for encoding in fragment.content.encoded
+        ),
+        locations=tuple(
+            location for fragment in rank_fragments for location in fragment.content.locations
+        ),
+        increments=tuple(
+            increment for fragment in rank_fragments for increment in fragment.content.increments
+        ),
+        views=_merge_views(rank_fragments, layouts.tensors),
+        carried=_fragment_copies(rank_fragments),
     )
 
 
-def _merge_views(ranks: Sequence[RankFragment], tensors: Sequence[Tensor]) -> dict[str, View]:
-    if not (parts := [rank.part.views for rank in ranks if rank.part.views]):
+def _merge_views(
+    rank_fragments: Sequence[RankFragment], tensors: Sequence[Tensor]
+) -> dict[str, View]:
+    if not (
+        parts := [fragment.content.views for fragment in rank_fragments if fragment.content.views]
+    ):
         return {}
     kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
     return views_of_all(parts, kinds)
 
 
-def _fragment_copies(ranks: Sequence[RankFragment]) -> tuple[Packed, ...]:
+def _fragment_copies(rank_fragments: Sequence[RankFragment]) -> tuple[Packed, ...]:
     """Return the fragments that the manifest must carry, without the fields that the merge unites.
 
     If one fragment has ``in_manifest`` set, these are the fragments of all ranks. Otherwise the
     result is empty.
     """
-    if not any(rank.part.in_manifest for rank in ranks):
+    if not any(fragment.content.in_manifest for fragment in rank_fragments):
         return ()
-    return tuple(replace(rank.part, tied={}, views={}) for rank in ranks)
+    return tuple(replace(fragment.content, tied={}, views={}) for fragment in rank_fragments)
 
 
 def check_replica_frames(frames: Sequence[tuple[int, bytes]]) -> None:
     """Raise ``ReplicasDiverged`` as ``check_replicas`` does, but faster for many ranks.
 
     Args:
-        frames: The different values of ``Packed.replicas``, each with the lowest rank that has it,
-            in ascending order of these ranks.
+        frames: The different values of ``Packed.replicas``, which are compressed, each with the
+            lowest rank that has it, in ascending order of these ranks.
     """
-    columns = [_hashes(replicas_of(raw, key="replicas")) for _, raw in frames]
-    boxes, digest = np.concatenate(columns, axis=1) if columns else np.zeros((2, 0), np.int64)
+    columns = [_hashes(replicas_of(frame, key="replicas")) for _, frame in frames]
+    boxes, digests = np.concatenate(columns, axis=1) if columns else np.zeros((2, 0), np.int64)
     order = np.argsort(boxes)
-    boxes, digest = boxes[order], digest[order]
-    if ((boxes[1:] == boxes[:-1]) & (digest[1:] != digest[:-1])).any():
-        check_replicas((rank, replicas_of(raw, key="replicas")) for rank, raw in frames)
+    boxes, digests = boxes[order], digests[order]  # Hash values (see ``_hashes``)
+    if ((boxes[1:] == boxes[:-1]) & (digests[1:] != digests[:-1])).any():
+        check_replicas((rank, replicas_of(frame, key="replicas")) for rank, frame in frames)
 
 
 def _hashes(replicas: Mapping[str, str]) -> Ints:
     """Return two rows of hash values, with a column for each tensor. The first row has the hashes
     of the tensors' names and boxes, and the second row has the hashes of their digests.
+
+    ``replicas`` has a mark ``boxes=digest`` for the name of each tensor.
     """
     parts = [mark.partition("=") for mark in replicas.values()]
     box_texts = zip(replicas, [boxes for boxes, _, _ in parts], strict=True)
-    digest = [digest for _, _, digest in parts]
+    digests = [digest for _, _, digest in parts]
     return np.stack(
-        [np.fromiter(map(hash, texts), np.int64, len(parts)) for texts in (box_texts, digest)]
+        [np.fromiter(map(hash, texts), np.int64, len(parts)) for texts in (box_texts, digests)]
     )
 
 
-def check_replicas(marks: Marks) -> None:
+def check_replicas(replicas_of_ranks: RankReplicas) -> None:
     """Raise ``ReplicasDiverged`` if two ranks report different digests of the same boxes.
 
     A rank reports the digests of the tensors that it holds as a replica, each in a mark
-    ``boxes=digest``.
+    ``boxes=digest`` under the name of the tensor. ``replicas_of_ranks`` are pairs of a rank and
+    these marks by name.
     """
     digests: dict[tuple[str, str], tuple[int, str]] = {}
-    for own_rank, replicas in marks:
+    for rank, replicas in replicas_of_ranks:
         for name, mark in replicas.items():
             boxes, _, digest = mark.partition("=")
-            rank, earlier_digest = digests.setdefault((name, boxes), (own_rank, digest))
+            earlier_rank, earlier_digest = digests.setdefault((name, boxes), (rank, digest))
             if earlier_digest != digest:
-                raise ReplicasDiverged(name, [rank, own_rank])
+                raise ReplicasDiverged(name, [earlier_rank, rank])
 
 
 def _check_same_save(parts: Sequence[Packed]) -> None:
@@ -235,12 +257,12 @@ def _merge_tied(fragments: Sequence[Packed], stored_names: set[str]) -> dict[str
             it.
     """
     ties: dict[str, str] = {}
-    holder: dict[str, int] = {}
+    first_ranks: dict[str, int] = {}
     for fragment in fragments:
         for name, target in fragment.tied.items():
-            rank = holder.setdefault(name, fragment.rank)
+            first_rank = first_ranks.setdefault(name, fragment.rank)
             if ties.setdefault(name, target) != target and name not in stored_names:
-                raise ReplicasDiverged(name, [rank, fragment.rank])
+                raise ReplicasDiverged(name, [first_rank, fragment.rank])
     return {name: target for name, target in sorted(ties.items()) if name not in stored_names}
 
 
@@ -340,6 +362,7 @@ def _union_pairs(
         else:
             pairs[encoded_key] = [key, node]
     union: dict[str, Node] = {**a, "v": list(pairs.values())}
+    # The versions of modules, which torch gives to a state_dict
     if version_nodes := [node[MODULE_VERSIONS] for node in (a, b) if MODULE_VERSIONS in node]:
         union[MODULE_VERSIONS] = _union(path, version_nodes[0], version_nodes[-1], ranks)
     return union
@@ -368,16 +391,17 @@ def _union_optimizer(
         )
     paths = {path for group in a["groups"] for path in group["params"]}
     new_paths = [path for group in b["groups"] for path in group["params"] if path not in paths]
-    keys = KeyOrder.from_node(a).union(KeyOrder.from_node(b), new_paths)
+    key_order = KeyOrder.from_node(a).union(KeyOrder.from_node(b), new_paths)
     union = {
         **b,
         **a,
-        **keys.node(),
+        **key_order.node(),
         "groups": groups,
         "state": _union_mapping(f"{path}/state", a["state"], b["state"], ranks),
     }
-    if plain := {*a.get("plain", ()), *b.get("plain", ())}:
-        union["plain"] = sorted(plain)
+    # The keys whose tensors are plain although their parameters are DTensors
+    if plain_keys := {*a.get("plain", ()), *b.get("plain", ())}:
+        union["plain"] = sorted(plain_keys)
     if "values" in a and "values" in b:
         union["values"] = _union(f"{path}/values", a["values"], b["values"], ranks)
     return union

@@ -1,4 +1,9 @@
-"""Compose the texts of errors about fragments that contradict each other."""
+"""Compose the texts of errors about fragments that contradict each other.
+
+A fragment has a *tree*, which is the state of its rank without its tensors, as JSON. A *node* is a
+value in it. The node of a value that JSON lacks, such as a module, has its kind under the key
+"$".
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,8 @@ def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
 def forms_text(parts: Sequence[tuple[int, Tensor]]) -> str | None:
     """Return a text that lists the dtypes and shapes of a tensor by the ranks that have them.
 
-    Return None if all ranks have the same dtype and shape.
+    Return None if all ranks have the same dtype and shape. ``parts`` are the ranks that have the
+    tensor, each with the tensor.
     """
     forms: dict[str, list[int]] = defaultdict(list)
     for rank, tensor in parts:

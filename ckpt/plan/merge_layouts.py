@@ -1,7 +1,8 @@
 """Merge the shards of all fragments into the tensors and layouts of the manifest.
 
-The layout of a tensor says which rank holds which box. A form is the part of a fragment that most
-ranks have in common (see `ckpt.model.packed`).
+The *layout* of a tensor says which rank holds which box. It consists of *runs*, each of which
+describes boxes at equal distances (see `ckpt.model.runs`). A *form* is the part of a fragment that
+most ranks have in common, unpacked to columns (see `ckpt.model.packed`).
 
 For speed, this module keeps the shards as rows of arrays, and makes objects of them only for
 errors. It processes equal forms, equal trees and equal layouts only once. It reuses the results for
@@ -42,20 +43,20 @@ class RankFragment:
 
     Attributes:
         ref: The reference to the fragment.
-        part: The fragment without ``tree``, ``replicas`` and ``metadata``. If ``in_manifest`` is
+        content: The fragment without ``tree``, ``replicas`` and ``metadata``. If ``in_manifest`` is
             False, ``per_rank`` is left out, too.
-        form: The key of the fragment's form in ``Fragments.forms``.
-        layout: A key that two fragments share if they have the same tensors, boxes, positions in
-            the file and chunk lengths.
+        form_key: The key of the fragment's form in ``Fragments.forms``.
+        layout_key: A key that two fragments share if they have the same tensors, boxes, positions
+            in the file and chunk lengths.
         tree: The JSON of the tree.
         replicas: The compressed ``Packed.replicas``.
         metadata: The JSON of the metadata.
     """
 
     ref: FragmentRef
-    part: Packed
-    form: str
-    layout: str
+    content: Packed
+    form_key: str
+    layout_key: str
     tree: bytes
     replicas: bytes
     metadata: bytes
@@ -68,47 +69,52 @@ class Fragments:
         forms: The forms of the last merge.
 
     Attributes:
-        ranks: The fragments, in the order in which they were added.
+        rank_fragments: The fragments, in the order in which they were added.
         forms: The unpacked forms. The key consists of the chunk size and the checksum of
             ``Packed.form``.
+
+    The other attributes let equal data of several fragments share memory: ``_packed_forms`` has the
+    bytes of each form, and ``_tables`` what all forms with the same tensors have in common.
     """
 
     def __init__(self, forms: Mapping[str, Columns]) -> None:
-        self.ranks: list[RankFragment] = []
+        self.rank_fragments: list[RankFragment] = []
         self.forms: dict[str, Columns] = {}
         self._previous_forms = forms
-        self._frames: dict[str, bytes] = {}
+        self._packed_forms: dict[str, bytes] = {}
         self._tables: Tables = {}
         self._bytes_by_checksum: dict[str, bytes] = {}
 
-    def add(self, part: Packed, ref: FragmentRef) -> None:
+    def add(self, content: Packed, ref: FragmentRef) -> None:
         """Check a fragment and keep the fields that the merge needs.
 
         Raises:
             ManifestCorrupt: The fragment has contents that ckpt never writes.
             CodecMissing: The codec of the data file is not installed here.
         """
-        form = f"{part.chunk_bytes}/{checksum(part.form)}"
-        if form not in self.forms:
-            columns = self._previous_forms.get(form)
+        form_key = f"{content.chunk_bytes}/{checksum(content.form)}"
+        if form_key not in self.forms:
+            columns = self._previous_forms.get(form_key)
             if columns is None:
-                columns = columns_of(part.form, part.chunk_bytes, key=ref.name, tables=self._tables)
-            self.forms[form] = columns
-        check_packed(part, self.forms[form], key=ref.name)
-        per_rank = msgspec.Raw(bytes(part.per_rank)) if part.in_manifest else _NULL_JSON
-        reduced_part = replace(
-            part, form=self._frames.setdefault(form, part.form),
+                columns = columns_of(
+                    content.form, content.chunk_bytes, key=ref.name, tables=self._tables
+                )
+            self.forms[form_key] = columns
+        check_packed(content, self.forms[form_key], key=ref.name)
+        per_rank = msgspec.Raw(bytes(content.per_rank)) if content.in_manifest else _NULL_JSON
+        reduced_content = replace(
+            content, form=self._packed_forms.setdefault(form_key, content.form),
             tree=_NULL_JSON, replicas=b"", metadata=_NULL_JSON, per_rank=per_rank,
         )  # fmt: skip
-        self.ranks.append(
+        self.rank_fragments.append(
             RankFragment(
                 ref=ref,
-                part=reduced_part,
-                form=form,
-                layout=form + checksum(part.offsets),
-                tree=self._shared_bytes(part.tree),
-                replicas=self._shared_bytes(part.replicas),
-                metadata=self._shared_bytes(part.metadata),
+                content=reduced_content,
+                form_key=form_key,
+                layout_key=form_key + checksum(content.offsets),
+                tree=self._shared_bytes(content.tree),
+                replicas=self._shared_bytes(content.replicas),
+                metadata=self._shared_bytes(content.metadata),
             )
         )
 
@@ -148,15 +154,15 @@ class Layouts:
     """The result of merging the boxes of all ranks.
 
     Attributes:
-        came_from: ``RankFragment.layout`` of each rank. If the next merge has the same values, its
-            result is the same.
+        layout_keys: ``RankFragment.layout_key`` of each rank. If the next merge has the same
+            values, its result is the same.
         tensors: The tensors of the manifest, sorted by name.
         layouts: The different layouts. Tensors that are cut alike share a layout.
         layout_of: For each tensor the index of its layout in ``layouts``.
         copies: The chunks that must be equal, which each merge compares again.
     """
 
-    came_from: Sequence[str] = ()
+    layout_keys: Sequence[str] = ()
     tensors: tuple[Tensor, ...] = ()
     layouts: tuple[Runs, ...] = ()
     layout_of: tuple[int, ...] = ()
@@ -164,7 +170,7 @@ class Layouts:
 
 
 def merge_layouts(
-    fragments: Fragments, ranks: Sequence[RankFragment], previous: Layouts | None
+    fragments: Fragments, rank_fragments: Sequence[RankFragment], previous: Layouts | None
 ) -> Layouts:
     """Return the tensors and layouts of all ranks.
 
@@ -172,7 +178,7 @@ def merge_layouts(
 
     Args:
         fragments: All fragments.
-        ranks: ``fragments.ranks``, sorted by rank.
+        rank_fragments: ``fragments.rank_fragments``, sorted by rank.
         previous: The result of the last merge; None if there is none. The function returns it again
             if the layouts of all ranks are the same.
 
@@ -180,35 +186,39 @@ def merge_layouts(
         ReplicasDiverged, TensorIncomplete: See ``plan.merge.merge``.
         ManifestCorrupt: The offsets of a fragment are invalid.
     """
-    came_from = [rank.layout for rank in ranks]
-    if previous is not None and came_from == previous.came_from:
+    layout_keys = [fragment.layout_key for fragment in rank_fragments]
+    if previous is not None and layout_keys == previous.layout_keys:
         if previous.copies:
-            checksums = _checksums(ranks)
+            checksums = _checksums(rank_fragments)
             for copies in previous.copies:
                 _compare(copies, checksums)
         return previous
-    return _ShardTable(fragments, ranks).merge(came_from)
+    return _ShardTable(fragments, rank_fragments).merge(layout_keys)
 
 
-def distinct_values(ranks: Sequence[RankFragment], field: str) -> list[tuple[int, bytes]]:
-    """Return the different values that the field called ``field`` has in ``ranks``, each with the
-    lowest rank that has it.
+def distinct_values(rank_fragments: Sequence[RankFragment], field: str) -> list[tuple[int, bytes]]:
+    """Return the different values that the field called ``field`` has in ``rank_fragments``, each
+    with the lowest rank that has it.
     """
     rank_of: dict[bytes, int] = {}
     ids: set[int] = set()
-    for rank in ranks:
-        text: bytes = getattr(rank, field)
+    for fragment in rank_fragments:
+        text: bytes = getattr(fragment, field)
         if id(text) not in ids:  # Equal values are one object
             ids.add(id(text))
-            rank_of.setdefault(text, rank.part.rank)
+            rank_of.setdefault(text, fragment.content.rank)
     return [(rank, text) for text, rank in rank_of.items()]
 
 
-def holders_of(fragments: Fragments, ranks: Sequence[RankFragment]) -> Mapping[str, int]:
+def holders_of(fragments: Fragments, rank_fragments: Sequence[RankFragment]) -> Mapping[str, int]:
     """Return the names of all tensors, each with a rank whose fragment has it."""
-    last = {rank.form: rank.part.rank for rank in ranks}
-    order = sorted(last.items(), key=lambda item: item[1])
-    return {name: rank for form, rank in order for name, *_ in fragments.forms[form].headings}
+    last_ranks = {fragment.form_key: fragment.content.rank for fragment in rank_fragments}
+    form_keys = sorted(last_ranks, key=last_ranks.__getitem__)
+    return {
+        name: last_ranks[form_key]
+        for form_key in form_keys
+        for name, *_ in fragments.forms[form_key].headings
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +241,15 @@ class _Rows:
     chunks: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, form: Columns, number: Mapping[str, int], dims: int) -> _Rows:
-        numbers = np.array([number[name] for name, *_ in form.headings], dtype=np.int64)
-        tensor = numbers[form.tensor_index]
+    def of(cls, form: Columns, index_of: Mapping[str, int], dims: int) -> _Rows:
+        """Return the rows of all ranks with ``form``.
+
+        ``index_of`` has the index of each tensor by name, and ``dims`` is the number of dimensions
+        to which the offsets and shapes of all tensors are padded.
+        """
+        indices = np.array([index_of[name] for name, *_ in form.headings], dtype=np.int64)
+        tensor = indices[form.tensor_index]
+        # Sort the shards by tensor, and number those of each tensor.
         order = np.argsort(tensor, kind="stable")
         tensors, starts, counts = np.unique(tensor[order], return_index=True, return_counts=True)
         nth = np.empty_like(tensor)
@@ -253,29 +269,35 @@ class _Rows:
 class _ShardTable:
     """The table of all shards of all ranks.
 
-    Each row describes a shard: the position of its rank in ``ranks``, its offsets and its shape.
-    Rows are ordered by the name of the tensor, then by rank. A second table has the index of the
-    first chunk and the number of chunks of each shard.
+    Each row of ``_boxes`` describes a shard: the position of its rank in ``_rank_fragments``, its
+    offsets and its shape. Rows are ordered by the name of the tensor, then by rank. The rows of
+    tensor ``index`` begin at ``_row_bounds[index]``. A second table, ``_chunks``, has the index of
+    the first chunk and the number of chunks of each shard. A *heading* has the dtype, shape and
+    order of dimensions of a tensor.
     """
 
-    def __init__(self, fragments: Fragments, ranks: Sequence[RankFragment]) -> None:
-        self._ranks = ranks
-        forms = self._forms = [fragments.forms[rank.form] for rank in ranks]
-        self._headings, self._conflicts = _headings(fragments, ranks)
+    def __init__(self, fragments: Fragments, rank_fragments: Sequence[RankFragment]) -> None:
+        self._rank_fragments = rank_fragments
+        forms = self._forms = [fragments.forms[fragment.form_key] for fragment in rank_fragments]
+        # The conflicts are the names of tensors whose dtype or shape differs between ranks.
+        self._headings, self._conflicts = _headings(fragments, rank_fragments)
         self._names = sorted(self._headings)
         self._dims = max((form.dims for form in forms), default=0)
-        self._chunk_base = np.cumsum([0, *(len(form.chunks) for form in forms)])
-        number = {name: index for index, name in enumerate(self._names)}
-        rank_counts = Counter(rank.form for rank in ranks)
+        # For each rank the index of its first chunk among the chunks of all ranks
+        self._first_chunks = np.cumsum([0, *(len(form.chunks) for form in forms)])
+        index_of = {name: index for index, name in enumerate(self._names)}
+        rank_counts = Counter(fragment.form_key for fragment in rank_fragments)
         rows_of = {
-            form: _Rows.of(fragments.forms[form], number, self._dims) for form in rank_counts
+            form_key: _Rows.of(fragments.forms[form_key], index_of, self._dims)
+            for form_key in rank_counts
         }
-        shard_counts = np.zeros(len(number), dtype=np.int64)
-        for form, rows in rows_of.items():
-            shard_counts[rows.shard_counts[0]] += rank_counts[form] * rows.shard_counts[1]
-        self._edges = np.cumsum([0, *shard_counts.tolist()])
-        self._boxes = np.empty((self._edges[-1], 1 + 2 * self._dims), dtype=np.int64)
-        self._chunks = np.empty((self._edges[-1], 2), dtype=np.int32)
+        shard_counts = np.zeros(len(index_of), dtype=np.int64)
+        for form_key, rows in rows_of.items():
+            tensors, counts = rows.shard_counts
+            shard_counts[tensors] += rank_counts[form_key] * counts
+        self._row_bounds = np.cumsum([0, *shard_counts.tolist()])
+        self._boxes = np.empty((self._row_bounds[-1], 1 + 2 * self._dims), dtype=np.int64)
+        self._chunks = np.empty((self._row_bounds[-1], 2), dtype=np.int32)
         self._fill(rows_of)
         self._layout_cache: dict[tuple[tuple[int, ...], str], tuple[int, Ints]] = {}
         self._layouts: dict[Runs, int] = {}
@@ -286,19 +308,23 @@ class _ShardTable:
 
         Each row is written directly to its final position, which is faster than sorting the rows.
         """
-        next_rows = self._edges[:-1].copy()
-        for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
+        next_rows = self._row_bounds[:-1].copy()
+        for position, (fragment, form) in enumerate(
+            zip(self._rank_fragments, self._forms, strict=True)
+        ):
             # Ranks with the same form differ in the position and the offsets only.
-            rows = rows_of[rank.form]
+            rows = rows_of[fragment.form_key]
             rows.boxes[:, 0] = position
             rows.boxes[:, 1 : 1 + form.dims] = offsets_of(
-                rank.part.offsets, form, key=rank.ref.name
+                fragment.content.offsets, form, key=fragment.ref.name
             )
-            places = next_rows[rows.tensor] + rows.nth
-            self._boxes[places], self._chunks[places] = rows.boxes, rows.chunks
-            next_rows[rows.shard_counts[0]] += rows.shard_counts[1]
+            table_rows = next_rows[rows.tensor] + rows.nth
+            self._boxes[table_rows], self._chunks[table_rows] = rows.boxes, rows.chunks
+            tensors, counts = rows.shard_counts
+            next_rows[tensors] += counts
 
-    def merge(self, came_from: Sequence[str]) -> Layouts:
+    def merge(self, layout_keys: Sequence[str]) -> Layouts:
+        """Return the tensors and layouts of all ranks. Raises the errors of ``merge_layouts``."""
         tensors: list[Tensor] = []
         layout_of: list[int] = []
         copies: list[Copies] = []
@@ -306,14 +332,14 @@ class _ShardTable:
             if name in self._conflicts and (text := forms_text(self._parts(name))):
                 raise TensorIncomplete(name, text)
             dtype, shape, order = self._headings[name]
-            layout, tensor_copies = self._layout(
-                name, shape, slice(*self._edges[index : index + 2])
+            layout_index, tensor_copies = self._layout(
+                name, shape, slice(*self._row_bounds[index : index + 2])
             )
             copies += [tensor_copies] if tensor_copies else []
             tensors.append(Tensor(name, dtype, shape, (), order))
-            layout_of.append(layout)
+            layout_of.append(layout_index)
         return Layouts(
-            came_from=came_from,
+            layout_keys=layout_keys,
             tensors=tuple(tensors),
             layouts=tuple(self._layouts),
             layout_of=tuple(layout_of),
@@ -338,9 +364,9 @@ class _ShardTable:
             return self._layouts.setdefault((run,), len(self._layouts)), None
         key = shape, checksum(table.tobytes())
         if key in self._layout_cache:
-            layout, row_pairs = self._layout_cache[key]
-            return layout, self._copies(name, rows.start + row_pairs)
-        position, offsets, shapes = self._columns(table, len(shape))
+            layout_index, row_pairs = self._layout_cache[key]
+            return layout_index, self._copies(name, rows.start + row_pairs)
+        positions, offsets, shapes = self._columns(table, len(shape))
         unique_rows, row_pairs = np.arange(len(table)), np.zeros((0, 2), dtype=np.int64)
         is_tiled = _tiles(shape, offsets, shapes)
         if not is_tiled or not shapes.all():
@@ -353,12 +379,10 @@ class _ShardTable:
             )
             if fault := tiling_fault(shape, sorted_boxes):
                 raise TensorIncomplete(name, f"{fault}: {ranks_text(self._parts(name))}")
-        ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
-        layout = self._layouts.setdefault(
-            compress(ids[position[unique_rows]], *boxes), len(self._layouts)
-        )
-        self._layout_cache[key] = layout, row_pairs
-        return layout, copies
+        layout = compress(self._rank_numbers()[positions[unique_rows]], *boxes)
+        layout_index = self._layouts.setdefault(layout, len(self._layouts))
+        self._layout_cache[key] = layout_index, row_pairs
+        return layout_index, copies
 
     def _single_shard_run(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
         """Return the run for a tensor with a single shard if this shard is the whole tensor, else
@@ -370,7 +394,12 @@ class _ShardTable:
         offsets, shard_shape = row[1 : 1 + dims], tuple(row[1 + self._dims : 1 + self._dims + dims])
         if shard_shape != shape or any(offsets):
             return None
-        return Run(self._ranks[row[0]].part.rank, tuple(offsets), shard_shape, ())
+        return Run(self._rank_fragments[row[0]].content.rank, tuple(offsets), shard_shape, ())
+
+    def _rank_numbers(self) -> Ints:
+        """Return the rank at each position in ``_rank_fragments``."""
+        ranks = [fragment.content.rank for fragment in self._rank_fragments]
+        return np.array(ranks, dtype=np.int64)
 
     def _columns(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
         """Return the positions of the ranks, the offsets and the shapes in some rows of the table.
@@ -383,16 +412,16 @@ class _ShardTable:
         for an error.
         """
         index = self._names.index(name)
-        rows = self._boxes[slice(*self._edges[index : index + 2])]
+        rows = self._boxes[slice(*self._row_bounds[index : index + 2])]
         shards_at: dict[int, list[Shard]] = defaultdict(list)
         for position, offsets, shape in zip(
             *map(np.ndarray.tolist, self._columns(rows, self._dims)), strict=True
         ):
             shards_at[position].append(
-                Shard(self._ranks[position].part.rank, 0, tuple(offsets), tuple(shape))
+                Shard(self._rank_fragments[position].content.rank, 0, tuple(offsets), tuple(shape))
             )
         parts: list[tuple[int, Tensor]] = []
-        for position, rank in enumerate(self._ranks):
+        for position, fragment in enumerate(self._rank_fragments):
             for heading_name, dtype, whole_shape, _ in self._forms[position].headings:
                 if heading_name != name:
                     continue
@@ -401,7 +430,8 @@ class _ShardTable:
                     replace(shard, offsets=shard.offsets[:dims], shape=shard.shape[:dims])
                     for shard in shards_at[position]
                 ]
-                parts.append((rank.part.rank, Tensor(name, dtype, whole_shape, tuple(shards))))
+                tensor = Tensor(name, dtype, whole_shape, tuple(shards))
+                parts.append((fragment.content.rank, tensor))
         return parts
 
     def _copies(self, name: str, row_pairs: Ints) -> Copies | None:
@@ -419,22 +449,24 @@ class _ShardTable:
         """
         if not len(row_pairs):
             return None
+        # A box without elements has no chunks.
         rows_a, rows_b = row_pairs[self._chunks[row_pairs[:, 1], 1] > 0].T
         counts = self._chunks[rows_b, 1].astype(np.int64)
         if (mismatches := np.flatnonzero(self._chunks[rows_a, 1] != counts)).size:
             pair_ranks = [
-                self._ranks[int(self._boxes[rows[mismatches[0]], 0])].part.rank
+                self._rank_fragments[int(self._boxes[rows[mismatches[0]], 0])].content.rank
                 for rows in (rows_a, rows_b)
             ]
             raise ReplicasDiverged(name, pair_ranks, " (they are cut otherwise)")
         # The index of each chunk within its shard: 0 to ``counts - 1`` for each pair of rows.
         chunk_index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
+        rank_numbers = self._rank_numbers()
 
         def chunks_and_ranks(rows: Ints) -> tuple[Ints, Ints]:
-            position = self._boxes[rows, 0]
-            first_chunk = self._chunk_base[position] + self._chunks[rows, 0]
-            return np.repeat(first_chunk, counts) + chunk_index, np.repeat(ids[position], counts)
+            positions = self._boxes[rows, 0]
+            begin = self._first_chunks[positions] + self._chunks[rows, 0]
+            chunks = np.repeat(begin, counts) + chunk_index
+            return chunks, np.repeat(rank_numbers[positions], counts)
 
         first_chunks, first_rank = chunks_and_ranks(rows_a)
         second_chunks, second_rank = chunks_and_ranks(rows_b)
@@ -446,13 +478,13 @@ class _ShardTable:
             second_rank=second_rank,
         )
         if self._chunk_checksums is None:
-            self._chunk_checksums = _checksums(self._ranks)
+            self._chunk_checksums = _checksums(self._rank_fragments)
         _compare(copies, self._chunk_checksums)
         return copies
 
 
 def _headings(
-    fragments: Fragments, ranks: Sequence[RankFragment]
+    fragments: Fragments, rank_fragments: Sequence[RankFragment]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], set[str]]:
     """Return the dtype, the shape and the order of each tensor by name, and the names of the
     tensors whose dtype or shape differs between ranks.
@@ -463,16 +495,18 @@ def _headings(
     heading_of: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
     conflicts: set[str] = set()
     finished_headings: set[tuple[Heading, ...]] = set()
-    for form in dict.fromkeys(rank.form for rank in ranks):
-        headings = fragments.forms[form].headings
+    for form_key in dict.fromkeys(fragment.form_key for fragment in rank_fragments):
+        headings = fragments.forms[form_key].headings
         if headings in finished_headings:
             continue
         finished_headings.add(headings)
         for name, dtype, shape, order in headings:
-            *kind, order_of_name = heading_of.setdefault(name, (dtype, shape, order))
-            if kind != [dtype, shape]:
+            first_dtype, first_shape, first_order = heading_of.setdefault(
+                name, (dtype, shape, order)
+            )
+            if (first_dtype, first_shape) != (dtype, shape):
                 conflicts.add(name)
-            elif order and not order_of_name:
+            elif order and not first_order:
                 heading_of[name] = dtype, shape, order
     return heading_of, conflicts
 
@@ -523,14 +557,17 @@ def _split_copies(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
         return rows[:1], np.stack([np.zeros_like(rows), rows], axis=1)[1:]
     boxes = np.concatenate([offsets, shapes], axis=1)
     _, first_rows, inverse = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
-    owner = first_rows[inverse.reshape(-1)]
+    first_row_of = first_rows[inverse.reshape(-1)]
     rows = np.arange(len(boxes))
-    return rows[owner == rows], np.stack([owner, rows], axis=1)[owner != rows]
+    is_first = first_row_of == rows
+    return rows[is_first], np.stack([first_row_of, rows], axis=1)[~is_first]
 
 
-def _checksums(ranks: Sequence[RankFragment]) -> Ints:
+def _checksums(rank_fragments: Sequence[RankFragment]) -> Ints:
     """Return the checksum of every chunk of every rank, each as a row of 64-bit integers."""
-    checksums = np.frombuffer(b"".join(rank.part.checksums for rank in ranks), dtype="<i8")
+    checksums = np.frombuffer(
+        b"".join(fragment.content.checksums for fragment in rank_fragments), dtype="<i8"
+    )
     return checksums.reshape(-1, CHECKSUM_BYTES // 8)
 
 

@@ -1,6 +1,7 @@
 """Change chunk reads from the files of one tier to the files of another tier.
 
-Both tiers hold the same step, but may encode its files differently.
+Both tiers hold the same step, but may encode its files differently. A read wants the bytes of a
+chunk decoded, or encoded as the tier has them (``as_stored``).
 """
 
 from __future__ import annotations

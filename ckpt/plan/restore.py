@@ -1,6 +1,10 @@
 """Make the restore plan: the chunks that a rank must read, and the target regions that each chunk
 fills.
 
+A *leaf* is a tensor as one rank holds it, and a *box* is a region of a tensor. A *shard* is a
+stored box, and its *chunks* are parts of its rows. A manifest knows the chunks of the ranks whose
+*fragments* are filled in.
+
 For every wanted box, the plan finds the stored shards that overlap it, the chunks of each shard
 that overlap it, and the common box of each chunk and the wanted box. A chunk is always read as a
 whole, since its checksum covers all of it. If the whole chunk is wanted and is contiguous in the
@@ -159,13 +163,13 @@ def plan_restore(manifest: Manifest, leaves: Sequence[Leaf]) -> RestorePlan:
     for index, leaf in enumerate(leaves):
         tensor = tensors[leaf.name]
         _check_shape_and_dtype(leaf, tensor)
-        shards = [shard.box for shard in tensor.shards]
-        box_index = BoxIndex(shards)
-        if not manifest.is_filled:
-            _check_coverage(leaf, shards, box_index)
+        shard_boxes = [shard.box for shard in tensor.shards]
+        box_index = BoxIndex(shard_boxes)
+        if not manifest.is_filled:  # Some fragments are not filled in
+            _check_coverage(leaf, shard_boxes, box_index)
         for piece, box in enumerate(leaf.boxes):
             for position in box_index.search(box):
-                shard_box = shards[position]
+                shard_box = shard_boxes[position]
                 is_same_box = box == shard_box  # This common case needs no intersection
                 for chunk in table.chunks(tensor.shards[position], shard_box, tensor.dtype):
                     if part := chunk.box if is_same_box else chunk.box.intersect(box):
@@ -196,15 +200,16 @@ def _check_shape_and_dtype(leaf: Leaf, tensor: Tensor) -> None:
         raise DtypeMismatch(leaf.name, tensor.dtype, leaf.dtype)
 
 
-def _check_coverage(leaf: Leaf, shards: Sequence[Box], index: BoxIndex) -> None:
+def _check_coverage(leaf: Leaf, shard_boxes: Sequence[Box], index: BoxIndex) -> None:
     """Raise ``ManifestCorrupt`` unless the stored boxes cover each box of ``leaf`` exactly once.
+    ``index`` finds those of ``shard_boxes`` that overlap a box.
 
     If only some fragments are filled in, the earlier checks of the manifest prove only that the
     volumes of all boxes of the tensor add up to the volume of the tensor.
     """
     for box in leaf.boxes:
         parts = [
-            part for position in index.search(box) if (part := box.intersect(shards[position]))
+            part for position in index.search(box) if (part := box.intersect(shard_boxes[position]))
         ]
         if parts != [box] and (
             fault := tiling_fault(box.shape, [part.relative_to(box) for part in parts])
@@ -254,7 +259,7 @@ class _ChunkTable:
     def _build(self, shard: Shard, shard_box: Box, dtype: str) -> list[_Chunk]:
         """Return what ``chunks`` returns. The length of the first chunk says how the box is cut."""
         file = self._files[shard.rank]
-        first_chunk = file.staged_index[shard.offset]
+        first_chunk = file.staged_index[shard.offset]  # The index of the chunk that begins there
         boxes = split_rows(shard_box, file.chunks[first_chunk].nbytes // DTYPES[dtype].itemsize)
         return [_Chunk(file, index, dtype, box, []) for index, box in enumerate(boxes, first_chunk)]
 
@@ -275,7 +280,8 @@ class Run:
 
 
 def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
-    """Return runs that together serve all of ``reads``, in file order.
+    """Return runs that together serve all of ``reads``, in file order. A *run* is one request to a
+    store, for the chunks of neighbouring reads.
 
     Args:
         reads: The reads in file order.

@@ -1,5 +1,11 @@
 """Make the save plan: the boxes that a rank writes, and their places in its image.
 
+A *leaf* is a tensor as one rank holds it, and the *image* is the rank's part of the state in
+memory, laid out as its file. *Replicas* are ranks that hold the same boxes. A *slab* is a part of a
+box along one dimension. A *frozen* tensor is not expected to change between two saves. An
+*increment* is a data file without the first chunks of its image, which the file of another step
+has. A *spare* leaf is a further copy, which the fragment does not name.
+
 1. Share: the replicas of a leaf together write it once. A large leaf is cut into slabs, one for
 each replica. A small leaf, or one with a box that cannot be cut into that many slabs, is written by
 the replica that has the fewest bytes to write so far. All replicas have the same leaves and compute
@@ -94,8 +100,8 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
         chunk_bytes: The largest size of a chunk in bytes, except for the header.
     """
 
-    def image_order(pair: tuple[int, Box]) -> tuple[int, str, Box]:
-        index, box = pair
+    def image_order(indexed_box: tuple[int, Box]) -> tuple[int, str, Box]:
+        index, box = indexed_box
         return -leaves[index].itemsize, leaves[index].name, box
 
     order = sorted(_own_boxes(leaves, rank), key=image_order)
@@ -106,7 +112,7 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
     ]
     if frozen_boxes:
         frozen_set = set(frozen_boxes)
-        order = frozen_boxes + [pair for pair in order if pair not in frozen_set]
+        order = frozen_boxes + [box for box in order if box not in frozen_set]
     header = safetensors_header(
         [(leaves[index].name, leaves[index].dtype, box.shape) for index, box in order], rank
     )
@@ -134,7 +140,7 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
 def _own_boxes(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
     """Return the boxes that ``rank`` writes, each with the index of its leaf."""
     own_boxes: list[tuple[int, Box]] = []
-    small: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    small_leaves: dict[tuple[int, ...], list[int]] = defaultdict(list)  # Indices by replicas
     for index, leaf in enumerate(leaves):
         if len(leaf.replicas) < 2:
             own_boxes += [(index, box) for box in leaf.boxes]
@@ -142,8 +148,8 @@ def _own_boxes(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
             part = leaf.replicas.index(rank)
             own_boxes += [(index, slab) for box in leaf.boxes if (slab := _slab(box, leaf, part))]
         else:
-            small[leaf.replicas].append(index)
-    for replicas, indices in small.items():
+            small_leaves[leaf.replicas].append(index)
+    for replicas, indices in small_leaves.items():
         own_boxes += [
             (index, box)
             for index in _balance(leaves, indices, replicas, rank)
@@ -153,6 +159,9 @@ def _own_boxes(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
 
 
 def _slab(box: Box, leaf: Leaf, part: int) -> Box | None:
+    """Return the slab of ``box`` for the replica with index ``part``; None if the box cannot be cut
+    into a slab for each replica.
+    """
     return even_slab(box, len(leaf.replicas), part)
 
 
@@ -270,7 +279,9 @@ def tail_header(
 
 
 def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> tuple[Tensor, ...]:
-    """Return the tensors of ``leaves`` with the shards that ``items`` write, but for spare ones."""
+    """Return the tensors of ``leaves`` with the shards that ``items`` write, but for spare ones. A
+    shard is one box, and its place in the file of ``rank``.
+    """
     shards: dict[int, list[Shard]] = defaultdict(list)
     for item in items:
         if leaves[item.leaf].spare:

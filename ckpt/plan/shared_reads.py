@@ -86,6 +86,7 @@ def share(
     if not len(keys):
         return Shares(frozenset(), ())
     is_wanted = np.stack([np.isin(keys, rank_keys) for rank_keys in keys_by_rank], axis=1)
+    # A pattern says for each rank whether it wants a chunk.
     patterns, pattern_of = np.unique(is_wanted, axis=0, return_inverse=True)
     own_keys: list[int] = []
     groups: list[Group] = []

@@ -4,6 +4,11 @@ The leader puts a rollback on every tier that answers, so that no later restore 
 step for the newest one, also if this job dies before its first save. If the owner of the root may
 be alive on another machine, this job may be an evaluation beside a training. Then the rollback is
 put only when this job takes the root, which it does with its first save.
+
+A *rollback* is the record on a tier that the run goes on from an older step. The *heads* are the
+newest step of each attempt. The *rivals* of a step are other committed attempts at it.
+``listers`` are threads that work on tiers, since a tier that does not answer may hold a thread for
+long.
 """
 
 from __future__ import annotations
@@ -82,7 +87,8 @@ def begin_branch(
 
     Args:
         context: The tiers, connections and threads of the restore.
-        point: The step, and what is known about the run.
+        point: The step, and what is known about the run. On the leader, ``is_certain`` says whether
+            the step was restored into the state of the job. If not, no branch begins.
         subject: The subject of the message, which no other call uses.
         discards: Whether the steps that are abandoned are removed now, if a tier has the rollback.
 
@@ -102,11 +108,11 @@ def begin_branch(
         """Put the rollback on the tiers, unless another job may own the root."""
         try:
             rollback = _roll_back(durable, context, point) if point.is_certain else None
-            rivals = _rivals(durable, context) if rollback is not None else []
-            if rollback is None or any(owner.alive for owner in rivals):
+            other_owners = _other_owners(durable, context) if rollback is not None else []
+            if rollback is None or any(owner.alive for owner in other_owners):
                 return _Decision()
-            if rivals:
-                return _Decision(rollback, rival=str(rivals[0]))
+            if other_owners:
+                return _Decision(rollback, rival=str(other_owners[0]))
             error = _put_everywhere(durable, context.listers, rollback)
             if _is_denied(error):  # The job can save nothing either
                 _log.warning("ckpt: %s", _error_text(step, error))
@@ -115,19 +121,21 @@ def begin_branch(
         except CkptError as error:
             return _Decision(error=str(error))
 
-    patience = Wait(_PATIENCE_SECONDS, "the rollback", step)
-    decision = leader_decides(coordinator, subject, decide, patience, _Decision)
+    wait_for_leader = Wait(_PATIENCE_SECONDS, "the rollback", step)
+    decision = leader_decides(coordinator, subject, decide, wait_for_leader, _Decision)
     if decision.error:
         raise StorageError(point.ref.folder, _error_text(step, decision.error))
     if (rollback := decision.rollback) is None:
         return None
     context.observers.notify(RolledBack(step=step, number=rollback.number))
     if (rank := coordinator.rank) == LEADER:
-        rival = decision.rival
+        other_owner = decision.rival
         _log.warning(
             "ckpt: the run goes on from step %d%s: %s (rollback %d)",
             step,
-            f" with the first save of this job, since {rival} may be alive" if rival else "",
+            f" with the first save of this job, since {other_owner} may be alive"
+            if other_owner
+            else "",
             _describe_losses(rollback, point),
             rollback.number,
         )
@@ -177,7 +185,10 @@ def _error_text(step: int, error: object) -> str:
 
 
 def _describe_losses(rollback: Rollback, point: BranchPoint) -> str:
-    """Return which steps ``rollback`` abandons, as a part of a sentence."""
+    """Return which steps ``rollback``, to ``point``, abandons, as a part of a sentence.
+
+    ``point.rollback`` is the one that counted before.
+    """
     descriptions: list[str] = []
     if on_branch(point.rollback, [point.ref]):
         later_heads = [head for head in point.heads if head.step > rollback.step]
@@ -198,6 +209,8 @@ def _roll_back(
 ) -> Rollback | None:
     """Return the rollback to ``point``, which no tier has yet; None if the step is the newest one
     already.
+
+    ``point.trial`` is the first try of this job at a step on the new branch; 0 if there is none.
     """
     if is_newest(point.rollback, point.ref, point.heads, point.rivals):
         return None  # No tier is asked
@@ -206,7 +219,7 @@ def _roll_back(
     return roll_back(rollbacks, point.ref, point.heads, rivals=point.rivals, trials=trials)
 
 
-def _rivals(tiers: Sequence[OpenTier], context: RestoreContext) -> list[Owner]:
+def _other_owners(tiers: Sequence[OpenTier], context: RestoreContext) -> list[Owner]:
     """Return the owners of the roots that are other jobs and are not known to have ended."""
     owners = _answers(tiers, context.listers, read_owner).values()
     return [
@@ -244,7 +257,9 @@ def _put_everywhere(
 def _answers(
     tiers: Sequence[OpenTier], listers: Workers, work: Callable[[StorageBackend], T]
 ) -> dict[str, T | StorageError]:
-    """Return the result of ``work`` for each tier, by its URL; or its error, or that it is slow."""
+    """Return the result of ``work`` for each tier, by its URL; or its error, or that it is slow.
+    The threads ``listers`` do the work, each for one tier.
+    """
     futures = {tier.url: listers.submit(_answer, tier.backend, work) for tier in tiers}
     wait(futures.values(), LISTING_SECONDS)
     timeout_error = StorageError("", f"no answer within {LISTING_SECONDS:.0f} s")

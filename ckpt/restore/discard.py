@@ -2,6 +2,10 @@
 
 The rollback is on the tiers before the first step is removed. So a removal that is cut short leaves
 abandoned steps, which retention removes later.
+
+A *claim* is what this job knows about a root and its owner, and says what the job may remove. A
+*verdict* has the reasons to keep a step, and ``carry_out`` removes the steps without a reason.
+A *pin* keeps a step from being removed.
 """
 
 from __future__ import annotations
@@ -49,8 +53,9 @@ class Discard:
         context = self.context
         attempt = context.coordinator.attempt
         claim = context.claim_of(tier.url) or Claim(tier.backend, Owner.of_this_process(attempt))
-        claim.use()
+        claim.use()  # Raises an error if the root belongs to another job that may be alive
         refs_in_use = context.steps_in_use()
+        # A tier that is local to a node may have only a part of each step.
         steps = Inventory(tier.backend, part=tier.tier.local is True).look()
         verdicts = [
             Verdict(step=step, reasons=self._reasons(step, claim, refs_in_use)) for step in steps

@@ -12,6 +12,11 @@ tier. If the cache has all files of the step afterwards, the step is committed o
 nodes have tiers of their own, each node commits the step with the files that it has.) Otherwise the
 files are a partial copy. A later restore reads from a partial copy, and retention removes it like
 the remains of a save.
+
+The *sources* are the stores of all tiers, each named by its position. The attribute ``origin``
+reads from them, and knows the ``fault`` of a file on a source: that it is missing or has another
+size. A *claim* is what this job knows about a root and its owner, and says what the job may remove
+there. Ranks agree by messages, each on a *subject*, which is the name of an exchange.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ from ckpt.model.packed import read_fragment
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.fallback import without
+from ckpt.plan.fallback import plan_without
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
@@ -87,6 +92,7 @@ class _CacheGuard(StepGuard):
         return self.context.steps_in_use()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
+        """Return True if the step ``ref`` is committed on another tier, which is not in memory."""
         for other_position, tier in enumerate(self.tiers):
             if (
                 other_position != self.position
@@ -150,8 +156,8 @@ class ReadThrough:
         self._context, self._coordinator = context, context.coordinator
         self._deadline = time.monotonic() + context.patience
         self._files = stored_step.manifest.stored_files()
-        # The files of an adopted step are read where they are, and a cache has no older steps that
-        # increments could refer to.
+        # The files of an adopted step, which other programs wrote, stay where they are. A cache has
+        # no older steps that increments could refer to.
         has_copies = not (stored_step.manifest.locations or stored_step.manifest.increments)
         self._cache_positions = [
             position for position, tier in enumerate(tiers[:-1]) if has_copies and _is_folder(tier)
@@ -175,7 +181,7 @@ class ReadThrough:
     def _owner(self) -> Owner:
         return Owner.of_this_process(self._coordinator.attempt)
 
-    def look(self, plan: RestorePlan) -> None:
+    def find_missing(self, plan: RestorePlan) -> None:
         """Remember the files for ``plan`` that neither the nearest cache nor a nearer tier has.
 
         A file of the right size counts as present. Call this on all ranks before ``fill`` is called
@@ -190,7 +196,7 @@ class ReadThrough:
         files = [
             file
             for rank, file in sorted(self._files.items())
-            if self._is_worth(file, nbytes_by_rank[rank])
+            if self._wants_enough(file, nbytes_by_rank[rank])
         ]
         self._missing = [
             file
@@ -198,7 +204,7 @@ class ReadThrough:
             if all(self.origin.fault(position, file) for position in near_positions)
         ]
 
-    def _is_worth(self, file: StoredFile, nbytes: int) -> bool:
+    def _wants_enough(self, file: StoredFile, nbytes: int) -> bool:
         """Return True if this rank wants enough bytes (``nbytes``) of a file to fetch the file.
 
         If nodes have tiers of their own, a rank does not fetch a file for a small part of the file,
@@ -208,7 +214,8 @@ class ReadThrough:
         return nbytes > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
-        """Put the files that ``look`` has remembered into the nearest cache that takes them.
+        """Put the files that ``find_missing`` has remembered into the nearest cache that takes
+        them.
 
         This may also remove steps from a cache with a capacity to make room, and commits the step
         on each cache that then has all of its files. It waits for files that other ranks fetch.
@@ -238,7 +245,7 @@ class ReadThrough:
                 break
         for read, source in chunks.copies.values():
             self.nbytes_by_source[source] += read.nbytes
-        return without(plan, [read for read, _ in chunks.copies.values()])
+        return plan_without(plan, [read for read, _ in chunks.copies.values()])
 
     def _fill_cache(
         self, position: int, files: Sequence[StoredFile], chunks: _WantedChunks
@@ -249,7 +256,7 @@ class ReadThrough:
         """
         if files and not self._has_room(position, files):
             return list(files)
-        subject = self._subjects(position)
+        subject_of = partial(self._subject, position)
         own_files: list[StoredFile] = []
         peer_files: list[StoredFile] = []
         refused_files: list[StoredFile] = []
@@ -260,17 +267,17 @@ class ReadThrough:
         ):
             if refused_files:
                 refused_files.append(file)
-            elif not self._wins(subject(file.rank)):
+            elif not self._wins(subject_of(file.rank)):
                 peer_files.append(file)
-            elif self._fetch(position, file, chunks, f"{subject(file.rank)}/end") == _REFUSAL:
-                is_put = (position, file.rank) in self._placed_files
-                self._withdraw(position, [*own_files, file] if is_put else own_files)
+            elif self._fetch(position, file, chunks, f"{subject_of(file.rank)}/end") == _REFUSAL:
+                has_file = (position, file.rank) in self._placed_files
+                self._withdraw(position, [*own_files, file] if has_file else own_files)
                 refused_files += [*own_files, file]
             elif (position, file.rank) in self._placed_files:
                 # It is not there if no source has the file intact.
                 own_files.append(file)
         for file in peer_files:
-            outcome = self._await_outcome(f"{subject(file.rank)}/end")
+            outcome = self._await_outcome(f"{subject_of(file.rank)}/end")
             if outcome is None or not outcome.isdigit():
                 refused_files += [file] if outcome == _REFUSAL else []
             else:
@@ -289,7 +296,7 @@ class ReadThrough:
         try:
             fetch = partial(self.origin.fetch, on_chunk=chunks.copy)
             (file_copy,) = copy_files(fetch, [file], self._folder(position))
-            self.origin.note_repair(position, file.key)
+            self.origin.note_repair(position, file.key)  # The cache has an intact copy now
             source = file_copy.position
             self.source_by_rank[file.rank], self.cached_bytes = (
                 source,
@@ -308,7 +315,7 @@ class ReadThrough:
                 seconds,
             )
         except (IntegrityError, StorageError) as error:
-            if file.rank not in self.origin.lost_ranks:
+            if file.rank not in self.origin.lost_ranks:  # A source has the file intact
                 outcome = _REFUSAL
                 _log.warning(
                     "ckpt: %s does not take files of farther tiers, which are read there "
@@ -360,7 +367,7 @@ class ReadThrough:
         cache = self._tiers[position]
         if cache.tier.capacity is None:
             return True
-        subject, outcome = self._subjects(position)("room"), _REFUSAL
+        subject, outcome = self._subject(position, "room"), _REFUSAL
         if not self._wins(subject):
             return self._await_outcome(f"{subject}/end") == _SUCCESS
         is_shared = cache.backend.capabilities.shared
@@ -429,7 +436,7 @@ class ReadThrough:
             ):
                 continue
             for file in damaged_files:
-                subject = f"{self._subjects(position)(file.rank)}/mend"
+                subject = f"{self._subject(position, file.rank)}/mend"
                 if self._wins(subject):
                     self._mend_file(position, file, f"{subject}/end")
                 elif self._await_outcome(f"{subject}/end") == _SUCCESS:
@@ -464,7 +471,7 @@ class ReadThrough:
         cache = self._tiers[position]
         if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
             return
-        if not self._wins(self._subjects(position)("list")):
+        if not self._wins(self._subject(position, "list")):
             return
         unverified_files = [
             file for file in self._files.values() if (position, file.rank) not in self._placed_files
@@ -494,15 +501,15 @@ class ReadThrough:
         read it before.
         """
         if not file.chunks:
-            fragment = next(
-                fragment
-                for fragment in self._stored_step.manifest.fragments
-                if fragment.rank == file.rank
+            fragment_ref = next(
+                fragment_ref
+                for fragment_ref in self._stored_step.manifest.fragments
+                if fragment_ref.rank == file.rank
             )
-            data = self.origin.fragment(self._stored_step.manifest, fragment, file.file)
-            part = read_fragment(data, key=self.origin.ref.key(fragment.name))
-            encoding = next(iter(part.encoded), None)
-            file = StoredFile.of(file.ref, part.file or file.file, encoding)
+            data = self.origin.fragment(self._stored_step.manifest, fragment_ref, file.file)
+            fragment = read_fragment(data, key=self.origin.ref.key(fragment_ref.name))
+            encoding = next(iter(fragment.encoded), None)
+            file = StoredFile.of(file.ref, fragment.file or file.file, encoding)
         return verify_files(self._folder(position), [file])[0]
 
     def _folder(self, position: int) -> StepFolder:
@@ -534,11 +541,11 @@ class ReadThrough:
             subject, timeout=max(0.0, self._deadline - time.monotonic())
         )
 
-    def _subjects(self, position: int) -> Callable[[object], str]:
-        """Return a function that makes a subject (the name of an exchange between ranks) from a
-        suffix. The subjects differ for each cache and for each group of ranks that sees it.
+    def _subject(self, position: int, suffix: object) -> str:
+        """Return the subject (the name of an exchange between ranks) that ends in ``suffix``. The
+        subjects differ for each cache and for each group of ranks that sees it.
         """
-        return partial("{}/{}/{}/{}".format, self._context.subject, position, self._scope(position))
+        return f"{self._context.subject}/{position}/{self._scope(position)}/{suffix}"
 
     def _scope(self, position: int) -> str:
         """Return a name for the group of ranks that see a cache.

@@ -146,7 +146,11 @@ def _escape(text: str) -> str:
 
 
 def why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwritten: bool) -> str:
-    """Return the text of the error which says that no step could be restored."""
+    """Return the text of the error which says that no step could be restored.
+
+    ``skips`` are pairs of a step that was tried and the reason against it. ``is_overwritten`` says
+    whether the state may have been changed.
+    """
     if not skips:
         return f"step {step} is not there"
     outcome = OVERWRITE_NOTE if is_overwritten else "; nothing in the state was changed"
@@ -155,7 +159,9 @@ def why_none(step: Selector | None, skips: Sequence[tuple[int, str]], is_overwri
 
 
 def reasons_of(skips: Sequence[tuple[int, str]]) -> str:
-    """Return the text that says why the first of ``skips`` were passed over."""
+    """Return the text that says why the first of ``skips`` were passed over. These are pairs of a
+    step and the reason.
+    """
     numbers_by_reason = defaultdict[str, list[int]](list)
     for number, reason in skips[:5]:
         numbers_by_reason[reason].append(number)

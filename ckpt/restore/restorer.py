@@ -173,6 +173,12 @@ class Restorer:
         outdated_tiers: On the leader, the shared tiers that lack ``rollback``, which another tier
             has.
 
+    ``_filled_names`` are the names of the state that this restore may have overwritten so far,
+    ``_set_chosen`` tells the manager the step before the ranks restore it, and ``_last_walk`` has
+    the results of the last walk over the state. The methods get ``node_survey``, what all nodes
+    know of the steps on tiers of their own (None if there are no such tiers), and ``origin``, which
+    reads the chunks of a step from the nearest tier that has them intact.
+
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
 
@@ -227,11 +233,11 @@ class Restorer:
         skips: list[tuple[int, str]] = []
         subject = f"{self._rounds.subject}/nodes"
         number = step if isinstance(step, int) else None
-        neighbours: NodeSurvey | None = None
+        node_survey: NodeSurvey | None = None
         if any(tier.is_node_local for tier in self._tiers):
-            neighbours = NodeSurvey(self._tiers, self._coordinator, subject=subject, step=number)
-        with neighbours or nullcontext():
-            outcome = self._restore_first(state, step, skips, neighbours)
+            node_survey = NodeSurvey(self._tiers, self._coordinator, subject=subject, step=number)
+        with node_survey or nullcontext():
+            outcome = self._restore_first(state, step, skips, node_survey)
         if outcome is not None:
             state_match, report = outcome
             _apply(state_match, report.step)
@@ -251,7 +257,7 @@ class Restorer:
         state: MutableMapping[str, Any],
         step: Selector | None,
         skips: list[tuple[int, str]],
-        neighbours: NodeSurvey | None,
+        node_survey: NodeSurvey | None,
     ) -> tuple[StateMatch, RestoreReport] | None:
         """Restore the first proposed step that is intact.
 
@@ -260,7 +266,7 @@ class Restorer:
         is intact.
         """
         proposals = (
-            self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
+            self._proposals(step, node_survey) if self._coordinator.rank == LEADER else iter(())
         )
         while (proposal := self._rounds.next(proposals, _Proposal)) is not None:
             skips += proposal.rejections
@@ -269,7 +275,7 @@ class Restorer:
                 break
             url, ref = self._tiers[proposal.nearest].url, _ref_of(proposal)
             try:
-                return self._restore_proposal(state, proposal, neighbours)
+                return self._restore_proposal(state, proposal, node_survey)
             except RestoreError as misfit:
                 if skips and self._is_overwritten:
                     reasons = f"{reasons_of(skips)}{OVERWRITE_NOTE}"
@@ -321,33 +327,33 @@ class Restorer:
     # -- the leader's choice -----------------------------------------------------------------------
 
     def _proposals(
-        self, step: Selector | None, neighbours: NodeSurvey | None
+        self, step: Selector | None, node_survey: NodeSurvey | None
     ) -> Iterator[_Proposal]:
         """Yield the steps to try, newest first. Only the leader calls this.
 
         If steps were passed over after the last of these, a proposal without a folder follows. It
         carries the reasons to all ranks.
         """
-        stores = neighbours.stores() if neighbours else [tier.backend for tier in self._tiers]
+        stores = node_survey.stores() if node_survey else [tier.backend for tier in self._tiers]
         # A save under way may have nothing on any tier at the time of the listing.
         refs_in_use = self._steps_in_use()
         rejections: list[tuple[int, str]] = []
-        finisher = Finisher(self._workers)
-        finish = neighbours.on_shared_tiers(finisher.finish) if neighbours else finisher.finish
-        node_rollback = neighbours.rollback() if neighbours else None
+        finisher = Finisher(self._workers)  # Finishes the commits of jobs that have ended
+        finish = node_survey.on_shared_tiers(finisher.finish) if node_survey else finisher.finish
+        node_rollback = node_survey.rollback() if node_survey else None
         tiers, urls = zip(*((tier.tier, tier.url) for tier in self._tiers), strict=True)
-        modes = partial(modes_of_run, tiers, urls)
-        number = step_on(stores, step, modes) if isinstance(step, NamedStep) else step
+        metric_modes = partial(modes_of_run, tiers, urls)  # Whether a metric is best if low or high
+        number = step_on(stores, step, metric_modes) if isinstance(step, NamedStep) else step
         rollback = last_rollback([node_rollback, self._known_rollback])
         for candidate in candidates(
             stores, number, workers=self._listers, finish=finish, rollback=rollback
         ):
-            node_heads = neighbours.heads() if neighbours else ()
+            node_heads = node_survey.heads() if node_survey else ()
             self.heads = heads_of([*candidate.heads, *node_heads, *refs_in_use])
             self.rivals = candidate.rivals
             if candidate.rollback is not None:
                 self._judge_rollbacks(candidate, node_rollback, is_newest=step is None)
-            if neighbours and (fault := neighbours.fault(candidate, stores)):
+            if node_survey and (fault := node_survey.fault(candidate, stores)):
                 _log.warning(
                     "ckpt: step %d is not whole, and another step is tried: %s",
                     candidate.ref.step,
@@ -360,7 +366,7 @@ class Restorer:
                 candidate.ref.folder,
                 candidate.nearest,
                 candidate.reachable,
-                neighbours.peers(candidate.ref) if neighbours else (),
+                node_survey.peers(candidate.ref) if node_survey else (),
                 tuple(rejections),
                 tuple(finisher.finishes),
                 self._is_broadcast,
@@ -381,11 +387,11 @@ class Restorer:
         """
         rollback = candidate.rollback
         if last_rollback([node_rollback, *candidate.rollbacks.values()]) == rollback:
-            tiers = ((self._tiers[place], last) for place, last in candidate.rollbacks.items())
             self.outdated_tiers = [
-                tier
-                for tier, last in tiers
-                if last != rollback and not (tier.nodes or tier.in_memory)
+                self._tiers[position]
+                for position, tier_rollback in candidate.rollbacks.items()
+                if tier_rollback != rollback
+                and not (self._tiers[position].nodes or self._tiers[position].in_memory)
             ]
         if is_newest and rollback is not None and not rollback.keeps(candidate.ref):
             _log.warning(
@@ -397,7 +403,7 @@ class Restorer:
     # -- every rank's part -------------------------------------------------------------------------
 
     def _restore_proposal(
-        self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey | None
+        self, state: MutableMapping[str, Any], proposal: _Proposal, node_survey: NodeSurvey | None
     ) -> tuple[StateMatch, RestoreReport]:
         """Match the proposed step with the state on all ranks, and then read it on all ranks.
 
@@ -412,11 +418,14 @@ class Restorer:
         """
         ref = _ref_of(proposal)
         tiers = tuple(self._tiers[index] for index in proposal.tiers)
-        sources = neighbours.sources(tiers, ref, proposal.peers) if neighbours else Sources(tiers)
+        sources = node_survey.sources(tiers, ref, proposal.peers) if node_survey else Sources(tiers)
+        # Some sources may have only a part of the step, that of a node: these are partial.
         origin = TieredReader(
             [tier.backend for tier in sources.tiers], ref,
             retry=self._retry, on_repair=partial(_warn_of_repair, ref), partial=sources.partial,
         )  # fmt: skip
+        # The surplus are names in the checkpoint that no rank's state has, and patterns of the
+        # selection that match no name on any rank.
         fit, surplus = self._rounds.do(
             "match",
             ref.step,
@@ -496,7 +505,7 @@ class Restorer:
                 f"broadcast={self._is_broadcast}, but rank {LEADER} has broadcast={broadcast}: "
                 "give the same value on all ranks"
             )
-        with without_collector():
+        with without_collector():  # The garbage collector would only take time
             stored_step, state_match, plan = origin.try_manifests(
                 partial(self._match, state, sources, origin)
             )
@@ -518,7 +527,7 @@ class Restorer:
         cache: ReadThrough | None = None
         if self._read_through and not self._selection.is_part and len(sources.tiers) > 1:
             cache = ReadThrough(sources.tiers, origin, stored_step, context)
-            cache.look(plan)
+            cache.find_missing(plan)
         return _Fit(stored_step, state_match, plan, cache)
 
     def _match(
@@ -552,6 +561,8 @@ class Restorer:
 
 class _Reader:
     """Reads the data of a step that one rank wants, and counts the bytes by their tiers.
+
+    The caches are nearer tiers into which whole files are copied first (read-through).
 
     Thread safety:
         One thread at a time.
@@ -595,6 +606,7 @@ class _Reader:
         """Read ``plan`` into ``sink``, and count the bytes by the tiers from which they came. A
         file that was fetched into a cache before came from a farther tier.
         """
+        # For each tier, the part of the plan that was read there
         parts = self._origin.read(plan, sink, workers=self._workers)
         source_by_rank = self._fit.cache.source_by_rank if self._fit.cache is not None else {}
         for position, part in enumerate(parts):

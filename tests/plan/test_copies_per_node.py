@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.model.box import Box, even_slab
 from ckpt.model.manifest import Fragment, Manifest
-from ckpt.plan.copies_per_node import nearest_copies, nonwriter_leaf, without_copy, writers
+from ckpt.plan.copies_per_node import nearest_copies, nonwriter_leaf, ranks_without_copy, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
 from tests.plan.worlds import fragment_of, merged
@@ -107,8 +107,8 @@ def test_what_has_no_nearer_copy_stays_where_it_is() -> None:
 
 
 def test_a_node_is_enough_for_what_it_has_a_copy_of() -> None:
-    assert without_copy(manifest_of(), {0, 1, 2, 3}) == []
-    assert without_copy(manifest_of(), {0, 1}) == [2, 3]  # their shards of "cut"
+    assert ranks_without_copy(manifest_of(), {0, 1, 2, 3}) == []
+    assert ranks_without_copy(manifest_of(), {0, 1}) == [2, 3]  # their shards of "cut"
     whole = [leaf for leaf in leaves_of(0) if leaf.name != "cut"]
     parts = [
         fragment_of(
@@ -121,8 +121,8 @@ def test_a_node_is_enough_for_what_it_has_a_copy_of() -> None:
         for rank in range(4)
     ]
     manifest = merged([fragment for _, fragment in parts])
-    assert without_copy(manifest, {2, 3}) == []
-    assert without_copy(manifest, {2}) == [1, 3]  # 0 and 2 have written the same
+    assert ranks_without_copy(manifest, {2, 3}) == []
+    assert ranks_without_copy(manifest, {2}) == [1, 3]  # 0 and 2 have written the same
     near = nearest_copies(plan_restore(manifest, whole), manifest, {2: 1, 3: 1})
     assert {read.rank for read in near.reads} == {2, 3}
 
@@ -171,7 +171,7 @@ def test_a_spare_serves_where_it_is_equal_and_harms_nothing_where_it_differs() -
     (here,) = (read for read in near.reads if read.rank == 2)
     (meant,) = (read for read in plan.reads if read.targets == here.targets)
     assert here.checksum == meant.checksum
-    assert without_copy(manifest, {2, 3}) == [0]
+    assert ranks_without_copy(manifest, {2, 3}) == [0]
     same = [file.chunks for file in manifest.files if file.rank in (0, 2)]
     assert len({chunk.checksum for chunks in same for chunk in chunks[1:]}) == 3
 

@@ -18,7 +18,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.box import Box
-from ckpt.plan.fallback import Reach, is_damage, reach_of, verdict, without
+from ckpt.plan.fallback import Reach, combined_error, is_damage, plan_without, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan
 
 CHUNK = ChecksumMismatch("a/rank-00000.safetensors", 4096, 100)
@@ -49,22 +49,24 @@ def test_how_far_a_failure_reaches_and_whether_it_speaks_of_the_data(
 
 def test_a_store_that_does_not_answer_is_never_taken_for_damage() -> None:
     silent = TransientStorageError("k", "timed out")
-    assert verdict([("near", CHUNK), ("far", silent)], "k") is silent
+    assert combined_error([("near", CHUNK), ("far", silent)], "k") is silent
     denied = AccessDenied("k")
-    assert verdict([("near", ObjectNotFound("k")), ("far", denied)], "k") is denied
+    assert combined_error([("near", ObjectNotFound("k")), ("far", denied)], "k") is denied
 
 
 def test_the_reason_of_one_store_is_told_as_it_is() -> None:
-    assert verdict([("only", CHUNK)], "k") is CHUNK
-    assert verdict([("near", ObjectNotFound("k")), ("far", CHUNK)], "k") is CHUNK
+    assert combined_error([("only", CHUNK)], "k") is CHUNK
+    assert combined_error([("near", ObjectNotFound("k")), ("far", CHUNK)], "k") is CHUNK
 
 
 def test_the_reasons_of_several_stores_are_all_told() -> None:
-    error = verdict([("near", CHUNK), ("far", StorageError("k", "short"))], "the/file")
+    error = combined_error([("near", CHUNK), ("far", StorageError("k", "short"))], "the/file")
     assert type(error) is IntegrityError
     for part in ("'the/file'", "near: checksum mismatch", "far: storage failed", "short"):
         assert part in str(error)
-    nowhere = verdict([("near", ObjectNotFound("k")), ("far", ObjectNotFound("k"))], "the/file")
+    nowhere = combined_error(
+        [("near", ObjectNotFound("k")), ("far", ObjectNotFound("k"))], "the/file"
+    )
     assert "near: no such object" in str(nowhere)
 
 
@@ -90,10 +92,10 @@ def test_what_is_left_of_a_plan_keeps_file_order(
 ) -> None:
     plan = RestorePlan(reads=tuple(chunk(*place) for place in sorted(places)), wanted_bytes=5)
     done = [read for index, read in enumerate(plan.reads) if index in chosen]
-    left = without(plan, list(reversed(done)))
+    left = plan_without(plan, list(reversed(done)))
     assert [read for read in plan.reads if read in done or read in left.reads] == list(plan.reads)
     assert list(left.reads) == [
         read for index, read in enumerate(plan.reads) if index not in chosen
     ]
     assert left.wanted_bytes == 5
-    assert without(plan, left.reads).reads == tuple(done)
+    assert plan_without(plan, left.reads).reads == tuple(done)

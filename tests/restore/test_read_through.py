@@ -75,7 +75,7 @@ class Node:
                 retry=IMPATIENT,
             )
             cache = ReadThrough(self.tiers, origin, found, context)
-            cache.look(plan)
+            cache.find_missing(plan)
             left = cache.fill(plan, sink)
             given = origin.read(left, sink, workers=workers)
             if together is not None:
