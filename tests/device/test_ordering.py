@@ -185,7 +185,7 @@ def nowhere(_: object) -> AbstractContextManager[None]:
 
 
 MISTAKES: dict[str, tuple[Scenario, Sequence[tuple[object, str, object]]]] = {
-    "no wait for compute": (of_queued_work, [(LateCopies, "begin", nothing)]),
+    "no wait for compute": (of_queued_work, [(LateCopies, "wait_for_queued_work", nothing)]),
     "no hold on the current stream": (
         before_the_next_step,
         [(LateCopies, "hold_current_streams", nothing)],
