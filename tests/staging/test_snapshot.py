@@ -172,7 +172,7 @@ def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
 class Queued:
     """A device that queues copies at once, as a substitute for ``LateCopies``."""
 
-    thread = staticmethod(nullcontext)
+    thread_context = staticmethod(nullcontext)
 
     def wait_for_queued_work(self) -> None: ...
     def run(self, copies) -> None: ...
