@@ -76,7 +76,9 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
     Args:
         parts: The fragments of all ranks with their references, in any order. The merge takes one
             fragment at a time, and keeps only the fields that it needs.
-        cache: The results of the last merge, which this merge uses and replaces.
+        cache: The results of the last merge, which this merge uses and replaces. Its ``deltas`` is
+            the part of the state that has deltas, until a merge of a whole state has checked that
+            a tensor is in it.
 
     Raises:
         ReplicasDiverged: Ranks have different copies of a tensor or of a plain value.
@@ -96,7 +98,6 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
     _check_same_save([fragment.content for fragment in rank_fragments])
     reference = rank_fragments[0].content
     metadata = _merge_trees("metadata", distinct_values(rank_fragments, "metadata"))
-    # The patterns that chose the names of this save, and those that match no name on any rank
     patterns, unmatched_patterns = patterns_of(metadata)
     if unmatched_patterns:
         raise no_match_error(unmatched_patterns)
@@ -106,7 +107,6 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], cache: MergeCache | None 
     )
     layouts = cache.layouts = merge_layouts(fragments, rank_fragments, cache.layouts)
     cache.forms = fragments.forms
-    # The first merge of a whole state checks that a tensor is in the part that has deltas.
     if cache.deltas is not None and patterns == WHOLE:
         check_part(cache.deltas, (tensor.name for tensor in layouts.tensors))
         cache.deltas = None

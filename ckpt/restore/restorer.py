@@ -419,13 +419,11 @@ class Restorer:
         ref = _ref_of(proposal)
         tiers = tuple(self._tiers[index] for index in proposal.tiers)
         sources = node_survey.sources(tiers, ref, proposal.peers) if node_survey else Sources(tiers)
-        # Some sources may have only a part of the step, that of a node: these are partial.
         origin = TieredReader(
             [tier.backend for tier in sources.tiers], ref,
             retry=self._retry, on_repair=partial(_warn_of_repair, ref), partial=sources.partial,
         )  # fmt: skip
-        # The surplus are names in the checkpoint that no rank's state has, and patterns of the
-        # selection that match no name on any rank.
+        # Names that no rank's state has, and patterns that match no name on any rank
         fit, surplus = self._rounds.do(
             "match",
             ref.step,
