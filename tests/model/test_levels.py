@@ -150,15 +150,16 @@ def test_a_small_tree_may_have_names_that_are_too_long_or_be_too_deep() -> None:
             dumps(tree, "state")
 
 
-@given(
-    st.recursive(
-        st.integers(0, 9) | st.text("ab/", max_size=3),
-        lambda inner: (
-            st.lists(inner, max_size=4) | st.dictionaries(st.text("k~/", max_size=5), inner)
-        ),
-        max_leaves=30,
+def containers_of(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text("k~/", max_size=5), inner)
     )
-)
+
+
+trees: st.SearchStrategy[Any] = st.recursive(st.integers(0, 9), containers_of, max_leaves=30)
+
+
+@given(trees)
 def test_the_json_of_a_tree_bounds_the_characters_of_its_names(tree: Any) -> None:
     def name_chars(node: Any, chars: int = 0) -> int:
         items = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
