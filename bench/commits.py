@@ -15,9 +15,9 @@ from ckpt.coordination.commit_state_machine import Durable
 from ckpt.coordination.exchanges import encode_json
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest, ranks_of
+from ckpt.model.fragment_columns import pack_fragment, read_fragment
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
-from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import MergeCache, merge

@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-import ckpt.cli.store_timeout
+import ckpt.cli.watched_store
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.cli.prune import prune
@@ -119,7 +119,7 @@ class Meter:
             return _CountedStore(open_backend(url, options), Path(url).name, self)
 
         with ExitStack() as patches:
-            for module in (ckpt.storage.tiers, ckpt.cli.store_timeout):
+            for module in (ckpt.storage.tiers, ckpt.cli.watched_store):
                 patches.enter_context(patch.object(module, "open_backend", open_counted))
             try:
                 yield

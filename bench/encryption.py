@@ -25,13 +25,13 @@ import torch
 
 from ckpt import CheckpointManager, Tls
 from ckpt.catalog.fragments import load_fragment
-from ckpt.catalog.index import read_packed
+from ckpt.catalog.step_listing import read_packed
 from ckpt.catalog.transfer import copy_files
 from ckpt.catalog.verify import StepFolder
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import StoredFile
+from ckpt.nodes.peer_store import NodeStore
 from ckpt.nodes.server import NodeServer
-from ckpt.nodes.store import NodeStore
 from ckpt.nodes.wire import Peer, StepFiles
 from ckpt.pipeline.chunk_reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy

@@ -17,8 +17,8 @@ from bench.measure import MemorySampler, tree_bytes
 from bench.process import BenchError, Process
 from bench.runner import Bench, Shape, label
 from ckpt.observe.journal_files import journal_folder
-from ckpt.storage.places import is_folder
 from ckpt.storage.registry import open_backend
+from ckpt.storage.urls import is_folder
 
 _More = ParamSpec("_More")
 

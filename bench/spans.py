@@ -24,7 +24,7 @@ from ckpt.save.rank_files import RankFiles
 from ckpt.save.saver import Saver
 from ckpt.save.tier_writer import TierWriter
 from ckpt.staging import snapshot
-from ckpt.staging.frames import Frame, Spill
+from ckpt.staging.ring import Frame, Spill
 from ckpt.staging.snapshot import Snapshot
 from ckpt.staging.window import RingWindow, Window
 from ckpt_backends.folder import posix

@@ -19,9 +19,9 @@ import zstandard
 
 from ckpt.model import manifest as model
 from ckpt.model.box import Box
+from ckpt.model.fragment_columns import pack_fragment
 from ckpt.model.keys import data_name
 from ckpt.model.manifest import Chunk, File, Fragment, Packed
-from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
 

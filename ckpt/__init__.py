@@ -19,14 +19,14 @@ from ckpt.version import __version__
 if TYPE_CHECKING:
     from ckpt.catalog.watching import watch
     from ckpt.config import SaveConfig, Tier, Tls
-    from ckpt.coordination.joined import join, join_horovod, join_mpi
+    from ckpt.coordination.join import join, join_horovod, join_mpi
     from ckpt.errors import CkptError
-    from ckpt.exchange.exports.hf_folders import HfFolders
+    from ckpt.exchange.exports.hf_export_observer import HfFolders
     from ckpt.exchange.weights.follow import follow
     from ckpt.exchange.weights.load import load
 
     # Other modules, such as gzip, have an ``open`` too.
-    from ckpt.exchange.weights.opened import open_checkpoint as open  # noqa: A004
+    from ckpt.exchange.weights.open_checkpoint import open_checkpoint as open  # noqa: A004
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
     from ckpt.restore.report import RestoreReport
@@ -46,7 +46,7 @@ logging.getLogger("ckpt").addFilter(CleanLog())
 _HOMES = {
     "CheckpointManager": "ckpt.manager",
     "CkptError": "ckpt.errors",
-    "HfFolders": "ckpt.exchange.exports.hf_folders",
+    "HfFolders": "ckpt.exchange.exports.hf_export_observer",
     "LocalShards": "ckpt.state.tensors.local_shards",
     "PendingSave": "ckpt.pending",
     "PerRank": "ckpt.state.tensors.per_rank",
@@ -57,11 +57,11 @@ _HOMES = {
     "Tls": "ckpt.config",
     "declare_part": "ckpt.state.tensors.declared",
     "follow": "ckpt.exchange.weights.follow",
-    "join": "ckpt.coordination.joined",
-    "join_horovod": "ckpt.coordination.joined",
-    "join_mpi": "ckpt.coordination.joined",
+    "join": "ckpt.coordination.join",
+    "join_horovod": "ckpt.coordination.join",
+    "join_mpi": "ckpt.coordination.join",
     "load": "ckpt.exchange.weights.load",
-    "open": "ckpt.exchange.weights.opened",
+    "open": "ckpt.exchange.weights.open_checkpoint",
     "trainable": "ckpt.state.walk.trainable",
     "watch": "ckpt.catalog.watching",
 }

@@ -25,10 +25,10 @@ from typing import Final
 
 from ckpt.agent.registration import Registration, check_detach
 from ckpt.config import SaveConfig
-from ckpt.coordination.api import LEADER
+from ckpt.coordination.coordinator import LEADER
 from ckpt.coordination.leaving import END_OF_DATA, OwnCoordinator, reason_of
-from ckpt.elastic.call_guard import CallGuard
 from ckpt.elastic.ending_error import ending_error
+from ckpt.elastic.manager_calls import CallGuard
 from ckpt.elastic.stop_listener import StopListener
 from ckpt.observe.journal import Journal, end_journals
 from ckpt.pending import check_timeout, missing_at_the_end, wait_and_log
@@ -37,7 +37,7 @@ from ckpt.save.ledger import SaveLedger
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from ckpt.storage.tiers import OpenTier
 
 _LIST_SECONDS: Final = 1.0

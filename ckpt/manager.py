@@ -30,15 +30,15 @@ import torch
 
 from ckpt.agent.registration import register
 from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics
-from ckpt.catalog.index import Listing
 from ckpt.catalog.late_metrics import add_metrics
+from ckpt.catalog.step_listing import Listing
 from ckpt.closing import Closer, Holdings
 from ckpt.config import Metadata, Mode, SaveConfig, Settings, load_config, with_settings
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.leaving import own_coordinator
 from ckpt.coordination.node_commits import agree
 from ckpt.coordination.torch_store import find_coordinator
-from ckpt.elastic.call_guard import CallGuard, one_at_a_time
+from ckpt.elastic.manager_calls import CallGuard, one_at_a_time
 from ckpt.elastic.planned_stop import StopSignals
 from ckpt.elastic.stop_listener import StopListener
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
@@ -65,8 +65,8 @@ from ckpt.staging.fence import Fence
 from ckpt.state.match.selection import Rename, Selection
 from ckpt.state.walk.collect import collect
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.origin import Origin
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
+from ckpt.state.walk.restored_step import Origin
 from ckpt.state.walk.state_objects import StateView, without_plain
 from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
 from ckpt.torch_private import warn_of_untested

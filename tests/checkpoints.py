@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest
+from ckpt.model.fragment_columns import fragment_of, pack_fragment
 from ckpt.model.keys import OWNER, StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
-from ckpt.model.packed import fragment_of, pack_fragment
 from ckpt.model.record_encoding import pack
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import ConfigError, OutOfSpace
 from ckpt.storage.registry import open_backend

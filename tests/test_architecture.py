@@ -187,7 +187,7 @@ ENTRY_POINTS = {
     "ckpt/manager.py save",
     "ckpt/integrations/lightning/callback.py __init__",
 }
-ENTRY_POINTS |= {"ckpt/exchange/exports/hf_folders.py __init__"}
+ENTRY_POINTS |= {"ckpt/exchange/exports/hf_export_observer.py __init__"}
 """Public functions, whose parameters are a user's settings. Commands are entry points too."""
 
 OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "deepspeed", "gcsfs", "google"}

@@ -18,7 +18,7 @@ from ckpt.errors import CkptError, StagingError, ThreadLimit
 from ckpt.pipeline.workers import Workers
 from ckpt.save.active_save import HandOver
 from ckpt.staging.fence import Fence
-from ckpt.staging.slots import SlotPool
+from ckpt.staging.slot_pool import SlotPool
 from ckpt.staging.snapshot import Snapshot
 from tests.kit.interrupting import interrupted_call
 from tests.overlap.jobs import train, trained

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import CkptError, PeerFailed, TensorChanged
 from ckpt.save.active_save import ActiveSave
 from ckpt.save.saver import Saver

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.save.tier_writer import TierWriter
 from ckpt.storage.registry import open_backend
 from tests.coordination.world import World

@@ -26,7 +26,7 @@ from bench import scenarios
 from ckpt import CheckpointManager, SaveConfig, Tier, errors, events
 from ckpt.cli.main import COMMANDS, HELP, app, load_command
 from ckpt.config import load_config
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.storage.tiers import as_tiers
 from tests.coordination.world import World
 from tests.kit.pages import FENCE, PAGES, Block, block, blocks, named

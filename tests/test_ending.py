@@ -454,7 +454,7 @@ def test_a_close_that_ctrl_c_interrupts_is_resumed_by_the_next_one(tmp_path: Pat
         paths = [slot.path or "" for slot in manager._saver.slots.slots]
         assert any(map(os.path.exists, paths))
         with interrupted_call(
-            ("manager.py", "closing.py", "call_guard.py", "workers.py", "pending.py"), turn
+            ("manager.py", "closing.py", "manager_calls.py", "workers.py", "pending.py"), turn
         ):
             try:
                 manager.close()

@@ -87,8 +87,8 @@ COMMAND = """
 
     def count(root: Annotated[str, typer.Argument()]) -> None:
         "Count the checkpoints below ROOT."
-        import ckpt.catalog.index, ckpt.storage.registry
-        print(len(list(ckpt.catalog.index.committed(ckpt.storage.registry.open_backend(root)))))
+        import ckpt.catalog.step_listing, ckpt.storage.registry
+        print(len(list(ckpt.catalog.step_listing.committed(ckpt.storage.registry.open_backend(root)))))
 """
 
 

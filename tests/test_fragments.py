@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, PerRank, Tier
-from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.step_listing import committed, read_manifest, read_packed
 from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.errors import FormatTooOld, ObjectNotFound
 from ckpt.model.box import Box, tiling_fault

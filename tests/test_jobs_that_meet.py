@@ -17,8 +17,8 @@ import ckpt.coordination.committer
 import ckpt.retention.pruner
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, own_objects
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.step_listing import committed, own_objects
 from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
 from ckpt.model.keys import OWNER

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.step_listing import committed, read_manifest
 from ckpt.errors import ConfigError
 from ckpt.model.metrics import metrics_of
 from ckpt.storage.registry import open_backend

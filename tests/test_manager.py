@@ -24,7 +24,7 @@ from torch import nn
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank, RngState, SaveConfig, Tier
-from ckpt.catalog.index import committed, find, read_manifest
+from ckpt.catalog.step_listing import committed, find, read_manifest
 from ckpt.errors import (
     CkptError,
     ConfigError,

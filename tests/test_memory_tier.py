@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.config import load_config
 from ckpt.errors import ConfigError, SaveSkipped
 from ckpt.storage.registry import open_backend

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.step_listing import is_committed
 from ckpt.errors import (
     AccessDenied,
     NoCheckpoint,

@@ -88,7 +88,7 @@ def test_a_save_that_cannot_begin_is_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(tmp_path, on_error="warn", host_memory=1 << 20) as manager:
-        monkeypatch.setattr("ckpt.staging.slots.measure", _no_memory)
+        monkeypatch.setattr("ckpt.staging.slot_pool.measure", _no_memory)
         pending = manager.save_async(state(1), 1)
         assert isinstance(pending.exception(), HostMemoryExhausted)
         assert manager.failed == 1

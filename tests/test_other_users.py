@@ -16,7 +16,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import StorageError
 from ckpt.processes import Process, namespace
 from ckpt.staging import slot_files
-from ckpt.staging.slots import SlotPool
+from ckpt.staging.slot_pool import SlotPool
 from ckpt.storage.tiers import urls_of
 from ckpt_backends.folder.shm import open_shm, stores
 from tests.users import ATTACKER, act_as, begin_as, fresh_user, only_root

@@ -11,7 +11,7 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.storage.registry import open_backend
 from tests.distributed.launch import WORKERS

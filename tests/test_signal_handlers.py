@@ -122,7 +122,7 @@ def test_ctrl_c_as_a_call_returns_leaves_the_manager_usable(call: str, root: str
         interrupted = 0
         for turn in range(1, 100):
             try:
-                with interrupted_call(("call_guard.py",), turn):
+                with interrupted_call(("manager_calls.py",), turn):
                     calls[call]()
             except KeyboardInterrupt:
                 interrupted += 1

@@ -402,5 +402,5 @@ def test_the_traceback_of_a_store_that_refuses_is_that_of_the_call(tmp_path, mon
         save_twice()
     frames = traceback.extract_tb(caught.value.__traceback__)
     files = {Path(frame.filename).name for frame in frames}
-    of_the_call = {"test_tiers.py", "manager.py", "call_guard.py", "ledger.py", "pending.py"}
+    of_the_call = {"test_tiers.py", "manager.py", "manager_calls.py", "ledger.py", "pending.py"}
     assert files <= of_the_call

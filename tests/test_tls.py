@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt import CheckpointManager, Tier, Tls
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.node_commits import agree
 from ckpt.errors import ConfigError
 from ckpt.storage.tiers import OpenTier, open_tiers

@@ -36,8 +36,8 @@ from ckpt.storage.api import (
     check_written,
     is_there,
 )
-from ckpt.storage.places import OBJECT_STORES
 from ckpt.storage.registry import scheme_of
+from ckpt.storage.urls import OBJECT_STORES
 from ckpt_backends.client_options import missing_extra, secrets_of
 from ckpt_backends.file_server.backend import FILE_SERVERS, open_file_server
 from ckpt_backends.folder.posix import open_posix

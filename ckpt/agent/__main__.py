@@ -135,7 +135,7 @@ def _carry_out(order: Order, report: OnReport) -> Ended:
 
     match order.task:
         case "copy":
-            from ckpt.agent.lent_worker import copy_files
+            from ckpt.agent.copy_worker import copy_files
 
             os.nice(_COPY_NICE)
             return copy_files(order)

@@ -36,15 +36,15 @@ from typing import Self
 from ckpt.agent.job_branch import JobBranch
 from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.messages import Job
-from ckpt.agent.node_parts import NodeParts
+from ckpt.agent.node_part_copier import NodeParts
 from ckpt.agent.worker_messages import Copied, Ended, OnReport, progress_of
 from ckpt.catalog.finalize import RunFacts, finalize
-from ckpt.catalog.index import is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.step_listing import is_committed, unfinished_of
 from ckpt.catalog.transfer_by_rank import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
-from ckpt.coordination.api import LEADER
+from ckpt.coordination.coordinator import LEADER
 from ckpt.errors import (
     CkptError,
     CommitError,

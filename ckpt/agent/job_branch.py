@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from ckpt.catalog.index import list_root
 from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.rollbacks import put_rollback
+from ckpt.catalog.step_listing import list_root
 from ckpt.errors import CkptError, ObjectExists
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, last_rollback, on_branch

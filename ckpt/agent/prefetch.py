@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.index import committed, list_root, own_objects
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.rollbacks import copy_rollbacks
+from ckpt.catalog.step_listing import committed, list_root, own_objects
 from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.catalog.transfer import fetch_step, has_codec
 from ckpt.catalog.verify import OnProgress, StepFolder

@@ -18,12 +18,12 @@ from typing import Final
 import msgspec
 
 from ckpt.agent.client import Connection, connect, reach_and_ask
+from ckpt.agent.copy_client import AgentCopier
 from ckpt.agent.folder import AgentFolder
-from ckpt.agent.lent_worker_client import AgentCopier
 from ckpt.agent.messages import Detach, Forget, Job, fields_of, urls_of
 from ckpt.agent.worker_messages import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.exchanges import Wait, encode_json, gather, leader_decides
 from ckpt.coordination.node_commits import on_node
 from ckpt.errors import AgentError, CkptError, ConfigError
@@ -32,9 +32,9 @@ from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process
 from ckpt.root.owner import Owner, read_owner
 from ckpt.storage.api import HoldsRoot
-from ckpt.storage.places import canonical, is_folder
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import Nodes, OpenTier
+from ckpt.storage.urls import canonical, is_folder
 
 _log = logging.getLogger("ckpt")
 _START_SECONDS: Final = 300.0

@@ -22,15 +22,15 @@ from typing import Self
 
 from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.worker_messages import Ended, OnReport, Order, Verified, Verifying, at_intervals
-from ckpt.catalog.index import committed, is_committed, read_packed
-from ckpt.catalog.scrub_mending import mend_step
+from ckpt.catalog.step_listing import committed, is_committed, read_packed
+from ckpt.catalog.step_repair import mend_step
 from ckpt.catalog.transfer_by_rank import mend_rank
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
-from ckpt.coordination.api import LEADER
+from ckpt.coordination.coordinator import LEADER
 from ckpt.errors import AccessDenied, CkptError, LinkRefused, RootInUse, TransientStorageError
 from ckpt.model.keys import StepRef, rank_of
 from ckpt.observe.journal import note_verified
-from ckpt.pipeline.pace import Pace
+from ckpt.pipeline.rate_limit import Pace
 from ckpt.pipeline.workers import Workers
 from ckpt.root.claim import Claim
 from ckpt.storage.api import StorageBackend

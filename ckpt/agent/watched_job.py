@@ -17,7 +17,7 @@ from ckpt.agent.worker_process import Worker, Workplace
 from ckpt.errors import AgentError
 from ckpt.errors.sanitize import redact
 from ckpt.processes import Process
-from ckpt.storage.places import is_spelling_of, without_query
+from ckpt.storage.urls import is_spelling_of, without_query
 
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _MOST_PAUSE_SECONDS: Final = 600.0

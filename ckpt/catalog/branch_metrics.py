@@ -14,7 +14,8 @@ from functools import partial
 from typing import Final
 
 from ckpt.catalog.branches import find_branch
-from ckpt.catalog.index import (
+from ckpt.catalog.late_metrics import late_metrics
+from ckpt.catalog.step_listing import (
     committed_among,
     list_root,
     objects_by_one_listing,
@@ -22,7 +23,6 @@ from ckpt.catalog.index import (
     read_packed,
     why_missing,
 )
-from ckpt.catalog.late_metrics import late_metrics
 from ckpt.config import Mode
 from ckpt.errors import (
     AccessDenied,

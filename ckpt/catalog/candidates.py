@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckpt.catalog.index import RootContents, creation_time, is_committed, list_root
+from ckpt.catalog.step_listing import RootContents, creation_time, is_committed, list_root
 from ckpt.errors import CkptError, StorageError, TransientStorageError, with_root
 from ckpt.model.keys import OWNER, StepId, StepRef
 from ckpt.model.rollback import Rollback, heads_of, last_rollback, on_branch

@@ -36,9 +36,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from ckpt.catalog.index import list_root, own_objects
+from ckpt.catalog.step_listing import list_root, own_objects
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
-from ckpt.coordination.api import LEADER
+from ckpt.coordination.coordinator import LEADER
 from ckpt.coordination.step_files import put_manifest
 from ckpt.coordination.tombstone import delete_tombstone
 from ckpt.errors import (
@@ -52,9 +52,9 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest
+from ckpt.model.fragment_columns import fragment_of
 from ckpt.model.keys import StepRef, fragment_name, is_about_rank, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
-from ckpt.model.packed import fragment_of
 from ckpt.model.readable import rank_list
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.rollback import Rollback, last_rollback, on_branch

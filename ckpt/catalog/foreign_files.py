@@ -19,7 +19,7 @@ from ckpt.errors import (
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.locations import LocatedStore, as_foreign_mismatch
+from ckpt.storage.outside_files import LocatedStore, as_foreign_mismatch
 
 
 def check_locations(

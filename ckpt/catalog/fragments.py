@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from ckpt.errors import ChecksumMismatch, ManifestCorrupt
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import carried_fragment, fill_manifest, ranks_of
+from ckpt.model.fragment_columns import read_fragment
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
-from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import MAX_RECORD_BYTES
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf

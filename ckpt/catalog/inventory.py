@@ -29,7 +29,9 @@ from typing import Final, Literal
 import msgspec
 
 from ckpt.catalog.foreign_files import check_locations
-from ckpt.catalog.index import (
+from ckpt.catalog.late_metrics import late_metrics, with_late
+from ckpt.catalog.outer_bases import OuterBases
+from ckpt.catalog.step_listing import (
     check_place,
     committed_among,
     is_committed,
@@ -38,8 +40,6 @@ from ckpt.catalog.index import (
     own_objects,
     unfinished_of,
 )
-from ckpt.catalog.late_metrics import late_metrics, with_late
-from ckpt.catalog.outer_bases import OuterBases
 from ckpt.coordination.tombstone import is_of_manifest
 from ckpt.errors import (
     AccessDenied,

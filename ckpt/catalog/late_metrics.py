@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from ckpt.catalog.index import creation_time, find, own_objects, read_packed
+from ckpt.catalog.step_listing import creation_time, find, own_objects, read_packed
 from ckpt.errors import (
     AccessDenied,
     ConfigError,

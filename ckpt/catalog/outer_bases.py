@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.step_listing import is_committed
 from ckpt.errors import (
     AccessDenied,
     CkptError,
@@ -22,13 +22,13 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
+from ckpt.model.fragment_columns import read_fragment
 from ckpt.model.keys import BaseRef, is_fragment, parse_base
 from ckpt.model.manifest import Increment, bases_of
-from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import MAX_RECORD_BYTES
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import ObjectInfo, StorageBackend, read_record
-from ckpt.storage.locations import AdoptedBaseStore, root_at
+from ckpt.storage.outside_files import AdoptedBaseStore, root_at
 
 _log = logging.getLogger("ckpt")
 

@@ -21,9 +21,9 @@ from msgspec.structs import replace as with_fields
 from ckpt.catalog.tiered_reader import SourceManifest, TieredReader
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest
+from ckpt.model.fragment_columns import pack_fragment, read_fragment
 from ckpt.model.keys import data_name
 from ckpt.model.manifest import Chunk, File, Fragment, FragmentRef, Manifest, StoredFile
-from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.plan.leaf import Leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.catalog.index import list_root, objects_by_one_listing, own_objects, unfinished_of
+from ckpt.catalog.step_listing import list_root, objects_by_one_listing, own_objects, unfinished_of
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend
 

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import Parts, fill_from, load_fragment
-from ckpt.catalog.index import read_packed
+from ckpt.catalog.step_listing import read_packed
 from ckpt.errors import (
     ForeignFileMismatch,
     IntegrityError,
@@ -39,12 +39,12 @@ from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFil
 from ckpt.pipeline.chunk_reader import ChunkReader, Misses, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.fallback import Reach, as_damage, combined_error, reach_of
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.rebase import rebase
+from ckpt.plan.read_errors import Reach, as_damage, combined_error, reach_of
+from ckpt.plan.reads_on_other_tier import rebase
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan, Run
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.locations import store_with
+from ckpt.storage.outside_files import store_with
 
 WHOLE_SOURCE: Final = ""
 """What takes the place of a key for all files of a source."""

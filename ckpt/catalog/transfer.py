@@ -34,9 +34,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ckpt.catalog.heirs import require_no_heirs
-from ckpt.catalog.index import own_objects, read_manifest, read_packed
+from ckpt.catalog.base_protection import require_no_heirs
 from ckpt.catalog.self_contained import SelfContainedStep
+from ckpt.catalog.step_listing import own_objects, read_manifest, read_packed
 from ckpt.catalog.tiered_reader import OnRepair, SourceManifest, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
@@ -51,6 +51,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import pack_fragment, read_fragment
 from ckpt.model.keys import StepRef, data_name, fragment_name, is_late_metrics
 from ckpt.model.manifest import (
     Encoding,
@@ -62,7 +63,6 @@ from ckpt.model.manifest import (
     StoredFile,
     Tensor,
 )
-from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.encoded_writer import widths_of, write_encoded
@@ -70,7 +70,7 @@ from ckpt.pipeline.image_writer import ImageWrite, OnBytes, Source, write_image
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.tail_image import TailImage
 from ckpt.plan.merge import merge
-from ckpt.plan.rebase import same_chunks
+from ckpt.plan.reads_on_other_tier import same_chunks
 from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.plan.save import tail_header
 from ckpt.root.claim_marker import release_finish, require_finish

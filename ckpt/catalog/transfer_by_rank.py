@@ -32,7 +32,7 @@ from typing import TypeVar
 import msgspec
 
 from ckpt.catalog.finalize import read_fragments
-from ckpt.catalog.index import is_committed, own_objects, read_packed
+from ckpt.catalog.step_listing import is_committed, own_objects, read_packed
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy, write_file
 from ckpt.catalog.verify import StepFolder, size_faults
 from ckpt.codec.registry import NO_CODEC, encoder_of
@@ -44,9 +44,9 @@ from ckpt.errors import (
     ObjectNotFound,
 )
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import pack_fragment, read_fragment
 from ckpt.model.keys import fragment_name, marked_rank, noted_rank
 from ckpt.model.manifest import Encoding, FragmentRef, Manifest, StoredFile
-from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack
 from ckpt.pipeline.encoded_writer import widths_of
 from ckpt.pipeline.image_writer import OnBytes

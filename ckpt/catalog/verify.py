@@ -27,7 +27,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckpt.catalog.fragments import check_bytes, load_fragment
-from ckpt.catalog.index import read_packed
+from ckpt.catalog.step_listing import read_packed
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -43,16 +43,16 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import carried_fragments, fill_manifest
+from ckpt.model.fragment_columns import read_fragment
 from ckpt.model.keys import StepRef, fragment_name
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
-from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import MAX_RECORD_BYTES
 from ckpt.pipeline.chunk_reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, Run, chunks_of
 from ckpt.storage.api import StorageBackend, read_record
-from ckpt.storage.locations import as_fault_of, store_with
+from ckpt.storage.outside_files import as_fault_of, store_with
 
 T = TypeVar("T")
 

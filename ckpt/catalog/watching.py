@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckpt.catalog.index import is_committed, list_root
+from ckpt.catalog.step_listing import is_committed, list_root
 from ckpt.errors import (
     ConfigError,
     NoCheckpoint,

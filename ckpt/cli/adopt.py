@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.cli import output
 from ckpt.cli.import_ import Format, lines_of, show_notes
 from ckpt.cli.options import (
@@ -23,7 +23,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.store_timeout import open_watched
+from ckpt.cli.watched_store import open_watched
 from ckpt.storage.tiers import resolve_tier
 
 

@@ -20,13 +20,13 @@ from ckpt.cli.options import (
     seconds,
 )
 from ckpt.errors import ConfigError, NoCheckpoint
-from ckpt.observe.advice import Advice, Assumptions, Measurements, measurements_of
-from ckpt.observe.advice import advise as advice_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal_reader import JournalReader
-from ckpt.storage.places import local_path
+from ckpt.observe.save_interval import Advice, Assumptions, Measurements, measurements_of
+from ckpt.observe.save_interval import advise as advice_of
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import resolve_tier
+from ckpt.storage.urls import local_path
 
 _NEAR_LEAST_FACTOR = 1.1
 """A loss of less than this many times the least loss is near the least."""

@@ -7,10 +7,10 @@ from typing import Final
 
 from ckpt.agent.prefetch import PrefetchResult
 from ckpt.agent.prefetch import prefetch as copy_ahead
-from ckpt.cli import output, records
+from ckpt.cli import output, record_tables
 from ckpt.cli.options import TIMEOUT_SECONDS, find_steps, no_checkpoint_if_removed, workers_for
-from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import open_watched
+from ckpt.cli.record_tables import Field
+from ckpt.cli.watched_store import open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError
 from ckpt.model.selector import Selector
@@ -54,9 +54,9 @@ def prefetch(
             raise ConfigError(f"{tier.url} is memory, which a trainer fills: name a folder")
     copies = _fill(far_tier, tiers[:-1], step, config)
     if as_json:
-        output.show_json({"source": tiers[-1].url, "tiers": records.entries(_FIELDS, copies)})
+        output.show_json({"source": tiers[-1].url, "tiers": record_tables.entries(_FIELDS, copies)})
     else:
-        records.show(_FIELDS, copies)
+        record_tables.show(_FIELDS, copies)
 
 
 def _tiers(

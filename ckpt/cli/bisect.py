@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from ckpt.catalog.index import find, list_root
+from ckpt.catalog.step_listing import find, list_root
 from ckpt.catalog.watching import Watcher
 from ckpt.cli import output
 from ckpt.cli.options import (

@@ -13,11 +13,11 @@ from typing import Annotated, Final
 
 import typer
 
-from ckpt.catalog.index import is_committed, own_objects, read_manifest, read_packed
 from ckpt.catalog.rollbacks import copy_rollbacks
+from ckpt.catalog.step_listing import is_committed, own_objects, read_manifest, read_packed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, size_faults
-from ckpt.cli import output, records
+from ckpt.cli import output, record_tables
 from ckpt.cli.options import (
     STEP_FORMS,
     TIMEOUT_SECONDS,
@@ -31,8 +31,8 @@ from ckpt.cli.options import (
     source_and_destination,
     workers_for,
 )
-from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import WatchedStore, open_watched
+from ckpt.cli.record_tables import Field
+from ckpt.cli.watched_store import WatchedStore, open_watched
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -45,11 +45,11 @@ from ckpt.errors import (
 from ckpt.model.keys import StepRef
 from ckpt.model.selector import selector_of
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.rebase import same_chunks
+from ckpt.plan.reads_on_other_tier import same_chunks
 from ckpt.root.claim_marker import is_being_removed
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import relation
 from ckpt.storage.tiers import resolve_tier, server_of
+from ckpt.storage.urls import relation
 
 
 def copy(
@@ -144,7 +144,7 @@ def copy(
             {
                 "source": origin.url,
                 "dest": destination.url,
-                "steps": records.entries(_FIELDS, outcomes),
+                "steps": record_tables.entries(_FIELDS, outcomes),
             }
         )
     else:
@@ -273,7 +273,7 @@ def _check_apart(source: str, destination: str) -> None:
 
 
 def _show(outcomes: list[_Outcome], place: str) -> None:
-    records.show(_FIELDS, outcomes)
+    record_tables.show(_FIELDS, outcomes)
     nbytes, seconds = (
         sum(outcome.copied_bytes for outcome in outcomes),
         sum(outcome.seconds for outcome in outcomes),

@@ -15,7 +15,6 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.difference import Difference, compare
-from ckpt.catalog.index import read_manifest
 from ckpt.catalog.part_difference import (
     TITLES,
     PartDifference,
@@ -23,6 +22,7 @@ from ckpt.catalog.part_difference import (
     part_differences,
     percent,
 )
+from ckpt.catalog.step_listing import read_manifest
 from ckpt.catalog.tensor_movement import Movement
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from ckpt.catalog.index import read_manifest
+from ckpt.catalog.step_listing import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.verify import Meter
 from ckpt.checks import as_bytes
-from ckpt.cli import output, records
+from ckpt.cli import output, record_tables
 from ckpt.cli.options import (
     STEP_FORMS,
     TIMEOUT_SECONDS,
@@ -29,8 +29,8 @@ from ckpt.cli.options import (
     source_and_destination,
     workers_for,
 )
-from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import WatchedStore
+from ckpt.cli.record_tables import Field
+from ckpt.cli.watched_store import WatchedStore
 from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.errors.base import few
 from ckpt.model.keys import StepRef
@@ -248,7 +248,7 @@ def _show(report: ExportReport, step: int, kind: Format) -> None:
         if notes:
             output.show_line()
             output.show_line(f"{title}: {output.count(len(notes), 'name')}", style="yellow")
-            records.show(_NOTE_FIELDS, notes[:_MOST_NOTES])
+            record_tables.show(_NOTE_FIELDS, notes[:_MOST_NOTES])
             if len(notes) > _MOST_NOTES:
                 output.show_line(f"and {len(notes) - _MOST_NOTES} more: --json lists them all")
 
@@ -258,6 +258,6 @@ def _as_json(report: ExportReport) -> dict[str, object]:
         "place": report.place,
         "tensors": report.tensors,
         "bytes": report.nbytes,
-        "changed": records.entries(_NOTE_FIELDS, report.notes.changes),
-        "left_out": records.entries(_NOTE_FIELDS, report.notes.left_out),
+        "changed": record_tables.entries(_NOTE_FIELDS, report.notes.changes),
+        "left_out": record_tables.entries(_NOTE_FIELDS, report.notes.left_out),
     }

@@ -14,8 +14,8 @@ import typer
 
 from ckpt.catalog.finalize import RunFacts
 from ckpt.catalog.finalize import finalize as finish
-from ckpt.catalog.index import is_committed, why_missing
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.step_listing import is_committed, why_missing
 from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,

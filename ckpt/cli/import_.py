@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
@@ -19,13 +19,13 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.store_timeout import open_watched
+from ckpt.cli.watched_store import open_watched
 from ckpt.errors import ConfigError
 from ckpt.errors.base import few
 from ckpt.storage.tiers import resolve_tier
 
 if TYPE_CHECKING:
-    from ckpt.exchange.foreign.shaper import ImportReport
+    from ckpt.exchange.foreign.foreign_objects import ImportReport
 
 Format = Literal["torch", "dcp", "safetensors"]
 """The formats that can be imported."""

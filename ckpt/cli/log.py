@@ -15,8 +15,8 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.branches import Branch, all_branches
-from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import StoredStep
+from ckpt.catalog.step_listing import why_missing
 from ckpt.cli import output
 from ckpt.cli.metric_columns import MetricColumns
 from ckpt.cli.options import (

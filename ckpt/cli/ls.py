@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ckpt.catalog.index import committed, why_missing
 from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.step_listing import committed, why_missing
 from ckpt.cli import output
 from ckpt.cli.metric_columns import BY_STEP, MetricColumns, sort_by
 from ckpt.cli.options import (

@@ -12,12 +12,12 @@ from functools import partial
 from ckpt.agent.client import known_jobs
 from ckpt.agent.messages import JobStatus
 from ckpt.cli import output
-from ckpt.cli.store_timeout import WatchedStore, open_watched
+from ckpt.cli.watched_store import WatchedStore, open_watched
 from ckpt.errors import CkptError
 from ckpt.root.attempts import step_refs
 from ckpt.root.owner import read_owner
-from ckpt.storage.places import is_folder, is_same_place, relation
 from ckpt.storage.registry import stores_in_memory
+from ckpt.storage.urls import is_folder, is_same_place, relation
 
 
 def nearer_tiers(

@@ -18,8 +18,8 @@ import typer
 
 from ckpt.catalog.branch_metrics import MeasuredRoot, MetricsReader, chosen_step
 from ckpt.catalog.branches import find_branch
-from ckpt.catalog.index import committed, find, is_committed
-from ckpt.cli.store_timeout import WatchedStore, open_watched, warn_of_silence
+from ckpt.catalog.step_listing import committed, find, is_committed
+from ckpt.cli.watched_store import WatchedStore, open_watched, warn_of_silence
 from ckpt.config import MEMORY, Mode, Tier, load_config
 from ckpt.errors import (
     CkptError,
@@ -33,11 +33,11 @@ from ckpt.model.keys import StepId, StepRef
 from ckpt.model.selector import BestStep, BranchStep, Selector, is_selector, selector_of
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.fallback import is_damage
+from ckpt.plan.read_errors import is_damage
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_spelling_of
 from ckpt.storage.registry import stores_in_memory
 from ckpt.storage.tiers import resolve_tier, same_url_error, server_of, tier_at, urls_of
+from ckpt.storage.urls import is_spelling_of
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 import typer
 
-from ckpt.catalog.index import find
-from ckpt.cli import output, records
+from ckpt.catalog.step_listing import find
+from ckpt.cli import output, record_tables
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -29,7 +29,7 @@ from ckpt.cli.options import (
     place_and_step,
     seconds,
 )
-from ckpt.cli.records import Field
+from ckpt.cli.record_tables import Field
 from ckpt.root.pins import BASE_END, ENDLESS, Pin, PinNote, all_pins, note_of, put_pin
 
 _FIELDS: Final[Sequence[Field[tuple[Pin, PinNote]]]] = (
@@ -76,7 +76,7 @@ def pin(
         output.show_json(
             {
                 "root": backend.url,
-                "pin": records.entry(_FIELDS, (new_pin, note_of(backend, new_pin))),
+                "pin": record_tables.entry(_FIELDS, (new_pin, note_of(backend, new_pin))),
             }
         )
     else:
@@ -117,9 +117,11 @@ def unpin(
     for pin in pins:
         backend.delete(pin.key)
     if json:
-        output.show_json({"root": backend.url, "ended": records.entries(_FIELDS, pins_with_notes)})
+        output.show_json(
+            {"root": backend.url, "ended": record_tables.entries(_FIELDS, pins_with_notes)}
+        )
         return
-    records.show(_FIELDS, pins_with_notes, flexible=("reason",))
+    record_tables.show(_FIELDS, pins_with_notes, flexible=("reason",))
     output.show_line(f"{output.count(len(pins), 'pin')} ended")
     if name_count := sum(pin.until == ENDLESS for pin in pins_of_all_kinds):
         output.note(

@@ -19,8 +19,8 @@ from typing import Annotated, Final
 import typer
 
 from ckpt.catalog.difference import Difference, compare
-from ckpt.catalog.index import committed, find, list_root, read_manifest
 from ckpt.catalog.late_metrics import metrics_at, put_late
+from ckpt.catalog.step_listing import committed, find, list_root, read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder

@@ -14,9 +14,9 @@ from typing import Annotated, Final, TypeVar
 
 import typer
 
-from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import Inventory, State, StoredStep
-from ckpt.cli import output, records
+from ckpt.catalog.step_listing import why_missing
+from ckpt.cli import output, record_tables
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -26,8 +26,8 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.records import Field
-from ckpt.cli.store_timeout import WatchedStore, open_watched, warn_of_silence
+from ckpt.cli.record_tables import Field
+from ckpt.cli.watched_store import WatchedStore, open_watched, warn_of_silence
 from ckpt.config import Best, Tier, load_config
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
@@ -189,8 +189,10 @@ def prune(
             {
                 "root": backend.url,
                 "dry_run": dry_run,
-                "pruned": records.entries(_REMOVAL_FIELDS, [(step, "goes") for step in removals]),
-                "kept": records.entries(_KEPT_FIELDS, kept_steps),
+                "pruned": record_tables.entries(
+                    _REMOVAL_FIELDS, [(step, "goes") for step in removals]
+                ),
+                "kept": record_tables.entries(_KEPT_FIELDS, kept_steps),
             }
         )
     else:
@@ -337,7 +339,7 @@ def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run
         (verdict.step, f"stays: {', '.join(verdict.reasons)}")
         for verdict in (kept_steps if dry_run else ())
     ]
-    records.show(_FATE_FIELDS, fates)
+    record_tables.show(_FATE_FIELDS, fates)
     count = len({removal.ref.step for removal in removals})
     total = output.size(sum(removal.nbytes for removal in removals))
     output.show_line(

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from ckpt.catalog.candidates import Candidate, candidates
-from ckpt.catalog.index import RootContents, find, list_root
+from ckpt.catalog.step_listing import RootContents, find, list_root
 from ckpt.catalog.tiered_reader import Repair
 from ckpt.catalog.transfer import fetch_nearest
 from ckpt.catalog.verify import OnProgress, StepFolder, verify_step
@@ -35,13 +35,13 @@ from ckpt.cli.options import (
     step_id,
     workers_for,
 )
-from ckpt.cli.store_timeout import WatchedStore, open_watched, watch
+from ckpt.cli.watched_store import WatchedStore, open_watched, watch
 from ckpt.errors import CkptError, ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepId, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_folder, local_path, relation
 from ckpt.storage.tiers import open_tiers, resolve_tiers
+from ckpt.storage.urls import is_folder, local_path, relation
 
 _DEFAULT_FOLDER = "restored"
 

@@ -16,12 +16,12 @@ from typing import Annotated, Final
 
 import typer
 
-from ckpt.catalog.index import why_missing
 from ckpt.catalog.inventory import StoredStep, heirs_of
 from ckpt.catalog.outer_bases import roots_of_unfinished
 from ckpt.catalog.rollbacks import remove_rollbacks
+from ckpt.catalog.step_listing import why_missing
 from ckpt.catalog.watching import remove_watch_records, watch_records
-from ckpt.cli import output, records
+from ckpt.cli import output, record_tables
 from ckpt.cli.options import (
     PLACE_AND_STEP,
     TIMEOUT_SECONDS,
@@ -33,9 +33,9 @@ from ckpt.cli.options import (
     places,
 )
 from ckpt.cli.prune import step_fields
-from ckpt.cli.records import Field
+from ckpt.cli.record_tables import Field
 from ckpt.cli.run_tiers import RunTier, check_idle, look_at_run, rollback_of, warn_of_other_tiers
-from ckpt.cli.store_timeout import warn_of_silence
+from ckpt.cli.watched_store import warn_of_silence
 from ckpt.config import load_config
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.rollback import on_branch
@@ -47,8 +47,8 @@ from ckpt.root.leases import LEASE_REASON
 from ckpt.root.owner import delete_owner
 from ckpt.root.pins import BASE_END, Pin, all_pins, note_of, remove_pin
 from ckpt.storage.group import is_shared
-from ckpt.storage.places import is_folder, local_path, path_between
 from ckpt.storage.tiers import tier_at
+from ckpt.storage.urls import is_folder, local_path, path_between
 
 _FIELDS: Final[Sequence[Field[tuple[RunTier, StoredStep]]]] = (
     *step_fields(lambda pair: pair[1]),
@@ -156,7 +156,7 @@ def rm(
             {
                 "roots": [tier.store.url for tier in tiers],
                 "dry_run": dry_run,
-                "removed": records.entries(_FIELDS, removals),
+                "removed": record_tables.entries(_FIELDS, removals),
             }
         )
     else:
@@ -407,7 +407,7 @@ def _remove_if_empty(folder: str) -> None:
 
 
 def _show(removals: Collection[tuple[RunTier, StoredStep]], *, dry_run: bool) -> None:
-    records.show(_FIELDS, removals)
+    record_tables.show(_FIELDS, removals)
     count = len({step.ref.step for _, step in removals})
     total = output.size(sum(step.nbytes for _, step in removals))
     output.show_line(

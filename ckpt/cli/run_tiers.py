@@ -18,7 +18,7 @@ from ckpt.catalog.rollbacks import all_rollbacks
 from ckpt.cli import output
 from ckpt.cli.options import ask_each, open_each
 from ckpt.cli.prune import activity
-from ckpt.cli.store_timeout import WatchedStore
+from ckpt.cli.watched_store import WatchedStore
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import CkptError, CommitError, NoCheckpoint
 from ckpt.model.keys import StepRef
@@ -27,9 +27,9 @@ from ckpt.observe.history import History, history_of
 from ckpt.observe.job_life import LIFE_MEANING, lives_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.root.owner import Owner, read_owner
-from ckpt.storage.places import is_folder, is_spelling_of, local_path
 from ckpt.storage.registry import scheme_of, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, tier_at, urls_of
+from ckpt.storage.urls import is_folder, is_spelling_of, local_path
 
 
 class RunJournal(NamedTuple):

@@ -20,8 +20,8 @@ from ckpt.observe.timed_calls import results_in_time
 from ckpt.page.prices import LIST_PRICES, price_of
 from ckpt.page.server import address, listen, read_token
 from ckpt.page.server import run as run_server
-from ckpt.storage.places import is_file, is_missing
 from ckpt.storage.tiers import resolve_tier, resolve_tiers
+from ckpt.storage.urls import is_file, is_missing
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PATIENCE_SECONDS: Final = 2.0

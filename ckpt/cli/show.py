@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from ckpt.catalog.index import own_objects, read_manifest
 from ckpt.catalog.late_metrics import late_metrics, with_late
+from ckpt.catalog.step_listing import own_objects, read_manifest
 from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite, isnan
 
-from ckpt.catalog.index import read_manifest
+from ckpt.catalog.step_listing import read_manifest
 from ckpt.model.keys import StepRef
 from ckpt.model.metrics import metrics_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_folder
+from ckpt.storage.urls import is_folder
 
 StepMetrics = Mapping[int, Mapping[str, float]]
 """The metrics of steps, by the number of the step."""

@@ -14,9 +14,9 @@ from typing import Annotated, Final
 
 import typer
 
-from ckpt.catalog.index import find, read_packed
+from ckpt.catalog.step_listing import find, read_packed
 from ckpt.catalog.verify import Fault, VerifyReport, verify_step
-from ckpt.cli import output, records
+from ckpt.cli import output, record_tables
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -34,7 +34,7 @@ from ckpt.cli.options import (
     step_id,
     workers_for,
 )
-from ckpt.cli.records import Field
+from ckpt.cli.record_tables import Field
 from ckpt.errors import CkptError, ConfigError, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepId, StepRef
 from ckpt.observe.journal import note_verified
@@ -115,7 +115,7 @@ def _verify_one(
             {
                 "root": backend.url,
                 "intact": intact,
-                "steps": records.entries(_REPORT_FIELDS, reports),
+                "steps": record_tables.entries(_REPORT_FIELDS, reports),
             }
         )
     if not intact:
@@ -148,7 +148,7 @@ def _show(report: VerifyReport) -> None:
         )
         return
     output.show_line(f"{name}: damaged, {output.count(len(report.faults), 'fault')}", style="red")
-    records.show(_FAULT_FIELDS, report.faults)
+    record_tables.show(_FAULT_FIELDS, report.faults)
     _show_remedies([report])
 
 
@@ -176,7 +176,7 @@ _REPORT_FIELDS: Final[Sequence[Field[VerifyReport]]] = (
     Field("", lambda report: report.intact, key="intact"),
     Field("", lambda report: report.verified_bytes, key="verified_bytes"),
     Field("", lambda report: report.seconds, key="seconds", kind="time"),
-    Field("", lambda report: records.entries(_FAULT_FIELDS, report.faults), key="faults"),
+    Field("", lambda report: record_tables.entries(_FAULT_FIELDS, report.faults), key="faults"),
 )
 
 
@@ -282,7 +282,7 @@ def _show_tier_reports(tiers: list[_Tier]) -> None:
             )
             for fault in report.faults:
                 intact_urls = ", ".join(_intact_on(fault, ref, tier, tiers))
-                cells = records.cells_of(_FAULT_FIELDS, fault)
+                cells = record_tables.cells_of(_FAULT_FIELDS, fault)
                 fault_rows.append((tier.url, *cells, intact_urls or "no other tier"))
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _error_text(tier)))
@@ -380,10 +380,10 @@ def _may_overlap(fault_a: Fault, fault_b: Fault, same_encoding: bool) -> bool:
 def _tier_as_json(tier: _Tier, tiers: list[_Tier]) -> dict[str, object]:
     steps = [
         {
-            **records.entry(_REPORT_FIELDS, report),
+            **record_tables.entry(_REPORT_FIELDS, report),
             "faults": [
                 {
-                    **records.entry(_FAULT_FIELDS, fault),
+                    **record_tables.entry(_FAULT_FIELDS, fault),
                     "intact_on": _intact_on(fault, ref, tier, tiers),
                 }
                 for fault in report.faults

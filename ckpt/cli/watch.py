@@ -22,7 +22,7 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.step_command import StepSignals, run_for_step
 from ckpt.errors import ConfigError, NoCheckpoint
-from ckpt.storage.places import is_missing
+from ckpt.storage.urls import is_missing
 
 
 def watch(

@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from ckpt.coordination.abort_reason import Abort, abort_reason
-from ckpt.coordination.api import LEADER
+from ckpt.coordination.coordinator import LEADER
 from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 

@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar, assert_never
 import msgspec
 
 from ckpt.coordination.abort_reason import Abort, abort_reason
-from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit_state_machine import (
     Action,
     Await,
@@ -46,6 +45,7 @@ from ckpt.coordination.commit_state_machine import (
     decode_verdict,
     decode_vote,
 )
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.exchanges import encode_json
 from ckpt.coordination.leaving import who_has_left
 from ckpt.coordination.step_files import put_manifest

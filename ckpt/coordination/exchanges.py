@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.errors import CommitTimeout
 
 T = TypeVar("T")

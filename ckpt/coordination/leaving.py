@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.exchanges import encode_json
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CkptError, CommitError

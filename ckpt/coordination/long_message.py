@@ -12,7 +12,7 @@ from typing import Final
 
 import zstandard
 
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import CommitError
 
 _PIECE_BYTES: Final = 4 << 20

@@ -27,8 +27,8 @@ from typing import Final
 import msgspec
 
 from ckpt.config import Tls
-from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.committer import SharedStore
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.exchanges import Wait, encode_json, gather, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.errors import CkptError, CommitError, ConfigError, TransientStorageError

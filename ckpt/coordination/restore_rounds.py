@@ -15,11 +15,11 @@ from typing import Final, TypeVar, cast
 import msgspec
 from msgspec.structs import replace
 
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.exchanges import Wait, encode_json, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.errors import CkptError, RestoreError, StorageError
-from ckpt.plan.fallback import is_damage
+from ckpt.plan.read_errors import is_damage
 
 _GRACE_SECONDS: Final = 60.0
 """How many seconds longer than the leader the other ranks wait, so that they get its error."""

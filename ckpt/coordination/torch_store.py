@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.single import SingleCoordinator, new_attempt
 from ckpt.errors import CommitError, ConfigError
 from ckpt.torch_private import get_default_store

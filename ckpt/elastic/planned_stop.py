@@ -27,8 +27,8 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from ckpt.checks import check_number, is_number
-from ckpt.coordination.api import Coordinator
-from ckpt.elastic.last_step import LastStep
+from ckpt.coordination.coordinator import Coordinator
+from ckpt.elastic.last_step_agreement import LastStep
 from ckpt.errors import ConfigError
 from ckpt.pipeline.workers import Workers
 

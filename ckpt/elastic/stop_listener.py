@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import datetime
 
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.elastic.planned_stop import STOP_SIGNALS, StopSignals, as_deadline
 from ckpt.errors import ConfigError
 

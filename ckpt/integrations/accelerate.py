@@ -34,17 +34,17 @@ from ckpt.data.worker_seeds import give_generator
 from ckpt.errors import CkptError, ConfigError, EntryMissing, EntryUnexpected, RestoreError
 from ckpt.errors.base import few
 from ckpt.events import Event, Restored
+from ckpt.integrations.shared.once_warnings import warn_of_untested, warn_once
 from ckpt.integrations.shared.own_state import saved_as
 from ckpt.integrations.shared.resizing import refusing_resize, same_or_first
-from ckpt.integrations.shared.tested import warn_of_untested, warn_once
 from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
 from ckpt.state.tensors.per_rank import PerRank, RngState
 from ckpt.state.walk.state_objects import inherits_stateful
-from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.tiers import Tiers, as_tiers
+from ckpt.storage.urls import is_folder, local_path
 
 TESTED_RANGE: Final = ("1.0", "1.15")
 """The first and the last release of accelerate that the tests ran with."""

@@ -35,7 +35,7 @@ from ckpt.errors import (
     SaveSkipped,
     TierBehind,
 )
-from ckpt.integrations.shared.tested import warn_of_untested
+from ckpt.integrations.shared.once_warnings import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport

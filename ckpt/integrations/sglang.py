@@ -30,7 +30,7 @@ from ckpt.exchange.foreign.safetensors_folder import choose_files
 from ckpt.exchange.inert.inert_torch import Span
 from ckpt.exchange.inert.safetensors_reader import read_file
 from ckpt.exchange.weights.follow import Version
-from ckpt.integrations.shared.tested import warn_of_untested
+from ckpt.integrations.shared.once_warnings import warn_of_untested
 
 TESTED_RANGE: Final = ("0.5", "0.5")
 BUCKET_BYTES: Final = 128 << 20

@@ -47,8 +47,8 @@ from ckpt.errors.base import few
 from ckpt.errors.sanitize import redact
 from ckpt.integrations.shared.all_ranks import first_result
 from ckpt.integrations.shared.framework_manager import FrameworkManager
+from ckpt.integrations.shared.once_warnings import warn_of_untested
 from ckpt.integrations.shared.resizing import refusing_resize, same_or_first
-from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.model.keys import StepRef
 from ckpt.state.tensors.layout import holders_of
 from ckpt.state.tensors.per_rank import PerRank, RngState

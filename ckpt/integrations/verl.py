@@ -30,7 +30,7 @@ from verl.workers.rollout.utils import (  # pyright: ignore[reportMissingImports
 from ckpt.config import Tier
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.exchange.weights.follow import Follower, Version, follow
-from ckpt.integrations.shared.tested import warn_of_untested
+from ckpt.integrations.shared.once_warnings import warn_of_untested
 from ckpt.manager import CheckpointManager
 
 NAME: Final = "ckpt"

@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.box import Box, BoxIndex, tiling_fault
+from ckpt.model.box_layouts import boxes_of, extent, ranks_meeting
+from ckpt.model.fragment_columns import fragment_of
 from ckpt.model.manifest import Encoding, File, Fragment, Increment, Manifest, Shard, Tensor
-from ckpt.model.packed import fragment_of
-from ckpt.model.runs import boxes_of, extent, ranks_meeting
 
 
 def ranks_of(manifest: Manifest, regions: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:

@@ -32,9 +32,9 @@ from itertools import accumulate
 import msgspec
 
 from ckpt.model.box import Box
+from ckpt.model.box_layouts import Runs
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import BaseRef, StepRef, parse_base
-from ckpt.model.runs import Runs
 from ckpt.model.views import View
 
 FORMAT = 4

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from ckpt.codec.registry import is_known
 from ckpt.errors import CodecMissing, ManifestCorrupt
+from ckpt.model.box_layouts import fault_of
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import BaseRef, StepRef, data_name, fragment_name, parse_base
@@ -36,7 +37,6 @@ from ckpt.model.manifest import (
     Packed,
     Tensor,
 )
-from ckpt.model.runs import fault_of
 from ckpt.model.values import parse
 from ckpt.model.views import views_fault
 

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
-from ckpt.model.levels import (
+from ckpt.model.values_by_level import (
     CONTAINERS,
     INDEX_CHARS,
     MAPPINGS,

@@ -25,16 +25,16 @@ from typing import Final, Self
 import msgspec
 
 from ckpt.config import SaveConfig, failure_domain
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.exchanges import Wait, gather, leader_decides
 from ckpt.errors import CkptError, ConfigError
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_copies import BuddyTier, Holding, Node, buddy_tier_of
-from ckpt.nodes.replica_copy import CopyExecutor
+from ckpt.nodes.buddy_tier import BuddyTier, Holding, Node, buddy_tier_of
 from ckpt.nodes.server import NodeServer
+from ckpt.nodes.step_copies import CopyExecutor
 from ckpt.nodes.wire import Peer
-from ckpt.pipeline.pace import Pace
+from ckpt.pipeline.rate_limit import Pace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.tiers import Nodes, OpenTier
 

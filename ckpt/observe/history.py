@@ -13,7 +13,7 @@ from typing import Literal
 
 from ckpt.config import Best, Mode
 from ckpt.observe.journal_record import CLOSE_EVENT, OPEN_EVENT, VERIFY_EVENT, Record
-from ckpt.storage.places import is_spelling_of
+from ckpt.storage.urls import is_spelling_of
 
 Progress = Literal["saving", "committed", "missed", "cut"]
 

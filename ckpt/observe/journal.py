@@ -70,8 +70,8 @@ from ckpt.observe.journal_record import (
 )
 from ckpt.pipeline.workers import Workers, has_script_ended
 from ckpt.processes import Process, machine
-from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
+from ckpt.storage.urls import is_folder
 
 _log = logging.getLogger("ckpt")
 _MOST_TEXT_CHARS: Final = 500

@@ -15,7 +15,7 @@ from typing import Final
 from ckpt.checks import text_of
 from ckpt.errors import ConfigError
 from ckpt.storage.group import FILE_MODE, FOLDER_MODE, is_shared, share_file, share_folder
-from ckpt.storage.places import is_folder, local_path
+from ckpt.storage.urls import is_folder, local_path
 
 LIMIT_BYTES: Final = 4 << 20
 """The size at which a file of a journal is renamed to ``NAME.old``. An older file of this name is

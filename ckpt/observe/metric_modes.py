@@ -8,7 +8,7 @@ from ckpt.config import Best, Mode, Tier
 from ckpt.model.metrics import modes_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal_reader import JournalReader
-from ckpt.storage.places import is_folder
+from ckpt.storage.urls import is_folder
 
 
 def modes_of_run(tiers: Iterable[Tier], urls: Iterable[str]) -> dict[str, Mode]:

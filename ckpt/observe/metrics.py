@@ -32,10 +32,10 @@ from ckpt.events import (
 )
 from ckpt.observe.backlog import Backlog
 from ckpt.observe.disk_space import FolderSpace
-from ckpt.observe.metric_series import make_series, prometheus
 from ckpt.observe.otlp import sender
-from ckpt.storage.places import is_folder
+from ckpt.observe.prometheus_series import make_series, prometheus
 from ckpt.storage.registry import scheme_of
+from ckpt.storage.urls import is_folder
 
 _log = logging.getLogger("ckpt")
 _LAST_PORT: Final = 65535

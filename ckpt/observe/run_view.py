@@ -31,9 +31,9 @@ from ckpt.observe.time_spent import TimeSpent, time_spent
 from ckpt.observe.timed_calls import results_in_time
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_folder, is_missing, is_spelling_of
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import urls_of
+from ckpt.storage.urls import is_folder, is_missing, is_spelling_of
 
 State = Literal[
     "committed",

@@ -28,11 +28,11 @@ from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, size
 from ckpt.observe.job_life import LIFE_MEANING
 from ckpt.observe.run_view import MEANING, RunView
-from ckpt.page.contents import StepOpener, commands_of, run_charts, run_page
 from ckpt.page.diff_page import MOST_READ_BYTES, Measure, diff_page
 from ckpt.page.live_views import Live, silent_since
 from ckpt.page.page_access import App, Guard
 from ckpt.page.prices import LIST_PRICES, Price, monthly_dollars, request_dollars
+from ckpt.page.run_pages import StepOpener, commands_of, run_charts, run_page
 from ckpt.page.store_requests import save_requests
 
 _STATIC: Final[Mapping[str, str]] = {

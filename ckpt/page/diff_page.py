@@ -19,7 +19,7 @@ from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import ConfigError
 from ckpt.model.dtype import DTYPES
 from ckpt.observe.run_view import RunView, StepView
-from ckpt.page.contents import StepOpener
+from ckpt.page.run_pages import StepOpener
 
 MOST_READ_BYTES: Final = 8 << 30
 """The page reads tensors with other values if both checkpoints together have at most this many

@@ -15,7 +15,7 @@ from ckpt.observe.run_view import RunWatch
 from ckpt.page.diff_page import Measure
 from ckpt.page.live_views import Live
 from ckpt.page.prices import Price
-from ckpt.storage.places import is_folder
+from ckpt.storage.urls import is_folder
 
 _PACKAGES: Final = ("starlette", "uvicorn", "jinja2")
 _LEAST_TOKEN_CHARS: Final = 16

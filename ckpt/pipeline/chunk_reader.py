@@ -37,10 +37,10 @@ from ckpt.model.checksum import checksum, verify
 from ckpt.model.manifest import AdoptedFile, StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.fallback import Reach, as_damage, reach_of
+from ckpt.plan.read_errors import Reach, as_damage, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan, Run, coalesce
 from ckpt.storage.api import ReadableStore, ScatterReads, StorageBackend, aligned_memory
-from ckpt.storage.locations import LocatedStore, as_fault_of, store_with
+from ckpt.storage.outside_files import LocatedStore, as_fault_of, store_with
 
 RUN_BYTES: Final = 16 << 20
 """The most bytes of one request, unless a single chunk is larger."""

@@ -21,14 +21,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt.errors import CommitError, ReplicasDiverged
+from ckpt.model.box_layouts import Ints
 from ckpt.model.delta import check_part
+from ckpt.model.fragment_columns import Columns, replicas_of
 from ckpt.model.key_order import KeyOrder
-from ckpt.model.levels import MODULE_VERSIONS
 from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed, Tensor
-from ckpt.model.packed import Columns, replicas_of
 from ckpt.model.patterns import WHOLE, no_match_error, patterns_of
-from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
+from ckpt.model.values_by_level import MODULE_VERSIONS
 from ckpt.model.views import View, views_of_all
 from ckpt.plan.merge_errors import kind_conflict, kind_of
 from ckpt.plan.merge_layouts import (
@@ -60,7 +60,7 @@ class MergeCache:
     Attributes:
         deltas: ``deltas`` until that check.
         forms: The forms of the fragments of the last merge, unpacked and checked, by the keys of
-            ``Fragments.forms``. See `ckpt.model.packed` about forms.
+            ``Fragments.forms``. See `ckpt.model.fragment_columns` about forms.
         layouts: The tensors and layouts of the last manifest; None before the first merge.
     """
 

@@ -1,8 +1,8 @@
 """Merge the shards of all fragments into the tensors and layouts of the manifest.
 
 The *layout* of a tensor says which rank holds which box. It consists of *runs*, each of which
-describes boxes at equal distances (see `ckpt.model.runs`). A *form* is the part of a fragment that
-most ranks have in common, unpacked to columns (see `ckpt.model.packed`).
+describes boxes at equal distances (see `ckpt.model.box_layouts`). A *form* is the part of a
+fragment that most ranks have in common, unpacked to columns (see `ckpt.model.fragment_columns`).
 
 For speed, this module keeps the shards as rows of arrays, and makes objects of them only for
 errors. It processes equal forms, equal trees and equal layouts only once. It reuses the results for
@@ -25,10 +25,17 @@ from msgspec.structs import replace
 
 from ckpt.errors import ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box, tiling_fault
+from ckpt.model.box_layouts import Ints, Run, Runs, compress
 from ckpt.model.checksum import CHECKSUM_BYTES, checksum
+from ckpt.model.fragment_columns import (
+    Columns,
+    Heading,
+    Tables,
+    check_packed,
+    columns_of,
+    offsets_of,
+)
 from ckpt.model.manifest import FragmentRef, Packed, Shard, Tensor
-from ckpt.model.packed import Columns, Heading, Tables, check_packed, columns_of, offsets_of
-from ckpt.model.runs import Ints, Run, Runs, compress
 from ckpt.plan.merge_errors import forms_text, ranks_text
 
 _MOST_CELLS = 1 << 26  # Of the grid of ``_tiles``

@@ -24,7 +24,7 @@ import msgspec
 
 from ckpt.catalog.candidates import LISTING_SECONDS
 from ckpt.catalog.rollbacks import all_rollbacks, put_rollback
-from ckpt.coordination.api import LEADER
+from ckpt.coordination.coordinator import LEADER
 from ckpt.coordination.exchanges import Wait, leader_decides
 from ckpt.errors import AccessDenied, CkptError, LinkRefused, StorageError
 from ckpt.events import RolledBack

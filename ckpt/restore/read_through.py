@@ -30,31 +30,31 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final
 
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.step_listing import is_committed
 from ckpt.catalog.tiered_reader import WHOLE_SOURCE, SourceManifest, TieredReader
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.config import ranks_on_this_node
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import CkptError, IntegrityError, OutOfSpace, RootInUse, StorageError
 from ckpt.model import readable
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import read_fragment
 from ckpt.model.keys import StepRef, fragment_name
 from ckpt.model.manifest import FragmentRef, StoredFile
-from ckpt.model.packed import read_fragment
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.fallback import plan_without
+from ckpt.plan.read_errors import plan_without
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
 from ckpt.root.claim import Claim
 from ckpt.root.claim_marker import discard_part
 from ckpt.root.owner import Owner
-from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
+from ckpt.storage.urls import is_folder
 
 _SUCCESS: Final = b"done"
 _SMALL_PART: Final = 16

@@ -28,17 +28,17 @@ from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.checks import check_bool
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.restore_rounds import DamageError, RestoreRounds
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
 from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
-from ckpt.model.levels import without_collector
 from ckpt.model.patterns import no_match_error
 from ckpt.model.rollback import Rollback, heads_of, last_rollback
 from ckpt.model.selector import NamedStep, Selector
-from ckpt.nodes.restore_sources import NodeSurvey, Sources
+from ckpt.model.values_by_level import without_collector
+from ckpt.nodes.node_survey import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.pipeline.chunk_reader import Sink
@@ -50,7 +50,7 @@ from ckpt.restore.read_through import CacheContext, ReadThrough, no_claim
 from ckpt.restore.report import OVERWRITE_NOTE, RestoreReport, reasons_of, why_none
 from ckpt.root.claim import Claim
 from ckpt.state.match.broadcast import Broadcast, can_broadcast
-from ckpt.state.match.load import match
+from ckpt.state.match.match_state import match
 from ckpt.state.match.matcher import StateMatch
 from ckpt.state.match.selection import WHOLE_STATE, Selection
 from ckpt.state.match.sink import TensorSink

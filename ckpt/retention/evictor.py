@@ -20,8 +20,8 @@ import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import Inventory, StoredStep, heirs_of
+from ckpt.catalog.step_listing import is_committed
 from ckpt.catalog.tier_usage import TierUsage
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError

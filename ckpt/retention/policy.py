@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import StoredStep, heirs_of
+from ckpt.catalog.step_listing import is_committed
 from ckpt.config import Best, Tier, check_retention
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef

@@ -20,7 +20,7 @@ import msgspec
 
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.abort_reason import Abort, abort_reason, rebuild
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.exchanges import Wait, arrivals, encode_json
 from ckpt.errors import CkptError, CommitTimeout
 from ckpt.model.keys import StepRef

@@ -7,7 +7,7 @@ step that lacks files is never listed as a checkpoint.
 * ``save.slot_steps`` deletes the files of a step in memory before its slot is filled again.
 * ``save.tier_writer`` deletes the fragment of a rank whose job has lost the root.
 * ``root.claim_marker`` deletes the files of a rank, mostly after an aborted save.
-* ``nodes.replica_copy`` deletes copies of the files of other nodes.
+* ``nodes.step_copies`` deletes copies of the files of other nodes.
 * ``restore.read_through`` deletes files that a restore has just put into a cache that is full.
 * ``catalog.transfer`` deletes damaged manifests, and files in an encoding that was replaced.
 
@@ -26,8 +26,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ckpt.catalog.index import own_objects, unfinished_of
 from ckpt.catalog.inventory import StoredStep
+from ckpt.catalog.step_listing import own_objects, unfinished_of
 from ckpt.coordination.step_files import delete_files
 from ckpt.coordination.tombstone import replace_by_tombstone
 from ckpt.errors import OutOfSpace

@@ -17,8 +17,8 @@ from ckpt.model.checksum import checksum
 from ckpt.model.keys import BaseRef
 from ckpt.root.pins import BASE_END, Pin, all_pins, put_shared_pin, remove_pin
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.locations import root_at
-from ckpt.storage.places import path_between
+from ckpt.storage.outside_files import root_at
+from ckpt.storage.urls import path_between
 
 _MOST_CHARACTERS: Final = 150
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import RootInUse
 from ckpt.model.keys import OWNER, StepRef, parse_folder
 from ckpt.pipeline.retry import RetryPolicy

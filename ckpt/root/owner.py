@@ -40,8 +40,8 @@ from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import THREAD_PREFIX
 from ckpt.processes import PROGRAM, Process, machine
 from ckpt.storage.api import HasPlace, HasRoot, StorageBackend, read_record
-from ckpt.storage.places import OBJECT_STORES, canonical
 from ckpt.storage.registry import scheme_of
+from ckpt.storage.urls import OBJECT_STORES, canonical
 
 _MOST_RECORD_BYTES = 64 << 10
 NO_PROCESS: Final = 0

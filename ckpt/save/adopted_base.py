@@ -37,7 +37,7 @@ from ckpt.model.manifest import (
 from ckpt.model.validate import MAX_CHUNK_BYTES
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, aligned_memory
-from ckpt.storage.locations import AdoptedBaseStore, as_fault_of, root_at
+from ckpt.storage.outside_files import AdoptedBaseStore, as_fault_of, root_at
 
 _MOST_FILES: Final = 4096
 _MOST_NAMES: Final = 8

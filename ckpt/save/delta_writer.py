@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from ckpt.catalog.fragments import Parts, load_fragment
-from ckpt.catalog.index import read_packed
+from ckpt.catalog.step_listing import read_packed
 from ckpt.catalog.tensor_reader import ReadRequest, StepReader
 from ckpt.codec.word_difference import difference
 from ckpt.errors import CkptError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Final
 
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.exchanges import Wait, gather
 from ckpt.errors import CkptError
 from ckpt.pipeline.workers import Workers

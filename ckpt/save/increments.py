@@ -27,7 +27,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.step_listing import is_committed
 from ckpt.errors import CkptError, ForeignFileMismatch, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import BaseRef, StepRef
@@ -38,7 +38,7 @@ from ckpt.plan.save import SavePlan, boxes_of_chunks, tail_header
 from ckpt.save.adopted_base import AdoptedFiles
 from ckpt.save.save_request import SaveRequest
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.locations import root_at
+from ckpt.storage.outside_files import root_at
 
 _MOST_BASES: Final = 4
 MOST_INCREMENTS: Final = 1000

@@ -30,8 +30,8 @@ from ckpt.model.rollback import Rollback, on_branch
 from ckpt.model.selector import Selector
 from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
 from ckpt.pipeline.workers import THREAD_PREFIX
-from ckpt.storage.places import place_of
 from ckpt.storage.tiers import OpenTier
+from ckpt.storage.urls import place_of
 
 _log = logging.getLogger("ckpt")
 _CALLER_ERRORS: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)

@@ -15,12 +15,13 @@ from typing import Protocol
 
 import msgspec
 
-from ckpt.catalog.index import unfinished_of
+from ckpt.catalog.step_listing import unfinished_of
 from ckpt.codec.registry import encoder_of
 from ckpt.config import SaveConfig
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import AgentError, CkptError
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import Frames, frames_of, pack_fragment
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import (
     FORMAT,
@@ -30,7 +31,6 @@ from ckpt.model.manifest import (
     FragmentRef,
     StoredFile,
 )
-from ckpt.model.packed import Frames, frames_of, pack_fragment
 from ckpt.model.record_encoding import pack
 from ckpt.pipeline.encoded_writer import widths_of, write_encoded
 from ckpt.pipeline.image_writer import ImageWrite, OnBytes, adopt_image, write_image
@@ -39,6 +39,7 @@ from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
+from ckpt.save.base_in_other_root import OtherRoot
 from ckpt.save.delta_writer import DeltaWriter
 from ckpt.save.increments import (
     BaseFile,
@@ -49,7 +50,6 @@ from ckpt.save.increments import (
     tail_of,
 )
 from ckpt.save.job_steps import JobSteps
-from ckpt.save.other_root import OtherRoot
 from ckpt.save.save_request import SaveRequest
 from ckpt.storage.api import AdoptsFiles, HasRoot
 from ckpt.storage.tiers import OpenTier

@@ -11,7 +11,7 @@ from ckpt.config import SaveConfig
 from ckpt.save.saver import Saver
 from ckpt.state.walk.collect import WalkResult
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.prepare import PlanCache, first_step_growth
+from ckpt.state.walk.plan_cache import PlanCache, first_step_growth
 from ckpt.state.walk.state_objects import has_optimizer
 
 _log = logging.getLogger("ckpt")

@@ -19,7 +19,7 @@ from ckpt.pipeline.stored_image import StoredImage
 from ckpt.plan.save import SavePlan
 from ckpt.staging.snapshot import Snapshot
 from ckpt.state.walk.collect import WalkResult
-from ckpt.state.walk.prepare import PreparedPlan
+from ckpt.state.walk.plan_cache import PreparedPlan
 from ckpt.storage.tiers import OpenTier
 
 

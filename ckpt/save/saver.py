@@ -27,7 +27,7 @@ from functools import partial
 from typing import Final
 
 from ckpt.config import SaveConfig
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.errors import LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.delta import check_part
 from ckpt.model.keys import StepRef
@@ -39,16 +39,16 @@ from ckpt.root.claim import Claim
 from ckpt.root.owner import await_others
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
+from ckpt.save.dead_training import Suspicions, Trainable
 from ckpt.save.delta_writer import delta_memory
 from ckpt.save.detach import await_detaches, await_removals, leave_roots
 from ckpt.save.job_steps import IMAGE, EarlierSteps, JobSteps, TierSteps
 from ckpt.save.last_warnings import warn_of_last_step, warn_of_steps_in_memory, warn_of_untaken
+from ckpt.save.queue_tasks import Abort, FromFiles, FromImage, Task
 from ckpt.save.rank_files import Copiers
 from ckpt.save.save_request import SaveRequest
 from ckpt.save.slot_pool_settings import slot_pool
 from ckpt.save.slot_steps import SlotSteps
-from ckpt.save.suspicion import Suspicions, Trainable
-from ckpt.save.tasks import Abort, FromFiles, FromImage, Task
 from ckpt.save.tier_queue import QueuedStep, QueueServer, TierQueue
 from ckpt.save.tier_writer import TierWriter
 from ckpt.staging.device import Devices

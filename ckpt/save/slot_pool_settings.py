@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.errors import ConfigError
-from ckpt.staging.slots import NoContents, SlotContents, SlotPool
+from ckpt.staging.slot_pool import NoContents, SlotContents, SlotPool
 from ckpt.storage.tiers import OpenTier
 
 

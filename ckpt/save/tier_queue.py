@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.errors import CkptError, CommitError, LeftToAgent, TierBehind
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
-from ckpt.catalog.index import is_committed
 from ckpt.catalog.rollbacks import put_rollback
+from ckpt.catalog.step_listing import is_committed
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Abort, rebuild
-from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failure, Unknown
 from ckpt.coordination.committer import CommitStore, Committer, SharedStore, in_turn
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.coordination.node_commits import NodeLocalStore, on_node
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import (

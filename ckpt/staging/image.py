@@ -18,7 +18,7 @@ import torch
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan
 from ckpt.staging.copies import PIECE_BYTES
-from ckpt.staging.frames import Ring
+from ckpt.staging.ring import Ring
 from ckpt.staging.slot import Slot, capacity_of
 
 # torch cannot copy or index tensors of these dtypes, so such a tensor is viewed as another dtype of

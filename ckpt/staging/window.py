@@ -3,7 +3,7 @@
 A byte of the image has *landed* when it was copied from the state. The bytes land in order, and can
 be written as soon as they have landed. The memory of a `Window` holds the whole image. If the slot
 is smaller than the image, a `RingWindow` lets the image pass through the frames of a ring, piece by
-piece (see ``ckpt.staging.frames``).
+piece (see ``ckpt.staging.ring``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from ckpt.errors import CkptError, StagingError
 from ckpt.locks import Condition
 from ckpt.staging.copies import PIECE_BYTES
-from ckpt.staging.frames import Frame, Ring
+from ckpt.staging.ring import Frame, Ring
 from ckpt.staging.slot import Slot
 
 _WRITE: Final = 0

@@ -14,7 +14,7 @@ To add a backend:
 3. Run the tests of :mod:`ckpt.storage.testing` on the backend.
 
 If you add the backend of an object store to ckpt itself, also add its scheme to ``OBJECT_STORES``
-in ``ckpt.storage.places``. Then a tier of that scheme cannot be ``local``.
+in ``ckpt.storage.urls``. Then a tier of that scheme cannot be ``local``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from ckpt.config import (
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import AdoptsFiles, StorageBackend
-from ckpt.storage.places import (
+from ckpt.storage.registry import open_backend, scheme_of
+from ckpt.storage.urls import (
     canonical,
     is_folder,
     is_object_store,
@@ -35,7 +36,6 @@ from ckpt.storage.places import (
     user_of,
     without_query,
 )
-from ckpt.storage.registry import open_backend, scheme_of
 
 if TYPE_CHECKING:  # At run time, commands that list tiers must not import ssl, which is slow
     from ckpt.tls import Encryption

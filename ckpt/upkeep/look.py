@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckpt.catalog.index import committed_among
 from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.step_listing import committed_among
 from ckpt.config import Tier
 from ckpt.model.keys import StepRef
 from ckpt.model.rollback import Rollback, last_rollback, on_branch

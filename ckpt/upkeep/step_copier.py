@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.catalog.index import is_committed, list_root, own_objects
 from ckpt.catalog.inventory import StoredStep
+from ckpt.catalog.step_listing import is_committed, list_root, own_objects
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.codec.registry import encoder_of

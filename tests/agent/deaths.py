@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.model.keys import StepRef
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import holders

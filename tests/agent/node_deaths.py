@@ -30,7 +30,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import AgentStatus, JobStatus
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.events import Event, SaveCommitted
 from ckpt.pipeline.workers import Workers

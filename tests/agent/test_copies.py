@@ -24,8 +24,8 @@ import torch
 from bench.proxy import Proxy
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import Connection, connect, reach, status
+from ckpt.agent.copy_worker import copy_files
 from ckpt.agent.folder import AgentFolder
-from ckpt.agent.lent_worker import copy_files
 from ckpt.agent.messages import (
     AskWorker,
     CopyFile,
@@ -38,9 +38,9 @@ from ckpt.agent.messages import (
     fields_of,
 )
 from ckpt.agent.worker_messages import Order
-from ckpt.catalog.index import read_manifest, unfinished_of
+from ckpt.catalog.step_listing import read_manifest, unfinished_of
 from ckpt.config import AgentMode
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import AgentError, CkptError, LeftToAgent, OutOfSpace, RootLost
 from ckpt.model.keys import StepRef, data_name
 from ckpt.model.manifest import Manifest
@@ -288,8 +288,8 @@ def test_a_worker_that_is_silent_is_ended(
     [worker] = lent(place)
     # From here on, since a busy machine may take longer to lend a worker. The next report of the
     # worker begins the first wait of one second.
-    monkeypatch.setattr("ckpt.agent.lent_worker_client._SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr("ckpt.agent.lent_worker_client._END_SECONDS", 0.5)
+    monkeypatch.setattr("ckpt.agent.copy_client._SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr("ckpt.agent.copy_client._END_SECONDS", 0.5)
     next_answer, short_waits = Connection.next_answer, threading.Event()
 
     def observed(connection: Connection, timeout: float) -> Any:
@@ -474,7 +474,7 @@ def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
         answered.wait(0.5)
         write(descriptor, value)
 
-    monkeypatch.setattr("ckpt.agent.lent_worker.os.eventfd_write", late)
+    monkeypatch.setattr("ckpt.agent.copy_worker.os.eventfd_write", late)
     with CheckpointManager(tmp_path / "near") as manager:
         save(manager, 1, elements=1000)
     (tmp_path / "far").mkdir()  # The trainer makes the roots

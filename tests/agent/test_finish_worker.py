@@ -28,9 +28,9 @@ from ckpt.agent.finish_worker import Finish, _Root
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.job_branch import JobBranch
 from ckpt.agent.messages import Job
-from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.rollbacks import newest_rollback, put_rollback
+from ckpt.catalog.step_listing import committed
 from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse, RootLost
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.rollback import roll_back

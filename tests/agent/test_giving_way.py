@@ -21,7 +21,7 @@ from ckpt.agent.__main__ import _finish
 from ckpt.agent.finish_worker import Finish
 from ckpt.agent.messages import Job, fields_of
 from ckpt.agent.worker_messages import Copied, Ended, Order
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.errors import OutOfSpace
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers

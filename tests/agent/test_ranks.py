@@ -11,7 +11,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import AgentError
 from tests.agent.conftest import await_state
 from tests.coordination.world import World

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from ckpt.catalog.branch_metrics import MetricsReader, branch_metrics, step_on
-from ckpt.catalog.index import find, read_packed
 from ckpt.catalog.late_metrics import put_late
 from ckpt.catalog.rollbacks import put_rollback
+from ckpt.catalog.step_listing import find, read_packed
 from ckpt.config import Mode
 from ckpt.errors import AccessDenied, NoCheckpoint
 from ckpt.model.keys import StepId, StepRef

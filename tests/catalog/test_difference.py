@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.difference import compare
-from ckpt.catalog.index import read_manifest
+from ckpt.catalog.step_listing import read_manifest
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.finalize import read_fragments
-from ckpt.catalog.index import creation_time, read_manifest
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.late_metrics import add_metrics
+from ckpt.catalog.step_listing import creation_time, read_manifest
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.coordination.committer import SharedStore

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.step_listing import is_committed
 from ckpt.catalog.tiered_reader import Repair, TieredReader
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step

@@ -6,7 +6,7 @@ import pytest
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.conformance import fetch
 
@@ -67,6 +67,6 @@ def test_a_manifest_is_read_once(tmp_path, monkeypatch):
         for step in range(3):
             manager.save({"a": 1}, step=step)
         assert manager.steps() == [0, 1, 2]
-        monkeypatch.setattr("ckpt.catalog.index.read_packed", pytest.fail)
+        monkeypatch.setattr("ckpt.catalog.step_listing.read_packed", pytest.fail)
         assert manager.steps() == [0, 1, 2]
         assert manager.latest_step() == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import is_committed, read_manifest
+from ckpt.catalog.step_listing import is_committed, read_manifest
 from ckpt.catalog.transfer import _remove_files_without_entry, fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import (
@@ -24,7 +24,7 @@ from ckpt.model.keys import StepRef, data_name
 from ckpt.model.record_encoding import pack
 from ckpt.pipeline import stored_image
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.rebase import same_chunks
+from ckpt.plan.reads_on_other_tier import same_chunks
 from ckpt.root.claim_marker import claim_committed_for_removal
 from ckpt.storage.api import (
     Buffer,

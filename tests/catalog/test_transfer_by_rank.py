@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import is_committed, own_objects, read_packed
+from ckpt.catalog.step_listing import is_committed, own_objects, read_packed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.transfer_by_rank import copy_part, copy_rank, mend_rank
 from ckpt.catalog.verify import StepFolder, verify_step

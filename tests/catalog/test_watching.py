@@ -13,7 +13,7 @@ import torch
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog import watching
-from ckpt.catalog.index import RootContents, committed, list_root
+from ckpt.catalog.step_listing import RootContents, committed, list_root
 from ckpt.catalog.watching import Watcher, each_step
 from ckpt.errors import AccessDenied, ConfigError, ThreadLimit, TransientStorageError
 from ckpt.pipeline import retry

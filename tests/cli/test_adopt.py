@@ -12,8 +12,8 @@ from safetensors import safe_open
 
 from ckpt import CheckpointManager, Tier
 from ckpt import load as load_state
-from ckpt.catalog.index import committed
-from ckpt.catalog.scrub_mending import mend_step
+from ckpt.catalog.step_listing import committed
+from ckpt.catalog.step_repair import mend_step
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import IntegrityError

@@ -12,7 +12,7 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.cli.advise import sentence
 from ckpt.observe import Journal
-from ckpt.observe.advice import Advice, Measurements
+from ckpt.observe.save_interval import Advice, Measurements
 from tests.cli.conftest import Cli
 
 

@@ -43,7 +43,7 @@ def dead(
     """Make a ``ckpt.toml`` whose second tier accepts connections and sends nothing, or accepts
     none.
     """
-    monkeypatch.setattr("ckpt.cli.store_timeout.SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.cli.watched_store.SILENT_SECONDS", 0.1)
     with contextlib.ExitStack() as stack:
         port = free_port()
         if request.param == "silent":
@@ -134,7 +134,7 @@ def test_a_folder_on_a_dead_server_is_given_up_while_it_is_opened(
         return "ext4"
 
     monkeypatch.setattr("ckpt_backends.folder.posix.kind_of", kind_of)
-    monkeypatch.setattr("ckpt.cli.store_timeout.SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.cli.watched_store.SILENT_SECONDS", 0.1)
     far = Path("far").absolute()
     command = threading.Thread(
         target=lambda: ran.append(cli("ls", "runs", far, "--timeout", "1.5")), daemon=True
@@ -156,18 +156,18 @@ def test_a_folder_on_a_dead_server_is_given_up_while_it_is_opened(
 def test_data_that_does_not_come_is_told_and_waited_for(
     cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    from ckpt.cli import store_timeout
+    from ckpt.cli import watched_store
 
-    monkeypatch.setattr(store_timeout, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(watched_store, "SILENT_SECONDS", 0.1)
     reported = threading.Event()
-    warn = store_timeout.WatchedStore.warn_if_silent
+    warn = watched_store.WatchedStore.warn_if_silent
 
-    def heard(store: store_timeout.WatchedStore, text: str = "") -> None:
+    def heard(store: watched_store.WatchedStore, text: str = "") -> None:
         warn(store, text)
         if store._warned_at is not None:
             reported.set()
 
-    monkeypatch.setattr(store_timeout.WatchedStore, "warn_if_silent", heard)
+    monkeypatch.setattr(watched_store.WatchedStore, "warn_if_silent", heard)
 
     class Slow(FaultyBackend):
         def read_into(self, key: str, offset: int, out: memoryview) -> None:
@@ -175,7 +175,7 @@ def test_data_that_does_not_come_is_told_and_waited_for(
                 reported.wait()
             super().read_into(key, offset, out)
 
-    for module in ("ckpt.storage.tiers", "ckpt.cli.store_timeout"):
+    for module in ("ckpt.storage.tiers", "ckpt.cli.watched_store"):
         monkeypatch.setattr(
             f"{module}.open_backend", lambda url, options: Slow(open_backend(url, options))
         )
@@ -186,7 +186,7 @@ def test_data_that_does_not_come_is_told_and_waited_for(
 
 
 def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int, Written]) -> None:
-    from ckpt.cli.store_timeout import watch
+    from ckpt.cli.watched_store import watch
 
     store = watch(open_backend("runs"), 10.0)
     assert store.silent_seconds == 0
@@ -200,7 +200,7 @@ def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int
 @pytest.mark.parametrize("verb", ["list", "folders"])
 def test_a_try_that_fails_is_no_answer(cli: Cli, verb: str) -> None:
     """The error of a generator comes with its first item. It must not restart the time."""
-    from ckpt.cli.store_timeout import watch
+    from ckpt.cli.watched_store import watch
     from ckpt.errors import TransientStorageError
 
     class Refusing(FaultyBackend):

@@ -454,7 +454,7 @@ def test_only_the_newest_are_listed_or_the_newest_first(cli: Cli, tiers: str) ->
 def test_a_store_that_never_answers_is_told_and_then_given_up(
     cli: Cli, steps: dict[int, Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.cli.store_timeout.SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.cli.watched_store.SILENT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and sends nothing
         (tmp_path / "ckpt.toml").write_text(
             f"""
@@ -495,7 +495,7 @@ def test_a_store_that_answers_slowly_is_waited_for(
 ) -> None:
     slow = [Rule(verb="head", key="manifest", fault=Delay(0.3))]
     monkeypatch.setattr(
-        "ckpt.cli.store_timeout.open_backend",
+        "ckpt.cli.watched_store.open_backend",
         lambda url, options: FaultyBackend(open_backend(url, options), slow),
     )
     ran = cli("ls", "--timeout", "0.8")

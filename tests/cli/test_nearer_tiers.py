@@ -15,7 +15,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import JobStatus
 from ckpt.cli.nearer_tiers import nearer_tiers
-from ckpt.cli.store_timeout import watch
+from ckpt.cli.watched_store import watch
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, memory_folder, new_place
 from tests.checkpoints import write_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.events import SaveStaged
 from ckpt.observe import Journal
 from ckpt.observe.journal_files import journal_files

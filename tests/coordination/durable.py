@@ -7,9 +7,9 @@ import numpy as np
 from ckpt.coordination.commit_state_machine import Durable
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import pack_fragment
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef
-from ckpt.model.packed import pack_fragment
 from ckpt.model.record_encoding import pack
 from ckpt.plan.leaf import Leaf
 from tests.plan.worlds import fragment_of

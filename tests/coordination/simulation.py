@@ -40,9 +40,9 @@ from ckpt.errors import (
 )
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import pack_fragment
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
-from ckpt.model.packed import pack_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.plan.leaf import Leaf
 from ckpt.retention.removal import remove

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.exchanges import Wait, arrivals, gather, leader_decides
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CommitTimeout

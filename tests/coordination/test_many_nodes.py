@@ -13,7 +13,6 @@ import pytest
 
 import ckpt.coordination.node_commits
 from ckpt.coordination.abort_reason import Abort
-from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit_state_machine import (
     Bounds,
     Committed,
@@ -24,6 +23,7 @@ from ckpt.coordination.commit_state_machine import (
     Vote,
 )
 from ckpt.coordination.committer import Committer, SharedStore
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.exchanges import encode_json
 from ckpt.coordination.node_commits import NodeLocalStore
 from ckpt.errors import OutOfSpace, RootInUse

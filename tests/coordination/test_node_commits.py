@@ -8,7 +8,7 @@ import pytest
 
 from ckpt import CheckpointManager
 from ckpt.config import Tier
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.node_commits import agree, on_node
 from ckpt.coordination.single import SingleCoordinator

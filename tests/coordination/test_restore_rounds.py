@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ckpt.coordination import restore_rounds
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.restore_rounds import ConnectionLost, DamageError, RestoreRounds, common
 from ckpt.coordination.torch_store import TorchStoreCoordinator
 from ckpt.errors import ChecksumMismatch, RestoreError

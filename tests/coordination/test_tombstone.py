@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, find, is_committed, read_packed
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.step_listing import committed, find, is_committed, read_packed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.coordination.step_files import put_manifest

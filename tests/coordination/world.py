@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 
 
 class World:

@@ -23,7 +23,7 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage import registry

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ckpt import CheckpointManager
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.single import new_attempt
 from tests.coordination.world import World, WorldCoordinator
 from tests.crash.nursery import warm_up

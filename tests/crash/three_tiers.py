@@ -28,7 +28,7 @@ from torch import nn
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.config import AgentMode
 from ckpt.events import Event, SaveCommitted

@@ -19,7 +19,7 @@ from ckpt.staging import copies
 from ckpt.staging.copies import Copy, LateCopies, copy_now
 from ckpt.staging.device import background, is_ordered, side_stream, use_stream
 from ckpt.staging.slot import Slot
-from ckpt.state.walk import prepare
+from ckpt.state.walk import plan_cache
 from tests.device.accelerator import SECONDS, content, device, keep_busy, trained
 
 pytestmark = pytest.mark.device
@@ -126,7 +126,7 @@ def test_a_device_without_streams_is_copied_while_the_caller_waits(
 ) -> None:
     """MPS is such a device, and each device that torch.accelerator does not know."""
     monkeypatch.setattr(copies, "side_stream", lambda _: None)
-    monkeypatch.setattr(prepare, "is_ordered", lambda at: at.type == "cpu")
+    monkeypatch.setattr(plan_cache, "is_ordered", lambda at: at.type == "cpu")
     state = trained(place)
     keep_busy(SECONDS[0])
     for parameter in state["model"].parameters():

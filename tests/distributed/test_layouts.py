@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, PerRank
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.step_listing import committed, read_manifest
 from ckpt.cli.main import main
 from ckpt.errors import AccessDenied, CkptError, ManifestCorrupt, NoCheckpoint
 from ckpt.model.checksum import checksum

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.errors import CkptError, TransientStorageError
 from ckpt.pipeline.workers import Workers

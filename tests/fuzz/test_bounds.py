@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import zstandard
 
-from ckpt.catalog.index import find
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.step_listing import find
 from ckpt.cli.main import main
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model.checksum import checksum

@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.cli.main import main
 from ckpt.exchange.foreign.source_formats import read_source
 from ckpt.storage.registry import open_backend

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from ckpt.errors import CkptError, ManifestCorrupt
 from ckpt.model.box import Box
 from ckpt.model.fill_manifest import fill_manifest, ranks_of
+from ckpt.model.fragment_columns import fragment_of, pack_fragment, read_fragment
 from ckpt.model.manifest import Encoding, Manifest, Packed
-from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import strategies as st
 
 from ckpt import CheckpointManager
-from ckpt.catalog.index import committed, read_manifest, read_packed
+from ckpt.catalog.step_listing import committed, read_manifest, read_packed
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import fragment_of
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest, Packed
-from ckpt.model.packed import fragment_of
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
 from ckpt.root.owner import read_owner
-from ckpt.state.match.load import match
+from ckpt.state.match.match_state import match
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count, tally

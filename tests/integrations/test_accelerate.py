@@ -23,7 +23,7 @@ import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
 from ckpt.integrations.accelerate import AcceleratorCheckpoints
-from ckpt.integrations.shared import tested
+from ckpt.integrations.shared import once_warnings
 from tests.distributed.launch import TORCHRUN
 from tests.integrations.accelerate_job import BATCHES, Job, accelerator, forget
 from tests.kit.worlds import run_forks
@@ -379,7 +379,7 @@ def test_the_version_that_is_installed_is_a_tested_one(tmp_path: Path, caplog: A
 def test_hooks_that_would_have_written_into_the_folder_are_reported(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tested, "_logged_lines", set())
+    monkeypatch.setattr(once_warnings, "_logged_lines", set())
     job = new()
     job.accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with (
@@ -393,7 +393,7 @@ def test_hooks_that_would_have_written_into_the_folder_are_reported(
 def test_hooks_that_would_have_read_from_the_folder_are_reported(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tested, "_logged_lines", set())
+    monkeypatch.setattr(once_warnings, "_logged_lines", set())
     job = new()
     job.accelerator.register_load_state_pre_hook(lambda models, folder: None)
     with (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import VerifyReport, verify_step
 from ckpt.config import Tier
 from ckpt.model.checksum import checksum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt.staging.frames import Ring, Spill
+from ckpt.staging.ring import Ring, Spill
 from ckpt.staging.window import RingWindow
 
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
 from ckpt.save import slot_pool_settings
-from ckpt.staging import image, memory_budget, slot, slots, window
-from ckpt.staging.slots import SlotPool
-from ckpt.state.walk import prepare
+from ckpt.staging import image, memory_budget, slot, slot_pool, window
+from ckpt.staging.slot_pool import SlotPool
+from ckpt.state.walk import plan_cache
 from ckpt_backends import memory
 from ckpt_backends.folder import posix
 
@@ -59,7 +59,7 @@ def shrink(
 
     values: dict[object, dict[str, object]] = {
         image: {"PIECE_BYTES": sizes.piece},
-        slots: {"PIECE_BYTES": sizes.piece},
+        slot_pool: {"PIECE_BYTES": sizes.piece},
         window.Window: {"piece_bytes": sizes.piece},
         slot: {"_HUGE_PAGE_BYTES": sizes.page},
         memory: {"_PART_BYTES": sizes.part},
@@ -70,7 +70,7 @@ def shrink(
             "_USUAL_FRAMES": sizes.frames,
             "_LEAST_RINGS": 1,
         },
-        prepare: {"plan_save": small_chunks},
+        plan_cache: {"plan_save": small_chunks},
         slot_pool_settings: {"SlotPool": small_pool},
     }
     for owner, named in values.items():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ckpt.storage.tiers
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend

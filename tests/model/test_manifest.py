@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from ckpt.model.fragment_columns import fragment_of
 from ckpt.model.manifest import chunk_offsets
-from ckpt.model.packed import fragment_of
 from tests.model.records import ARRAYS, records
 
 

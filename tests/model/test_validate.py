@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt.errors import CodecMissing, FormatUnsupported, ManifestCorrupt
+from ckpt.model.box_layouts import Level, Run, Runs
 from ckpt.model.fill_manifest import fill_manifest
+from ckpt.model.fragment_columns import fragment_of, pack_fragment
 from ckpt.model.manifest import (
     Chunk,
     Encoding,
@@ -23,8 +25,6 @@ from ckpt.model.manifest import (
     Shard,
     Tensor,
 )
-from ckpt.model.packed import fragment_of, pack_fragment
-from ckpt.model.runs import Level, Run, Runs
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_manifest
 from ckpt.model.views import View
 from tests.kit.examples import examples

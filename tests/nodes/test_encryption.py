@@ -25,8 +25,8 @@ import ckpt.tls
 from ckpt.config import Tls
 from ckpt.errors import ObjectNotFound
 from ckpt.model.keys import StepRef
+from ckpt.nodes.peer_store import NodeStore
 from ckpt.nodes.server import NodeServer
-from ckpt.nodes.store import NodeStore
 from ckpt.nodes.wire import ANSWER, MAGIC, REQUEST, Peer, StepFiles
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend

@@ -11,7 +11,7 @@ import pytest
 from ckpt.config import SaveConfig, Tier
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_copies import BuddyTier
+from ckpt.nodes.buddy_tier import BuddyTier
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, OpenTier

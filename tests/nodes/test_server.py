@@ -17,17 +17,17 @@ from typing import Any
 import msgspec
 import pytest
 
+import ckpt.nodes.peer_store
 import ckpt.nodes.server
-import ckpt.nodes.store
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replica_copy import peer_store
-from ckpt.nodes.restore_sources import NodeSurvey
+from ckpt.nodes.node_survey import NodeSurvey
+from ckpt.nodes.peer_store import NodeStore
 from ckpt.nodes.server import NodeServer
-from ckpt.nodes.store import NodeStore
+from ckpt.nodes.step_copies import peer_store
 from ckpt.nodes.wire import ANSWER, ANSWER_SECONDS, MAGIC, OK, REQUEST, Peer, StepFiles
-from ckpt.pipeline.pace import Pace
+from ckpt.pipeline.rate_limit import Pace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo
 from ckpt.storage.registry import open_backend
@@ -298,7 +298,7 @@ def test_an_answer_as_a_whole_has_a_time_limit(
     """Each single byte comes within the time that a byte may take."""
     clock = Clock()
     slow = Slow(clock, ANSWER.pack(MAGIC, OK, len(DATA)) + DATA)
-    monkeypatch.setattr(ckpt.nodes.store, "time", clock)
+    monkeypatch.setattr(ckpt.nodes.peer_store, "time", clock)
     monkeypatch.setattr(node.store, "_connect", lambda _: slow)
     with pytest.raises(ObjectNotFound, match="no node that answers"):
         read(node.store, KEY, 0, nbytes)
@@ -321,7 +321,7 @@ def test_a_silence_has_the_same_time_limit_in_a_long_answer(
 ) -> None:
     """The limit of the whole answer grows with its length."""
     clock = Clock()
-    monkeypatch.setattr(ckpt.nodes.store, "time", clock)
+    monkeypatch.setattr(ckpt.nodes.peer_store, "time", clock)
     head = ANSWER.pack(MAGIC, OK, len(DATA))
     monkeypatch.setattr(node.store, "_connect", lambda _: Silent(clock, head))
     with pytest.raises(ObjectNotFound, match="no node that answers"):

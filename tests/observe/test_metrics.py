@@ -24,7 +24,7 @@ from ckpt import CheckpointManager, CkptError, Tier
 from ckpt.errors import ConfigError, MissingExtra, OutOfSpace, ReplicasDiverged, TierBehind
 from ckpt.events import Restored, SaveCommitted, SaveFailed, SaveStaged, StepDamaged, TierMissed
 from ckpt.observe.backlog import Backlog
-from ckpt.observe.metric_series import SERIES
+from ckpt.observe.prometheus_series import SERIES
 
 prometheus = pytest.importorskip("prometheus_client", reason="pip install 'ckpt-stream[metrics]'")
 

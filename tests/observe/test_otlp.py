@@ -22,7 +22,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, ConfigError, MissingExtra, TierBehind
 from ckpt.events import Repaired, SaveFailed, SaveStaged, StepVerified, TierMissed
-from ckpt.observe.metric_series import SERIES
+from ckpt.observe.prometheus_series import SERIES
 from tests.kit.waiting import until
 from tests.processes import run
 from tests.servers import free_port

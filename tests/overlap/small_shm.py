@@ -23,7 +23,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.staging.device import Devices
-from ckpt.staging.slots import SlotPool
+from ckpt.staging.slot_pool import SlotPool
 from ckpt.storage.tiers import urls_of
 from tests.overlap.window import assert_restores, content
 

@@ -17,7 +17,7 @@ import pytest
 
 from ckpt import CheckpointManager
 from ckpt.errors import HostMemoryExhausted
-from ckpt.staging import slots
+from ckpt.staging import slot_pool
 from ckpt.staging.memory_budget import measure
 from tests.kit.worlds import ENVIRONMENT, ROOT
 from tests.overlap.jobs import train, trained
@@ -34,14 +34,14 @@ def test_a_machine_that_is_full_is_told_of_at_prepare_and_at_every_save_until_it
 
     state = trained()
     with CheckpointManager(root) as manager:
-        monkeypatch.setattr(slots, "measure", full)
+        monkeypatch.setattr(slot_pool, "measure", full)
         with pytest.raises(HostMemoryExhausted, match="0 MiB may be used by each of the 1 rank"):
             manager.prepare(state)
         for number in range(3):
             with pytest.raises(HostMemoryExhausted):
                 manager.save_async(state, number)
             train(state, number)
-        monkeypatch.setattr(slots, "measure", measure)
+        monkeypatch.setattr(slot_pool, "measure", measure)
         pending = window.save(manager, state, 2)  # the step that could not be saved
         window.must_wait(lambda: train(state, 4))
         pending.result(60)

@@ -15,9 +15,9 @@ from bench.worlds import Job, World, model_of
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest, ranks_of
+from ckpt.model.fragment_columns import fragment_of
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
-from ckpt.model.packed import fragment_of
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from ckpt.errors import CkptError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box
 from ckpt.model.fill_manifest import fill_manifest, ranks_of
+from ckpt.model.fragment_columns import fragment_of, pack_fragment, read_fragment
 from ckpt.model.manifest import Encoding, Fragment, Manifest
-from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import MergeCache, merge

@@ -11,10 +11,10 @@ import numpy as np
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest
+from ckpt.model.fragment_columns import fragment_of as unpacked
+from ckpt.model.fragment_columns import pack_fragment
 from ckpt.model.keys import data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
-from ckpt.model.packed import fragment_of as unpacked
-from ckpt.model.packed import pack_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf

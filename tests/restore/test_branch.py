@@ -19,8 +19,8 @@ import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.branches import put_branch
 from ckpt.catalog.candidates import candidates
-from ckpt.catalog.index import committed, find
 from ckpt.catalog.rollbacks import all_rollbacks, newest_rollback
+from ckpt.catalog.step_listing import committed, find
 from ckpt.catalog.watching import Watcher
 from ckpt.config import SaveConfig
 from ckpt.errors import (

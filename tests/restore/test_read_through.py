@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.step_listing import is_committed
 from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.catalog.verify import verify_step
 from ckpt.config import Tier
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import OutOfSpace, TransientStorageError
 from ckpt.model.box import Box, even_slab
 from ckpt.model.keys import StepRef

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt.config import Tier
-from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.coordinator import LEADER, Coordinator
 from ckpt.errors import (
     CkptError,
     CommitError,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.errors import ConfigError, HistoryHidden
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune

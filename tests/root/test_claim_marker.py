@@ -6,8 +6,8 @@ import uuid
 import pytest
 
 from ckpt.catalog.finalize import RunFacts, finalize
-from ckpt.catalog.index import is_committed
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.step_listing import is_committed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import (

@@ -16,8 +16,8 @@ from ckpt.errors import RootInUse, StorageError
 from ckpt.model.keys import OWNER
 from ckpt.root.owner import Owner, attend, await_others, claim, confirm, read_owner, release
 from ckpt.storage.api import StorageBackend, read_object
-from ckpt.storage.places import place_of
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt.storage.urls import place_of
 from ckpt_backends.memory import forget_memory, open_memory
 
 

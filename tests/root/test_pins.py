@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, find
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.step_listing import committed, find
 from ckpt.errors import AccessDenied, CkptError, ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.retention.policy import PIN, Retention, judge
 from ckpt.retention.pruner import prune, remove_earlier_steps

@@ -11,8 +11,8 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest
-from ckpt.catalog.scrub_mending import mend_step
+from ckpt.catalog.step_listing import committed, read_manifest
+from ckpt.catalog.step_repair import mend_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef

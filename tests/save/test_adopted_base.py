@@ -18,11 +18,11 @@ from torch import nn
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.inventory import Inventory
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import ForeignFileMismatch, IntegrityError, ManifestCorrupt
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import fragment_of, pack_fragment, read_fragment
 from ckpt.model.manifest import FILE_SPACE, AdoptedBase, AdoptedFile, Manifest, Packed
-from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune

@@ -14,7 +14,7 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.step_listing import committed, read_manifest
 from ckpt.errors import AccessDenied, TransientStorageError
 from ckpt.retention.pruner import Pruner
 from ckpt.save.backfill import Backfill

@@ -16,17 +16,17 @@ from safetensors import safe_open
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.catalog.inventory import Inventory, heirs_of
-from ckpt.catalog.scrub_mending import mend_step
+from ckpt.catalog.step_listing import committed, read_manifest, read_packed
+from ckpt.catalog.step_repair import mend_step
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.transfer_by_rank import commit_parts, copy_rank
 from ckpt.catalog.verify import StepFolder, verify_files, verify_step
 from ckpt.errors import IntegrityError, NoCheckpoint, ObjectExists
 from ckpt.model.checksum import checksum
+from ckpt.model.fragment_columns import read_fragment
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Packed, StoredFile
-from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import Retention

@@ -19,8 +19,8 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.inventory import Inventory
 from ckpt.cli.main import app
 from ckpt.errors import ConfigError, IntegrityError, StorageError
+from ckpt.model.fragment_columns import read_fragment
 from ckpt.model.manifest import Packed
-from ckpt.model.packed import read_fragment
 from ckpt.model.record_encoding import pack, unpack
 from ckpt.retention.policy import Retention
 from ckpt.retention.pruner import prune

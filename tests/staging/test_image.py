@@ -9,7 +9,7 @@ from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import plan_save
 from ckpt.staging.image import Image, copyable, view_as
-from ckpt.staging.slots import SlotPool
+from ckpt.staging.slot_pool import SlotPool
 from ckpt.staging.window import begin_image
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ckpt.errors import HostMemoryExhausted, StagingError
-from ckpt.staging.frames import Ring, Spill
 from ckpt.staging.memory_budget import Room
+from ckpt.staging.ring import Ring, Spill
 from ckpt.staging.window import RingWindow, Window
 from tests.kit.rings import copy_bytes, ring_of
 
@@ -152,9 +152,9 @@ def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, c
     room = Room(memory=STEP - 1, shared_bytes=0, ranks=1)
     with monkeypatch.context() as patched:
         if why == "pages":
-            patched.setattr("ckpt.staging.frames.Slot.prefault", refuse)
+            patched.setattr("ckpt.staging.ring.Slot.prefault", refuse)
         else:
-            patched.setattr("ckpt.staging.frames.measure", lambda *_, **__: room)
+            patched.setattr("ckpt.staging.ring.measure", lambda *_, **__: room)
         ring = ring_of(1, spill=5, step=STEP)
         window = RingWindow(ring, 2 * STEP)
         window.hurry()
@@ -188,8 +188,8 @@ def test_the_spill_leaves_the_reserve_to_the_training(monkeypatch, caplog):
         grow(spill, *arguments)
         machine.free -= STEP * spill.has_free
 
-    monkeypatch.setattr("ckpt.staging.frames.measure", room)
-    monkeypatch.setattr("ckpt.staging.frames.free_memory", lambda: machine.free)
+    monkeypatch.setattr("ckpt.staging.ring.measure", room)
+    monkeypatch.setattr("ckpt.staging.ring.free_memory", lambda: machine.free)
     monkeypatch.setattr(Spill, "grow", take)
     ring = ring_of(1, spill=8, step=STEP)
     ring.spill.allow(8 * STEP, reserve_bytes=5 * STEP)
@@ -219,7 +219,7 @@ def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
 
     ring = ring_of(1, spill=1, step=STEP)
     window = RingWindow(ring, 9 * STEP)
-    monkeypatch.setattr("ckpt.staging.frames.Slot.prefault", interrupted)
+    monkeypatch.setattr("ckpt.staging.ring.Slot.prefault", interrupted)
     with pytest.raises(KeyboardInterrupt):
         window.reserve([(0, 1)])
     assert ring.spill.count == 0

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ckpt import CheckpointManager, RestoreReport
-from ckpt.catalog.index import find, read_manifest
+from ckpt.catalog.step_listing import find, read_manifest
 from ckpt.model.manifest import Manifest
 from ckpt.storage.registry import open_backend
 

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpt.errors import KindMismatch, ReplicasDiverged, TensorIncomplete, UnsupportedValue
 from ckpt.state.walk.collect import collect
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from tests.state.ranks import mesh_of, rank_of
 from tests.state.saving import bits
 from tests.state.worlds import restore, save_ranks

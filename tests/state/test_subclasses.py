@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpt import CheckpointManager, LocalShards
 from ckpt.errors import UnsupportedValue
 from ckpt.state.walk.collect import collect
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from tests.state.ranks import mesh_of, rank_of
 from tests.state.saving import assert_same, bits, new_root, restored, round_trip, saved
 from tests.state.worlds import save_ranks

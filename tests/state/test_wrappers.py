@@ -30,7 +30,7 @@ from ckpt.errors import (
     ShapeMismatch,
     UnsupportedValue,
 )
-from ckpt.state.match.load import match
+from ckpt.state.match.match_state import match
 from ckpt.state.tensors.wrapped import take_apart
 from ckpt.state.walk.collect import collect
 from ckpt.state.walk.last_walk import LastWalk

@@ -13,11 +13,11 @@ import msgspec
 from ckpt.model.manifest import Manifest
 from ckpt.plan.restore import coalesce, plan_restore
 from ckpt.staging.slot import Slot
-from ckpt.state.match.load import match
+from ckpt.state.match.match_state import match
 from ckpt.state.match.selection import Selection
 from ckpt.state.match.sink import TensorSink
 from ckpt.state.walk.collect import collect
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from tests.plan.worlds import fragment_over, merged
 from tests.state.ranks import rank_of
 

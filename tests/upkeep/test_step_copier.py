@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.rollbacks import put_rollback
+from ckpt.catalog.step_listing import committed
 from ckpt.codec import registry
 from ckpt.model.keys import data_name
 from ckpt.model.rollback import roll_back

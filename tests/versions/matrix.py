@@ -40,7 +40,7 @@ TESTS: Final = (
     "tests/restore",
     "tests/test_manager.py",
     "tests/test_torch_private.py",
-    "tests/coordination/test_joined.py",
+    "tests/coordination/test_join.py",
     "tests/coordination/test_torch_store.py",
     "tests/distributed/test_layouts.py",
     "tests/distributed/test_in_layouts.py",

@@ -26,11 +26,11 @@ from ckpt.exchange.exports import dcp_writer, hf_folder, hf_store, safetensors_w
 from ckpt.exchange.exports.hf_folder import HfOptions
 from ckpt.exchange.exports.safetensors_writer import FileForm
 from ckpt.exchange.scratch import scratch_folder
-from ckpt.exchange.weights.opened import TensorView
+from ckpt.exchange.weights.open_checkpoint import TensorView
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import check_structure, exact_text
 from ckpt.state.match.manifest_tree import Notes, StateTree, is_selected
-from ckpt.storage.places import is_folder, local_path, without_query
+from ckpt.storage.urls import is_folder, local_path, without_query
 
 Format = Literal["safetensors", "torch", "dcp", "hf"]
 SHARD_BYTES: Final = 5 * 10**9

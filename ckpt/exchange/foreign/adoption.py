@@ -31,7 +31,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from ckpt.catalog.index import committed, is_committed, own_objects
+from ckpt.catalog.step_listing import committed, is_committed, own_objects
 from ckpt.catalog.transfer import check_files, commit_copy, write_file
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.config import SaveConfig, Tier
@@ -39,13 +39,14 @@ from ckpt.coordination.single import new_attempt
 from ckpt.coordination.step_files import delete_files
 from ckpt.errors import ConfigError, StorageError
 from ckpt.exchange.foreign.adoption_renewal import OldAttempt, remove_attempt, replaceable_attempt
-from ckpt.exchange.foreign.chunks import (
+from ckpt.exchange.foreign.foreign_file_chunks import (
     ForeignFile,
     cut_file,
     hash_files,
     real_path,
     usable_in_place,
 )
+from ckpt.exchange.foreign.foreign_objects import ImportReport, Shaper, digest_of
 from ckpt.exchange.foreign.imports import (
     ForeignCheckpoint,
     check_root_is_apart,
@@ -56,13 +57,13 @@ from ckpt.exchange.foreign.imports import (
 from ckpt.exchange.foreign.joined_tensors import Locator
 from ckpt.exchange.foreign.own_part import OwnPart, Source
 from ckpt.exchange.foreign.rank_files import without_warnings
-from ckpt.exchange.foreign.shaper import ImportReport, Shaper, digest_of
 from ckpt.exchange.foreign.source_formats import check_kind
 from ckpt.exchange.foreign.source_reader import kind_of
 from ckpt.exchange.inert.inert_torch import Span
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.fill_manifest import fill_manifest
+from ckpt.model.fragment_columns import pack_fragment
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import (
     FORMAT,
@@ -76,7 +77,6 @@ from ckpt.model.manifest import (
     StoredFile,
     Tensor,
 )
-from ckpt.model.packed import pack_fragment
 from ckpt.model.record_encoding import pack
 from ckpt.model.values import dumps, to_json
 from ckpt.pipeline.workers import Workers
@@ -86,7 +86,7 @@ from ckpt.plan.save import plan_save
 from ckpt.state.tensors.layout import leaf_of
 from ckpt.state.walk.collect import WalkResult, collect
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.locations import location_of
+from ckpt.storage.outside_files import location_of
 from ckpt.storage.registry import open_backend
 
 _NUMBER: Final = re.compile(r"\d{1,18}")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ckpt.catalog.index import find, list_root, read_manifest
 from ckpt.catalog.inventory import Inventory, heirs_of
+from ckpt.catalog.step_listing import find, list_root, read_manifest
 from ckpt.catalog.verify import verify_step
 from ckpt.errors import IntegrityError, StepExists, StorageError
 from ckpt.exchange.foreign.imports import NEW_NUMBER
@@ -26,7 +26,7 @@ from ckpt.model.manifest import Chunk, File, Manifest
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.removal import remove
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.locations import path_of
+from ckpt.storage.outside_files import path_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 
 from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange.foreign.contents import EngineOptimizer, check_name
-from ckpt.exchange.foreign.folder_kind import engine_file, zero_step_text
 from ckpt.exchange.foreign.library_folders import LibraryFolder
+from ckpt.exchange.foreign.refused_folders import engine_file, zero_step_text
 from ckpt.exchange.inert import inert_torch
 from ckpt.exchange.inert.inert_pickle import holds_inert
 from ckpt.exchange.inert.torch_reader import load

@@ -1,9 +1,9 @@
 """Import the state that another program has saved, as a checkpoint that
 ``CheckpointManager.restore`` can load.
 
-The manager saves the objects that ``ckpt.exchange.foreign.shaper`` makes of the state as any other
-state. A *joiner* makes whole tensors of the parts that files have: that of an import, a ``Copier``,
-copies the parts to a scratch file.
+The manager saves the objects that ``ckpt.exchange.foreign.foreign_objects`` makes of the state as
+any other state. A *joiner* makes whole tensors of the parts that files have: that of an import, a
+``Copier``, copies the parts to a scratch file.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.config import SaveConfig, Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError
 from ckpt.exchange.foreign.contents import State
+from ckpt.exchange.foreign.foreign_objects import ImportReport, Shaper, digest_of
 from ckpt.exchange.foreign.joined_tensors import Copier, Joiner
 from ckpt.exchange.foreign.rank_files import without_warnings
-from ckpt.exchange.foreign.shaper import ImportReport, Shaper, digest_of
 from ckpt.exchange.foreign.source_formats import Kind, check_kind
 from ckpt.exchange.foreign.source_reader import kind_of, read_contents
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.state.match.saved_nodes import EQUAL
 from ckpt.state.match.selection import REMOVED_PREFIX
-from ckpt.storage.places import is_folder, relation
 from ckpt.storage.registry import open_backend
+from ckpt.storage.urls import is_folder, relation
 
 NEW_NUMBER: Final = "give another number by --step, or another ROOT"
 _log = logging.getLogger("ckpt")

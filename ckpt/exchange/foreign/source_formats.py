@@ -16,8 +16,8 @@ from ckpt.errors.base import few
 from ckpt.exchange.foreign import dcp_reader, safetensors_folder
 from ckpt.exchange.foreign.contents import Contents, State, merge
 from ckpt.exchange.foreign.dcp_reader import TABLE, has_table
-from ckpt.exchange.foreign.folder_kind import refused_kind, state_folders
 from ckpt.exchange.foreign.joined_tensors import Joiner
+from ckpt.exchange.foreign.refused_folders import refused_kind, state_folders
 from ckpt.exchange.foreign.safetensors_folder import SUFFIX, choose_files
 from ckpt.exchange.inert.file_kind import describe_file, is_torch
 from ckpt.exchange.inert.input_limits import check_regular

@@ -12,12 +12,6 @@ from functools import cache
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.exchange.foreign.contents import Contents, State, left_aside
 from ckpt.exchange.foreign.deepspeed_files import engine_notes, read_universal
-from ckpt.exchange.foreign.folder_kind import (
-    folder_notes,
-    is_universal,
-    refused_file_text,
-    refused_kind,
-)
 from ckpt.exchange.foreign.joined_tensors import Joiner
 from ckpt.exchange.foreign.library_folders import (
     is_lightning,
@@ -27,6 +21,12 @@ from ckpt.exchange.foreign.library_folders import (
     rename_objects_of_lightning,
 )
 from ckpt.exchange.foreign.rank_files import Load, check_not_of_one_rank, read_rank_files
+from ckpt.exchange.foreign.refused_folders import (
+    folder_notes,
+    is_universal,
+    refused_file_text,
+    refused_kind,
+)
 from ckpt.exchange.foreign.source_formats import (
     Kind,
     check_nothing_lost,

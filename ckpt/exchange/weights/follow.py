@@ -22,7 +22,13 @@ from typing import Any, Final, Self
 
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.delta_chain import DeltaReader
-from ckpt.catalog.index import RootContents, committed_among, is_committed, list_root, why_missing
+from ckpt.catalog.step_listing import (
+    RootContents,
+    committed_among,
+    is_committed,
+    list_root,
+    why_missing,
+)
 from ckpt.catalog.tiered_reader import Repair, SourceManifest, TieredReader
 from ckpt.checks import check_int
 from ckpt.config import Tier

@@ -17,7 +17,7 @@ from ckpt.config import Tier
 from ckpt.errors import ConfigError
 from ckpt.errors.base import few
 from ckpt.errors.storage import with_short_traceback
-from ckpt.exchange.weights.opened import OpenCheckpoint
+from ckpt.exchange.weights.open_checkpoint import OpenCheckpoint
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.model.box import Box
 from ckpt.model.dtype import is_float

@@ -53,11 +53,16 @@ from ckpt.errors import (
 from ckpt.errors.sanitize import redact
 from ckpt.integrations.dcp.items import Entries, Path, gather_lists, leaves, state_of
 from ckpt.integrations.shared.framework_manager import FrameworkManager
-from ckpt.integrations.shared.stored import FailedEntry, fill_targets, open_readers, opened_step
+from ckpt.integrations.shared.step_readers import (
+    FailedEntry,
+    fill_targets,
+    open_readers,
+    opened_step,
+)
 from ckpt.model.keys import StepRef
 from ckpt.state.tensors.local_shards import LocalShards
-from ckpt.storage.places import canonical, is_same_place
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
+from ckpt.storage.urls import canonical, is_same_place
 
 State = dict[str, Any]
 

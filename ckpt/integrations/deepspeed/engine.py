@@ -47,11 +47,11 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import Event, SaveCommitted, SaveFailed
-from ckpt.integrations.deepspeed.tags import check_loads, check_same_files
+from ckpt.integrations.deepspeed.load_checks import check_loads, check_same_files
 from ckpt.integrations.deepspeed.values import OptimizerMemory, StoredTensor, pack, unpack
 from ckpt.integrations.shared.all_ranks import all_results
-from ckpt.integrations.shared.stored import FailedEntry, build_and_fill, open_readers
-from ckpt.integrations.shared.tested import warn_of_untested
+from ckpt.integrations.shared.once_warnings import warn_of_untested
+from ckpt.integrations.shared.step_readers import FailedEntry, build_and_fill, open_readers
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.model.values import check_structure, parse

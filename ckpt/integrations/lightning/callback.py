@@ -32,7 +32,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from ckpt.catalog.index import committed, creation_time
+from ckpt.catalog.step_listing import committed, creation_time
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning.loop_position import (
@@ -46,15 +46,15 @@ from ckpt.integrations.lightning.loop_position import (
 )
 from ckpt.integrations.lightning.paths import BEST, NEWEST, Candidate, path_of, step_of
 from ckpt.integrations.lightning.strategy import MODULE, CkptStrategy, mix_in
+from ckpt.integrations.shared.once_warnings import warn_of_untested
 from ckpt.integrations.shared.own_state import saved_as
-from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.pending import PendingSave
 from ckpt.state.tensors.per_rank import PerRank, RngState
-from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
+from ckpt.storage.urls import is_folder, local_path
 
 TESTED_RANGE: Final = ("2.6", "2.6")
 

@@ -19,7 +19,7 @@ from fsspec import AbstractFileSystem
 from ckpt.catalog.tiered_reader import SourceManifest
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning.strategy import MODULE, SCHEME
-from ckpt.integrations.shared.stored import build_and_fill, opened_step
+from ckpt.integrations.shared.step_readers import build_and_fill, opened_step
 from ckpt.state.match.manifest_tree import MakeTensor, StateTree
 from ckpt.storage.tiers import as_tiers
 

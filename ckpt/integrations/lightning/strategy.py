@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError, UnsupportedValue
-from ckpt.integrations.shared.tested import warn_once
+from ckpt.integrations.shared.once_warnings import warn_once
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.values import to_json
 

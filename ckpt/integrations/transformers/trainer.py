@@ -40,8 +40,8 @@ from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
 from ckpt.integrations.shared.all_ranks import all_results, first_result
+from ckpt.integrations.shared.once_warnings import warn_of_untested
 from ckpt.integrations.shared.own_state import saved_as
-from ckpt.integrations.shared.tested import warn_of_untested
 from ckpt.integrations.transformers.adapters import frozen_names
 from ckpt.integrations.transformers.trainer_folder import (
     SaveLimit,

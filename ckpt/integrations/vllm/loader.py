@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.base_loader import (  # pyright: ignore[re
 from ckpt.config import Tier
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.exchange.weights.load import stream_part
-from ckpt.exchange.weights.opened import OpenCheckpoint
+from ckpt.exchange.weights.open_checkpoint import OpenCheckpoint
 from ckpt.exchange.weights.part import Names, Part
 from ckpt.integrations.vllm.weights import check_complete, warn_if_untested
 from ckpt.root.leases import lease_if_allowed

@@ -12,7 +12,7 @@ from vllm import version  # pyright: ignore[reportAttributeAccessIssue, reportMi
 
 from ckpt.errors import RestoreError
 from ckpt.errors.base import few
-from ckpt.integrations.shared.tested import warn_of_untested
+from ckpt.integrations.shared.once_warnings import warn_of_untested
 
 TESTED_RANGE: Final = ("0.32", "0.32")
 _LOADER_ATTRIBUTE: Final = "weight_loader"

@@ -31,13 +31,13 @@ from torch.nn.parameter import is_lazy
 
 from ckpt.errors import RestoreError, ShapeMismatch, UnsupportedValue
 from ckpt.model.values import VERSIONS, Node, decode
-from ckpt.state.match.load_trial import SizeChange, check_sizes
 from ckpt.state.match.matcher import Matcher, fill_tensor
-from ckpt.state.match.materialise import is_meta
+from ckpt.state.match.meta_tensors import is_meta
 from ckpt.state.match.module_load_code import converts_entries, load_code, sets_extra_state
 from ckpt.state.match.optimizer_load_code import own_code_errors
-from ckpt.state.match.remake import torch_value
+from ckpt.state.match.plain_values import torch_value
 from ckpt.state.match.saved_nodes import ABSENT, is_mapping, tag
+from ckpt.state.match.size_trial import SizeChange, check_sizes
 from ckpt.state.tensors.layout import PLAIN_CLASSES
 from ckpt.state.tensors.local_shards import LocalShards
 from ckpt.state.walk.module_entries import FIRST_VERSION, Entry, Part

@@ -36,10 +36,10 @@ from ckpt.model.key_order import in_order
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, names_below, unescape
 from ckpt.state.match.matcher import Matcher, fill_tensor
-from ckpt.state.match.materialise import is_meta
+from ckpt.state.match.meta_tensors import is_meta
 from ckpt.state.match.optimizer_load_code import Completion, move_to_parameter
 from ckpt.state.match.optimizer_slots import Slot, can_fill, setting_identity, state_value_identity
-from ckpt.state.match.remake import tensor_named
+from ckpt.state.match.plain_values import tensor_named
 from ckpt.state.match.saved_nodes import ABSENT, SavedParameter, is_mapping, tag
 from ckpt.state.match.trial_step import state_of_step
 from ckpt.state.tensors.layout import empty_in_order, is_plain

@@ -37,7 +37,7 @@ from ckpt.model.values import (
     parse,
     unescape,
 )
-from ckpt.state.match.remake import torch_value
+from ckpt.state.match.plain_values import torch_value
 from ckpt.state.walk.module_entries import FIRST_VERSION
 
 MakeTensor = Callable[[str], Any]

@@ -32,9 +32,9 @@ from ckpt.errors import (
 from ckpt.model.dtype import converts
 from ckpt.model.values import Node, join
 from ckpt.plan.leaf import Leaf
-from ckpt.state.match.materialise import MetaReplacements
+from ckpt.state.match.meta_tensors import MetaReplacements
 from ckpt.state.match.optimizer_slots import Slot
-from ckpt.state.match.remake import Remaker
+from ckpt.state.match.plain_values import Remaker
 from ckpt.state.match.saved_nodes import SavedState, kind, tag
 from ckpt.state.match.selection import Selection
 from ckpt.state.match.targets import has_memory, memory_of, read_apart

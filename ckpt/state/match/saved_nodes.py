@@ -18,7 +18,7 @@ from ckpt.model.key_order import KeyOrder, in_order
 from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, decode, join, names_below, parse
-from ckpt.state.match.remake import torch_value
+from ckpt.state.match.plain_values import torch_value
 from ckpt.state.match.saved_optimizer import read_dict
 
 ABSENT: Final = object()

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from ckpt.model.key_order import KeyOrder
 from ckpt.model.values import Node, decode, join
-from ckpt.state.match.remake import torch_value
+from ckpt.state.match.plain_values import torch_value
 
 V = TypeVar("V")
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import UnsupportedValue
-from ckpt.model.levels import is_bounded, is_plain
 from ckpt.model.patterns import WHOLE, Patterns, left_out
 from ckpt.model.values import PlainNode, check_bounded, check_name, join, plain_node
+from ckpt.model.values_by_level import is_bounded, is_plain
 from ckpt.state.tensors.layout import PLAIN_CLASSES
 from ckpt.state.walk.stand_in import StandIn
 

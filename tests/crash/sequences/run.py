@@ -30,10 +30,10 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
-from ckpt.catalog.index import committed
+from ckpt.catalog.step_listing import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.cli.main import main as command
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.coordination.single import new_attempt
 from ckpt.errors import CkptError
 from ckpt.events import Event as SaveEvent

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import ckpt
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.step_listing import committed, read_manifest
 from ckpt.exchange.foreign.adoption import adopt_checkpoint
 from ckpt.exchange.foreign.imports import ForeignCheckpoint
 from ckpt.model.keys import BaseRef

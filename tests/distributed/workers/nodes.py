@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ckpt.nodes.store
+import ckpt.nodes.peer_store
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, RestoreReport, Tier
 from ckpt.errors import NoCheckpoint, TierNotShared
@@ -41,7 +41,7 @@ def data_of(keys: list[str]) -> list[str]:
 
 def watch() -> None:
     """Record every request to another node."""
-    request = ckpt.nodes.store.NodeStore._request
+    request = ckpt.nodes.peer_store.NodeStore._request
 
     def recorded(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
         asked.append(key)
@@ -49,7 +49,7 @@ def watch() -> None:
         reached.update(self._addresses.values())
         return size
 
-    ckpt.nodes.store.NodeStore._request = recorded  # type: ignore[method-assign]
+    ckpt.nodes.peer_store.NodeStore._request = recorded  # type: ignore[method-assign]
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

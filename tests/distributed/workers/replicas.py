@@ -28,11 +28,11 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
-from ckpt.nodes.buddy_copies import BuddyTier
-from ckpt.nodes.replica_copy import StepCopies
+from ckpt.nodes.buddy_tier import BuddyTier
+from ckpt.nodes.peer_store import NodeStore
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.nodes.server import NodeServer
-from ckpt.nodes.store import NodeStore
+from ckpt.nodes.step_copies import StepCopies
 from ckpt.nodes.wire import Peer
 from ckpt.storage.api import Upload
 from ckpt.storage.tiers import OpenTier, open_tiers

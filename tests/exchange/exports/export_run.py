@@ -27,4 +27,4 @@ class _Process:
 
 
 def export_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.exchange.exports.hf_folders.subprocess.Popen", _Process)
+    monkeypatch.setattr("ckpt.exchange.exports.hf_export_observer.subprocess.Popen", _Process)

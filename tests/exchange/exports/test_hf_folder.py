@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ckpt import CheckpointManager, HfFolders, Tier
-from ckpt.catalog.index import find
+from ckpt.catalog.step_listing import find
 from ckpt.cli.main import main
 from ckpt.errors import ConfigError
 from ckpt.exchange.exports.hf_folder import HfOptions

@@ -20,7 +20,7 @@ from ckpt import CheckpointManager
 from ckpt.cli.main import main
 from ckpt.errors import StorageError, UnknownScheme
 from ckpt.exchange.exports import hf_store
-from ckpt.exchange.exports.hf_folders import HfFolders
+from ckpt.exchange.exports.hf_export_observer import HfFolders
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli
@@ -400,7 +400,7 @@ def test_a_job_removes_what_exports_that_were_killed_have_left(
     with CheckpointManager(tmp_path / "run", observers=[hf]) as manager, hf:
         manager.save(weights(0.0), 1)
         assert until(lambda: len({info.key.split("/")[0] for info in store.list("")}) == 4)
-        monkeypatch.setattr("ckpt.exchange.exports.hf_places._ABANDONED_SECONDS", -60.0)
+        monkeypatch.setattr("ckpt.exchange.exports.hf_output_folders._ABANDONED_SECONDS", -60.0)
         manager.save(weights(0.0), 3)
     assert "has no folder" not in caplog.text
     names = sorted(folders(objects(store)))

@@ -29,9 +29,9 @@ from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import CkptError
 from ckpt.exchange.exports.export import ExportOptions, Format, export
 from ckpt.exchange.foreign.adoption import adopt_checkpoint
+from ckpt.exchange.foreign.foreign_objects import ImportReport
 from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint
-from ckpt.exchange.foreign.shaper import ImportReport
-from ckpt.exchange.weights.opened import open_checkpoint
+from ckpt.exchange.weights.open_checkpoint import open_checkpoint
 from tests.exchange.folders.compare import compare, is_same
 from tests.exchange.folders.net import TRUTH
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ckpt import CheckpointManager, Tier
 from ckpt import load as load_state
-from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.step_listing import committed, read_manifest
 from ckpt.errors import (
     CkptError,
     ConfigError,

@@ -22,8 +22,8 @@ from ckpt.errors import (
     IntegrityError,
     UnsupportedValue,
 )
+from ckpt.exchange.foreign.foreign_objects import ImportReport
 from ckpt.exchange.foreign.imports import ForeignCheckpoint, import_checkpoint
-from ckpt.exchange.foreign.shaper import ImportReport
 from ckpt.exchange.foreign.torchsnapshot_reader import TABLE
 from tests.exchange.foreign.adopted import adopted, check
 from tests.exchange.states import same, trained

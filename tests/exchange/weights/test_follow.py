@@ -17,7 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, LocalShards, Tier
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.coordinator import Coordinator
 from ckpt.errors import (
     AccessDenied,
     ConfigError,

@@ -28,7 +28,7 @@ import transformers
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import committed, read_manifest
+from ckpt.catalog.step_listing import committed, read_manifest
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, RestoreError, RootInUse
 from ckpt.integrations.transformers import trainer as door
 from ckpt.integrations.transformers import trainer_folder

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from bench.rank_exit import exit_rank
 from ckpt.errors import CkptError
-from ckpt.integrations.deepspeed.tags import check_loads, check_same_files
+from ckpt.integrations.deepspeed.load_checks import check_loads, check_same_files
 from ckpt.integrations.shared.all_ranks import all_results
 
 

@@ -27,7 +27,7 @@ from ckpt.model.values import LARGE
 from ckpt.staging.snapshot import Snapshot
 from ckpt.state.walk.collect import collect
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from tests.kit.examples import examples
 from tests.model.boxes import partition, solid_shapes
 from tests.state.saving import assert_same, new_root, restored, round_trip, saved

@@ -24,7 +24,7 @@ from ckpt.model.box import Box, tiling_fault
 from ckpt.state.tensors.layout import leaf_of, memories
 from ckpt.state.walk.collect import WalkResult, collect
 from ckpt.state.walk.last_walk import LastWalk
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from tests.state.ranks import rank_of
 from tests.state.saving import restored, saved
 

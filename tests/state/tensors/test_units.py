@@ -25,7 +25,7 @@ from ckpt.config import Copies
 from ckpt.errors import TensorIncomplete
 from ckpt.state.tensors.layout import leaf_of
 from ckpt.state.walk.collect import collect
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from tests.kit.models import sharded
 from tests.state.ranks import rank_of
 from tests.state.worlds import restore, save_ranks

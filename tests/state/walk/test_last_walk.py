@@ -21,7 +21,7 @@ from ckpt.state.walk import segments
 from ckpt.state.walk.collect import WalkResult, collect
 from ckpt.state.walk.last_walk import LastWalk
 from ckpt.state.walk.modules import raw_state
-from ckpt.state.walk.prepare import PlanCache
+from ckpt.state.walk.plan_cache import PlanCache
 from ckpt.state.walk.segments import Segment
 from tests.state.ranks import rank_of
 
