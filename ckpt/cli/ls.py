@@ -37,7 +37,7 @@ from ckpt.errors import CkptError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.metrics import METRICS
 from ckpt.model.patterns import LEFT_OUT
-from ckpt.model.values import decode, parse
+from ckpt.model.values import decode, exact_text, parse
 from ckpt.observe.metric_modes import modes_of_run
 from ckpt.root.pins import BASE_END, ENDLESS
 from ckpt.storage.api import StorageBackend
@@ -534,7 +534,7 @@ def _metadata_text(metadata: Mapping[str, Any]) -> str:
         if isinstance(value, dict)
         else f"{key}={value:.6g}"
         if isinstance(value, float)
-        else f"{key}={value}"
+        else f"{key}={value if isinstance(value, str) else exact_text(value)}"
         for key, value in metadata.items()
         if value != {}
     )

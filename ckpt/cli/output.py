@@ -34,6 +34,8 @@ _LEAST_CUT_CHARS: Final = 10
 """A column that may be cut is left out if less than this many characters fit."""
 _COLUMN_GAP: Final = 2
 """The number of spaces between two columns."""
+_MOST_BITS: Final = 14_000
+"""Larger ints are text in hexadecimal, since Python reads and prints at most 4,300 digits."""
 _NO_LIMIT_WIDTH: Final = 10_000  # The width of a pipe or file, which is too large for lines to wrap
 
 
@@ -303,6 +305,8 @@ def _clean_json(value: Any) -> Any:
             return [_clean_json(item) for item in value]
         case float() if not math.isfinite(value):
             return None  # JSON has no NaN and no infinite numbers
+        case int() if value.bit_length() > _MOST_BITS:
+            return hex(value)
         case None | bool() | int() | float():
             return value
         case _:

@@ -231,6 +231,17 @@ def test_numbers_in_the_metadata_and_of_metrics_are_short(
     assert row.split()[-5:] == ["*", "0.123457", "3", "committed", "lr=0.123457"]
 
 
+def test_an_int_of_thousands_of_digits_in_the_metadata_is_shown_in_hexadecimal(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    """Python prints no int of more than 4,300 digits."""
+    large = {"$": "int", "v": hex(10**5000)}
+    write_checkpoint(backend, 1, ARRAYS, metadata={"n": large, "m": [large], "metrics": large})
+    assert "n=0x31e2" in cli("ls").out
+    (row,) = cli("ls", "--json").json["steps"]
+    assert row["metadata"]["n"] == row["metadata"]["m"][0] == hex(10**5000)
+
+
 # -- metrics ---------------------------------------------------------------------------------------
 
 
