@@ -461,7 +461,7 @@ class TieredReader:
         """Remember that a source could not provide ``nbytes`` of a file, because of ``error``.
 
         Record a `Repair` if the source should have had the file and is not the last source. Raise
-        ``error`` if no other source can help (see ``plan.fallback.reach_of``).
+        ``error`` if no other source can help (see ``plan.read_errors.reach_of``).
         """
         reach = reach_of(error)
         if reach is None:

@@ -240,8 +240,8 @@ class Packed(
         created_at: The time of creation, in seconds since 1970.
         file: The data file, without its chunks; None if the rank has written no file.
         chunk_bytes: The most bytes of a chunk.
-        form: A frame with a ``model.packed.Form``: the names and shapes of the tensors, the shards
-            and their positions in the file, and the chunk lengths.
+        form: A frame with a ``model.fragment_columns.Form``: the names and shapes of the tensors,
+            the shards and their positions in the file, and the chunk lengths.
         offsets: A frame with a column of ``Form.dims`` numbers for each shard of the form, which
             are the offsets of the shard's box.
         checksums: The checksums of the chunks, 16 bytes each.
@@ -338,7 +338,7 @@ class Manifest(
         locations: The places of the data files that are files of other programs.
         increments: The files that hold only the end of their images on this tier.
         layouts: The layouts of the tensors. A layout states which rank holds which box, as runs
-            (see ``model.runs``). Tensors that are cut alike share one layout.
+            (see ``model.box_layouts``). Tensors that are cut alike share one layout.
         layout_of: The index of the layout of each tensor.
         carried: Copies of the fragments of all ranks, without the parts that are merged. It is
             empty unless a fragment has ``in_manifest`` set.

@@ -3,8 +3,8 @@
 The checks run before a manifest or fragment is used. They require that names of files do not lead
 out of their folder, that sizes are possible, and that layouts have as many elements as their
 tensors. Other modules make the remaining checks. ``model.record_encoding`` checks the size and the
-JSON, ``model.values`` the nesting of trees, and ``model.packed`` the columns of a fragment.
-``model.fill_manifest`` and ``plan.restore`` check that boxes do not overlap.
+JSON, ``model.values`` the nesting of trees, and ``model.fragment_columns`` the columns of a
+fragment. ``model.fill_manifest`` and ``plan.restore`` check that boxes do not overlap.
 
 A *fragment* is the record of what one rank has written. A manifest refers to all of them, and may
 *carry* copies. A *layout* says which rank has which box of a tensor. A *tied* name is one more name

@@ -259,7 +259,7 @@ def _most_name_chars_of_json(data: bytes) -> float:
     value. This takes three passes at the speed of C.
     """
     containers = data.count(b"{") + data.count(b"[")
-    if containers > _MAX_JSON_DEPTH:
+    if containers >= _MAX_JSON_DEPTH:
         return math.inf
     return (containers + data.count(b",")) * (len(data) + INDEX_CHARS * containers)
 
@@ -429,16 +429,20 @@ def _is_small(value: dict[Any, Any]) -> bool:
     ``node_of`` would take longer than the values of such a dict.
     """
     number = len(value)
+    if number >= LARGE:
+        return False
     for item in value.values():
         if type(item) in CONTAINERS:
-            if not isinstance(item, list | tuple) or not CONTAINERS.isdisjoint(map(type, item)):
-                return False
             number += len(item)
-    return number < LARGE
+            if number >= LARGE or not isinstance(item, list | tuple):
+                return False
+            if not CONTAINERS.isdisjoint(map(type, item)):
+                return False
+    return True
 
 
 def _encode_leaf(value: object, depth: int) -> Node:
-    """Return the node of a plain value (see ``levels.Leaf``)."""
+    """Return the node of a plain value (see ``values_by_level.Leaf``)."""
     return encode(value, "", _refuse, depth=depth)
 
 

@@ -164,7 +164,7 @@ class ChunkReader:
         If the request fails, each chunk is read with a request of its own, since perhaps only one
         chunk is unreadable. If the error concerns the whole file or store, all chunks are returned
         with this error. An error that is not an error of the store is raised (see
-        ``plan.fallback.reach_of``).
+        ``plan.read_errors.reach_of``).
 
         Args:
             run: The request.

@@ -3,8 +3,8 @@
 The image of a state with frozen tensors begins with them. Before the data file is written, the
 first chunks are hashed and compared with those of the base, which is the last whole file of the
 same save plan that this rank has committed to the tier, or a file in another root (see
-``save.other_root``). Everything before the first difference stays out of the new file. So one pass
-over the image is enough, also if the image passes through a ring.
+``save.base_in_other_root``). Everything before the first difference stays out of the new file. So
+one pass over the image is enough, also if the image passes through a ring.
 
 The header of an image names all tensors, and another run may train others. So an increment of a
 file in another root has the header of its image itself, and only what follows is compared.

@@ -196,7 +196,7 @@ MISTAKES: dict[str, tuple[Scenario, Sequence[tuple[object, str, object]]]] = {
     "no draining before a restore": (over_queued_work, [(sink, "drain", nothing)]),
     "readers on streams of their own": (
         beside_a_save,
-        [(sink, "drain", nothing), (sink, "on", nowhere)],
+        [(sink, "drain", nothing), (sink, "use_stream", nowhere)],
     ),
 }
 

@@ -142,8 +142,9 @@ def test_a_dict_is_not_small_with_dicts_nested_lists_or_many_values(inner: Any) 
 def test_a_small_tree_may_have_names_that_are_too_long_or_be_too_deep() -> None:
     long = {"k" * 4_000: [0] * 2_000}
     deep: Any = []
-    for _ in range(330):
+    for _ in range(values._MAX_JSON_DEPTH - 1):
         deep = [deep]
+    assert len(dumps(deep[0], "state")) == 2 * (values._MAX_JSON_DEPTH - 1)
     for tree, words in ((long, "as many characters"), (deep, "nested too deeply")):
         assert len(msgspec.json.encode(tree)) < values._LARGE_JSON
         with pytest.raises(UnsupportedValue, match=words):

@@ -221,7 +221,7 @@ class _Adoption:
         ref: The step.
         locator: What has read the state, and knows where the elements of its tensors are.
         report: The report, which the adoption completes.
-        old: The attempt that the step replaces; None if there is none.
+        old_attempt: The attempt that the step replaces; None if there is none.
     """
 
     def __init__(

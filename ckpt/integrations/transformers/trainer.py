@@ -504,9 +504,9 @@ class _Run:
 
     Attributes:
         manager: The manager of the saves.
-        falls_back: Whether the run may resume from an earlier step if the step is damaged.
+        may_resume_earlier: Whether the run may resume from an earlier step if the step is damaged.
         last_step: The number of the last step that was saved; None before the first save.
-        bests: The folders of the best checkpoints before the present one, oldest first.
+        best_folders: The folders of the best checkpoints before the present one, oldest first.
     """
 
     manager: CheckpointManager

@@ -299,8 +299,11 @@ def test_a_full_disk_is_out_of_space_and_leaves_nothing(small_share):
         backend.put("step/manifest.json", [payload(8 << 20)])
     assert [info.key for info in backend.list("")] == ["step/first"]
     assert [path.name for path in small_share.folder.rglob("*") if path.is_file()] == ["first"]
-    # A server may close the removed file, and so free its space, after its last reply.
-    assert until(lambda: shutil.disk_usage(small_share.folder).free >= 2 << 20)
+    # A server may close the removed file, and so free its space, with a later request: the file of
+    # WsgiDAV is garbage that refers to itself.
+    assert until(
+        lambda: shutil.disk_usage(small_share.folder).free >= 2 << 20 or not list(backend.list(""))
+    )
     backend.put("step/last", [payload(1 << 20)])
     assert fetch(backend, "step/first") == payload(1 << 20)
     backend.close()
