@@ -68,6 +68,10 @@ class Holdings:
 class Closer:
     """Closes one manager.
 
+    ``_shutdown`` runs the work of the close on a thread, once, and ``_shutdown.outcome`` is the
+    future of that work. ``_has_ended`` is True once a call of ``close`` is over, and
+    ``_is_interrupted`` if Ctrl-C has ended it while the work went on.
+
     Args:
         holdings: What the manager holds.
 

@@ -14,6 +14,15 @@ in which it may find some. The *owner* of a root, the folder or URL of a tier, i
 write to it, and a *claim* is what a job knows of that. If a job goes on from an older step, a
 *branch* begins, and the later steps are *abandoned*. A *rollback* is the record of this on the
 tiers.
+
+``_requests`` makes the request of a save, which tells the saver what to write, and ``_plans`` makes
+its plan or takes that of an earlier save. ``_collect`` is the walk, and ``_last_walk`` the results
+of the last one. ``_reserver`` makes slots before a save needs them. ``_last_step`` is the number of
+the last step that was saved or restored, and ``_newest_ref`` the newest save that the saver has
+begun. In ``saver.steps``, ``rollback`` is the rollback that counts, ``awaited_refs`` returns steps
+that must stay on their tiers, and ``last_step`` is the number of the last step of the run, once it
+is known. ``_goes_on_from_parts`` is True for a subclass that continues from a step of which it has
+restored only a part. ``_stop`` listens for a planned stop, and ``_closer`` ends all of this.
 """
 
 from __future__ import annotations

@@ -105,6 +105,9 @@ def _clean_url(url: str) -> str:
 class AzureBackend(StorageBackendOnFsspec):
     """A prefix of a container of Azure Blob Storage as a store.
 
+    ``call`` calls a method of the client for the blob of a key. A put stores a random id with the
+    object, by which ``put_id_of`` tells whether a put whose reply was lost has succeeded.
+
     Thread safety: several threads may call all methods at the same time. A forked process must not
     use this object.
     """
@@ -289,6 +292,10 @@ class AzureBackend(StorageBackendOnFsspec):
 
 class _BlockUpload:
     """The upload of a large object in blocks.
+
+    ``_block_sizes`` has the size of each block that was sent, by its offset. ``_put_id`` is part of
+    the names of the blocks, and is stored with the object, so that a later look can tell whose it
+    is.
 
     Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the other
     methods.

@@ -119,6 +119,11 @@ class StorageBackendOnFsspec:
     processes that write at the same time can both succeed, so ``capabilities.put_if_absent`` is
     False then.
 
+    ``_has_conditional_put`` says whether the file system itself puts an object only if it is
+    absent, and ``_puts_by_rename`` whether an object is written under another name and renamed.
+    ``path_of`` gives the path of a key, and ``translate_errors`` raises errors of the file system
+    as storage errors.
+
     Thread safety: any thread may call all methods. fsspec runs the requests of all asynchronous
     file systems on one thread, which runs its event loop. A synchronous file system, except for
     those of this machine, serves one request at a time.
@@ -319,6 +324,9 @@ class _StreamUpload:
     the caller's memory, without a copy. After an error the state of the file is unknown. The upload
     then discards the file, and the next ``write`` or ``finish`` sends all parts again. Their memory
     is still unchanged, since ``capabilities.takes_parts`` is False.
+
+    ``_file`` has taken the first ``_offset`` of the ``_size`` bytes of the object ``_key``.
+    ``_parts`` has all parts, by their offsets.
 
     Thread safety: only one method may run at a time.
     """

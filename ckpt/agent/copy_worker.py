@@ -4,6 +4,8 @@ The trainer asks for one file at a time. The worker writes the files to the fold
 attempt, but writes no fragment, no marker and no manifest, since the trainer commits the step. The
 worker ends when the trainer ends, when the trainer closes the connection, or after five minutes
 without a request.
+
+A *tier* is a store of the job. A `RankPart` is the files of one rank.
 """
 
 from __future__ import annotations
@@ -66,7 +68,13 @@ def copy_files(order: Order) -> Ended:
 
 
 class _Service:
-    """Carries out the requests of one trainer. Thread safety: one thread."""
+    """Carries out the requests of one trainer. Thread safety: one thread.
+
+    ``_copier`` is the thread that copies, and ``_completion`` becomes readable when it has ended a
+    copy. The loop waits at ``_selector`` for that, for requests at ``_connection``, and for the end
+    of the trainer's process. ``_open_stores`` has the stores that were opened, by the index of the
+    tier.
+    """
 
     def __init__(self, order: Order) -> None:
         self._job, self._tiers = order.job, order.job.tier_settings()

@@ -95,6 +95,14 @@ class Finish:
     which the job went back to an older step. To *bring* a step is to make it a checkpoint on a
     shared tier from the files of all nodes.
 
+    ``_memory_roots`` are the roots in memory. ``_branch`` leaves out abandoned steps, and has the
+    record that the job went back, ``_branch.rollback``. An *attempt* is the id of one incarnation
+    of a job, a *claim* decides which steps of a root a job may remove, and a *guard* names the
+    steps that must stay. A *copier* makes steps checkpoints on its tier, and knows which ones the
+    tier lacks and would keep. ``NodeParts`` are this node's files of the steps. The files that
+    tiers in memory are made of are *slot files*. ``_run_task`` calls a task and adds its error to
+    ``_errors``, and a task calls ``_confirm`` before it puts a manifest or removes anything.
+
     Args:
         job: The job.
         workers: The threads that copy.

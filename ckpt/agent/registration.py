@@ -56,6 +56,9 @@ class Registration:
     If nodes have tiers of their own, the lowest rank of each node registers the job. Otherwise only
     the leader does.
 
+    ``_watcher`` is a thread that reads from ``_connection`` what the agent sends, and registers the
+    job again if the agent has ended. ``_end_event`` ends this thread.
+
     Args:
         job: The job, on the rank that registers it. None on the other ranks, whose registration
             only makes copiers.

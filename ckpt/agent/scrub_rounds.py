@@ -57,6 +57,10 @@ class Rounds:
     the job's next round begins some minutes later with the steps that were not verified yet. Only
     the newest 64 jobs are remembered.
 
+    ``_current_round`` is the round whose worker runs; None if none does. ``_rounds`` has a `_Round`
+    for each job, by its attempt, which is the id of the job's incarnation. Two rounds of a job
+    begin ``_look_seconds`` apart or more.
+
     Args:
         again_seconds: The time between two verifications of an intact step.
         notify: Called with the attempt of a job and the result for one of its steps, so that the

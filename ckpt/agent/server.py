@@ -78,6 +78,16 @@ worker for each farther tier.
 class Agent:
     """The agent of one user on one node.
 
+    An *attempt* is the id of one incarnation of a job. ``_jobs`` has a `WatchedJob` for each job
+    that is not over, ``_past_jobs`` the status of the last ones that are, and ``_given_up_jobs``
+    that of each job that the agent has given up. ``_callers`` accepts connections at the socket and
+    closes them, and ``_stop_caller`` is the connection that has sent `Stop`. ``_rounds`` starts the
+    rounds of verification, one after another: ``cancel`` kills the worker of the present one.
+    ``_workplace`` is what each worker needs, and ``_lent_workers`` has the attempt that each lent
+    worker copies for. ``_work_lock`` is the lock of ``work.lock``, which this agent has while
+    ``_has_work_lock`` is True. After a request to stop (``_is_ending``) it takes no new jobs. The
+    loop waits at ``_selector``, and calls the data of each ready key.
+
     Args:
         folder: The folder of the agent.
         idle_seconds: After how many seconds without a job the agent ends.

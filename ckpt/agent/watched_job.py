@@ -1,4 +1,8 @@
-"""A job that the agent watches: the processes of its trainer, and the worker that finishes it."""
+"""A job that the agent watches: the processes of its trainer, and the worker that finishes it.
+
+An *attempt* is the id of one incarnation of a job. A *tier* is a store of the job, in memory or
+durable, and its *root* is the folder or URL.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,10 @@ _MOST_PAUSE_SECONDS: Final = 600.0
 
 class WatchedJob:
     """A job, from its registration until its steps are finished.
+
+    ``status`` shows what the worker has reported: ``_copied_steps`` are the steps that it has
+    copied, each with its tier, ``_copy_progress`` is the progress of the copy under way, and
+    ``_outcome`` the end of the last try.
 
     Args:
         job: The job.

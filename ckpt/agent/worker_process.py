@@ -44,6 +44,9 @@ class Worker:
     """A process that carries out an order. The process has ``work.lock`` while it runs, and is
     killed if the agent ends earlier.
 
+    ``_pipe`` is the standard output of the process, by which it reports, and ``_buffer`` has the
+    begin of a report whose rest has not arrived.
+
     Args:
         order: The order.
         workplace: The resources for the process.

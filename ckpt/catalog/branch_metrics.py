@@ -70,6 +70,8 @@ class MeasuredRoot:
 class MetricsReader:
     """Reads the metrics of the checkpoints in a store. Each manifest is read once.
 
+    ``_measurements`` has the metrics of the manifests that were read, by their attempt.
+
     Thread safety:
         One thread at a time.
     """

@@ -128,6 +128,10 @@ class _Listing:
 
     ``_positions_of`` has the positions of the stores that have the folder of each attempt, nearest
     first.
+
+    ``_reachable`` are the positions of the stores that have not failed, and ``_failure`` is the
+    last error of the others. ``_rollback`` is the last rollback that any store knows, and
+    ``_rollbacks`` has the one of each store.
     """
 
     def __init__(

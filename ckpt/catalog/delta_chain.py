@@ -75,6 +75,9 @@ class DeltaReader:
     """Reads deltas, and remembers those of the last steps, since an abandoned step may be removed
     before a reader goes back from it.
 
+    ``_deltas`` has the deltas that are remembered, by their step and rank. ``read_bytes`` is how
+    many bytes the last ``chains`` has read.
+
     Thread safety: the owner's thread calls ``chains`` and ``forget``.
     """
 

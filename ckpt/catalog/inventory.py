@@ -172,6 +172,12 @@ class Inventory:
     does not remember. Call ``confirm`` before a removal that relies on remembered steps: another
     process may have begun to remove one, whose folder is still listed.
 
+    ``_committed_steps`` are the steps that the inventory remembers. ``_committed_refs`` are the
+    attempts with a manifest that a look for those without one has met. ``_backend`` is the store of
+    the tier, and ``_outer_bases`` knows which steps in other roots still exist. ``_is_partial`` is
+    the argument ``part``, ``_retry`` repeats requests after a transient error, and ``_workers``
+    read steps ``for_display``. The current *branch* has no abandoned steps.
+
     Args:
         part: Whether the tier may have only a part of each step, because each node has a tier of
             its own.

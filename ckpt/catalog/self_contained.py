@@ -50,6 +50,9 @@ class SelfContainedStep:
 
     It gives what a copy asks a `TieredReader` for.
 
+    ``_source_files`` are the foreign data files, by rank, and ``_new_files`` what stands in their
+    place. ``_records`` are the bytes of the new fragments. A *part* is the fragment of one rank.
+
     Args:
         origin: Reads the adopted step.
         source: The manifest of the adopted step, with all fragments filled in.

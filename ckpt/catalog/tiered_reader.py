@@ -99,6 +99,14 @@ class TieredReader:
 
     Methods name a store by its position in ``sources``.
 
+    ``_source`` is the manifest that ``manifest`` has found, and its position. ``_manifests`` has
+    the layout of each source that was asked for, and ``_stored_files`` its data files by rank.
+    ``_readers`` reads chunks, with one `ChunkReader` for each source. ``_parts`` reads fragments
+    when they are needed, and ``_parts.ranks`` are the ranks whose fragments are filled in.
+    ``_failures`` says what is not asked for again, and ``_repairs`` what a source should have had
+    intact. ``_lock`` guards these two and ``_manifests``. ``_notes_repairs`` is False while
+    failures are no repairs.
+
     Thread safety: only the owner's thread calls ``manifest``, ``try_manifests``,
     ``with_fragments``, ``read`` and ``without_notes``. Any thread may call the other methods.
 

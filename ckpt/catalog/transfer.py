@@ -22,6 +22,9 @@ A *fragment* is the record of what one rank has written. An *increment* is a dat
 chunks that the file of an older step, its *base*, has too, and *heirs* of a step are the steps that
 refer to its files in this way. A manifest or fragment is *packed* if it has the form in which it is
 stored. A *tombstone* is an object that stands in the place of the manifest of a removed step.
+
+A `StoredImage` gives the image of a file that is stored on a source, and a `TailImage` an image
+without its first chunks, after a header of its own, as an increment holds it.
 """
 
 from __future__ import annotations

@@ -109,6 +109,10 @@ def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
 class RankPart:
     """The files of one rank on a source store, to be copied to other stores.
 
+    ``_part`` is the fragment of the rank at the source, and ``_record`` its bytes. ``_recoding``
+    says what the data file is at a store with the codec, and ``_image`` gives its bytes before any
+    codec.
+
     Args:
         source: The folder of the step on the source.
         rank: The rank.

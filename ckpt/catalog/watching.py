@@ -58,6 +58,9 @@ class CommittedStep:
 class Watcher:
     """A named watcher of a tier, which finds the committed steps that it has not handled yet.
 
+    ``_folder`` is the prefix of the watcher's objects on the tier. ``_skipped_refs`` are the steps
+    that were passed to ``skip``.
+
     Args:
         backend: The tier.
         name: The name of the watcher. Watchers of different names each handle every step. Only one

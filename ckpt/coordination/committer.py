@@ -288,7 +288,15 @@ class Committer:
 
 
 class _Commit:
-    """Carries out the actions of the commit machine for one save."""
+    """Carries out the actions of the commit machine for one save.
+
+    ``_coordinator`` carries the messages: ``post`` and ``collect`` those of single ranks on a
+    *subject*, the name of an exchange, and ``set_once`` and ``verdict`` the one value on which all
+    ranks agree. ``_subject`` is that of the votes and the outcome. ``_store`` reads the fragments
+    and puts the manifest of the step ``_ref``, and ``_manifest`` has the bytes once this rank has
+    merged them. ``_bounds.takeover`` is after how many seconds a rank looks again whether another
+    one acts.
+    """
 
     def __init__(self, committer: Committer, ref: StepRef) -> None:
         self._coordinator, self._store = committer.coordinator, committer.store

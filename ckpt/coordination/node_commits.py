@@ -13,6 +13,8 @@ succeeded when all nodes have the manifest.
 
 A *subject* is the name of an exchange: each rank may post one message on it, and one *verdict* is
 set for all ranks. ``nodes.of`` has the number of the node of each rank.
+
+``leader_decides`` gives all ranks what the leader has decided.
 """
 
 from __future__ import annotations
@@ -244,6 +246,10 @@ _notice_decoder: Final = msgspec.json.Decoder(_MergeNotice)
 class NodeLocalStore:
     """The `CommitStore` of a tier that is local to each node. Ranks send the fragments to each
     other, and the manifest is put on all nodes.
+
+    ``_store`` is the tier on this node. ``_has_done_put`` is True once this rank need not put the
+    manifest any more: it has put it, or is not the lowest rank of its node. ``_fragment_pieces``
+    are the messages that carry this rank's fragment.
 
     Args:
         store: The tier on this node.

@@ -72,6 +72,8 @@ _names_decoder: Final = msgspec.json.Decoder(tuple[str, ...])
 class RestoreRounds:
     """The rounds of one restore.
 
+    ``_round`` is the number of the round, which is a part of its subjects.
+
     Args:
         coordinator: The connection to the other ranks.
         subject: A name that no other restore of the attempt has.

@@ -14,6 +14,10 @@ any layout. ``PerRank`` marks a value of which each rank saves its own, and the 
 ``on_resize`` says what the ranks get if their number has changed.
 
 This module imports accelerate when the first `AcceleratorCheckpoints` is made.
+
+``_has_restored`` and ``_has_begun_save`` of an `AcceleratorCheckpoints` say whether this run has
+loaded a step, and whether it has saved one. Once either is True, the steps of earlier runs are no
+reason to refuse a save.
 """
 
 from __future__ import annotations

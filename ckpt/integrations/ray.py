@@ -10,6 +10,10 @@ a step as its checkpoint: a folder with the file ``ckpt.json``, which has the ro
 farthest tier, and the number of the step. The reference appears once the step is durable.
 
 Importing this module imports Ray Train.
+
+Ray may *preempt* a node: it announces a time at which it ends the workers. ``_stop_requests`` of a
+`RayCheckpoints` lets all ranks stop after the same step, and ``_preemption_time`` is the announced
+time.
 """
 
 from __future__ import annotations

@@ -15,6 +15,13 @@ a value of which each rank saves its own, and ``on_resize`` says what the ranks 
 has changed.
 
 Importing this module imports torchtitan.
+
+``CkptManager`` uses what torchtitan's class has: ``states`` are the parts of the training state by
+name, and the fields of the configuration that begin with ``last_save``, ``initial_load``,
+``exclude_from`` and ``export`` are attributes. ``_should_save`` says whether a step is due,
+``_save_last_step`` writes the last one as a Hugging Face folder, and ``_find_load_step`` finds the
+newest step of DCP. ``save_future`` is the save under way. ``_waits_for_each_save`` is True with
+``async_mode="disabled"``.
 """
 
 from __future__ import annotations

@@ -78,6 +78,9 @@ class NodeSurvey:
     nodes, it also starts a server. The leader reads the posted records. On exit, the servers are
     closed.
 
+    ``_own_tiers`` are the local tiers for which this rank speaks, since it is the lowest one of its
+    node. The other ranks post nothing, and have no server.
+
     Args:
         tiers: The tiers of the job, nearest first.
         coordinator: The connection to the other ranks.

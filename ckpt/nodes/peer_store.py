@@ -53,6 +53,9 @@ class NodeStore:
     silent node count as missing. If the second answer begins but ends too soon, only this file
     counts as missing, since perhaps the node cannot read it.
 
+    A node is named by its lowest rank. ``_silent_ranks`` are the nodes that get no more requests,
+    and ``_logged_failures`` what was already logged about a node.
+
     Args:
         tier: The index of the tier.
         url: The URL of the tier.

@@ -97,6 +97,12 @@ class NodeServer:
     read files and answer. Only a connection that has sent the token gets one of these threads. A
     *caller* is the other end of a connection whose request is not complete yet.
 
+    ``_callers`` has the callers by their sockets, and ``_open_connections`` are the connections
+    that are answered. ``_listeners`` are the listening sockets, ``_workers`` all threads of the
+    server, and a byte at ``_wake_receiver`` ends the wait of the listening thread.
+    ``_allowed_folders`` are the steps that may be read. ``_condition`` guards the fields that
+    several threads use, and is notified when the server closes (``_is_closed``).
+
     Args:
         stores: The stores of the tiers, by the index of the tier.
         nice: The number that is added to the niceness of the threads.

@@ -98,6 +98,9 @@ class Journal:
     the first save, so that a job that only restores leaves no journal where there was none. Make a
     new `Journal` object for each job, since an object records the start of one job only.
 
+    ``_file`` is the descriptor of the open file; None if there is none. ``_has_warned`` is True if
+    the log says already that the journal cannot be written.
+
     Args:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``
             at its end. If all tiers of the run are remote, give any local path.

@@ -174,6 +174,9 @@ class TierWatch:
     If the store does not answer, only that thread is blocked, and ``error`` says so. ``_query`` is
     the listing that is under way.
 
+    ``_open_call`` is the opening of the tier, on the thread ``_worker``, and ``_inventory`` lists
+    the tier once it is open. ``_asked_at`` is when the listing that is under way began.
+
     Args:
         url: The URL of the store. It is the URL of a store in memory if ``tier.url`` is "memory".
         tier: The tier with its options.

@@ -27,6 +27,9 @@ _SILENCE_ERROR: Final = re.compile(r"no answer for (\d+) s")
 class Live:
     """The newest view of each run, and the thread that renews the views.
 
+    ``_looks`` reads all runs, each with a bounded wait. ``_touch_time`` is the time of the last
+    request: without requests the thread rests. ``_end`` ends the thread.
+
     Args:
         runs: The runs that the page shows.
         interval: The seconds between two renewals of all views.

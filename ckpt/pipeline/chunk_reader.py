@@ -145,6 +145,11 @@ def read_plan(
 class ChunkReader:
     """Reads chunks from the files of one store.
 
+    ``_backend`` is the store, and ``_retry`` repeats requests after a transient error.
+    ``_outer_readers`` has a reader for each other root, or program, whose files were read.
+    ``_alignment`` is that of the offsets at which the store reads best. ``_buffers`` and
+    ``_decode_buffers`` give each thread its buffers.
+
     Thread safety: any thread may call ``read``.
     """
 

@@ -103,6 +103,10 @@ def write_encoded(
 class _Job:
     """The encoding of one image.
 
+    ``_chunk_starts`` are the offsets of the chunks in the image ``_source``, and its size.
+    ``_hashed_chunks`` has their checksums if they are known already. ``_on_bytes`` is called with
+    the raw bytes of each chunk that was appended.
+
     Args:
         write: The image and the key of the file.
         encoder: Encodes the chunks.
@@ -159,6 +163,11 @@ class _Job:
 
 class _File:
     """The encoded file: it collects the encoded bytes in parts and writes these to an upload.
+
+    A thread has the *turn* while it appends a chunk: chunks are appended in the order of their
+    indices, and ``_next_index`` is that of the next one. ``_turn_end`` is notified when a turn has
+    ended. ``_part`` is the memory of the part that is being filled, and ``_free_parts`` is the
+    memory of parts that were written.
 
     Args:
         upload: The upload, which the caller finishes or aborts.

@@ -36,6 +36,10 @@ class StoredImage:
     The parts of an upload need not begin where chunks begin. So if ``view`` returns only a part of
     a chunk, the whole chunk stays in memory until ``view`` has returned all its bytes.
 
+    ``_starts`` are the offsets of the chunks in the image, and its size. ``_cache`` has the chunks
+    of which ``view`` has returned only a part, and ``_locks`` keep two threads from reading one
+    chunk twice.
+
     Thread safety: any thread may call all methods.
 
     Args:

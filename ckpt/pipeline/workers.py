@@ -58,6 +58,10 @@ class Workers:
     joins the threads. The process does not wait for these threads when it ends, so an owner whose
     work must be finished closes the group before that (see ``close_at_exit``).
 
+    ``_queue`` has the calls that no thread has begun, and None as the sign to end. ``_open_calls``
+    has one item for each call that has not ended, so a thread is idle if there are more threads
+    than items. ``_lock`` guards ``_threads`` and ``_closed``.
+
     Thread safety: any thread may call ``submit``, ``start``, ``run_all`` and ``stream``. The owner
     calls ``close``.
 

@@ -83,6 +83,11 @@ class Claim:
     The remains of a save may be removed at once if the owner of the root knows that the job of the
     save has ended. Other remains stay for a day (``retention.policy``).
 
+    ``_takeover`` is what this process has found when it first took the root, and ``_copied_refs``
+    are the steps of other jobs that this job copies to the root. Of the jobs that owned the root
+    before, ``_ended_jobs`` are known to have ended, and ``_unseen_jobs`` may be alive.
+    ``_last_owner`` is the attempt that owned the root at the last ``take`` or ``use``.
+
     Args:
         backend: The store of the root.
         owner: The owner that stands for this process.

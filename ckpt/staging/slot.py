@@ -40,6 +40,11 @@ class SlotLost(Exception):
 class Slot:
     """One reusable buffer for images.
 
+    To *pin* the memory is to let CUDA page-lock it. ``_pinned_for`` is the device for which that
+    was tried; ``is_pinned`` says whether it has succeeded. ``_pin_lock`` guards both. ``_map`` is
+    the mapping of the memory, and ``_file`` its file in /dev/shm. A *tier in memory* may cut this
+    file to the length of an image.
+
     Attributes:
         capacity: The size in bytes.
         view: The memory as bytes.

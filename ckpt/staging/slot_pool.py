@@ -113,6 +113,16 @@ class SlotPool:
     """Up to ``count`` slots of one size, which are created ahead of time (``reserve``) or when they
     are first needed, and kept.
 
+    The *budget* says for images of one size how many slots there are, how large they are, and
+    whether they are files in ``/dev/shm``. A slot that is smaller than its images is a *ring*, and
+    ``_spill`` is further memory, which all rings share. To *pin* a slot is to page-lock its memory
+    for copies from a GPU. ``_free`` are the slots that no save uses, and ``_slots`` are all of
+    them. ``slot_files`` names the files of slots and knows those of other ranks of this node, and
+    ``_node_memory`` is the free memory of the node as its first rank has measured it. A *tier in
+    memory* leaves its steps in the slots between two saves, and a slot whose step may be the newest
+    checkpoint is *needed*. ``_make_room`` closes free slots that are too small, and says whether
+    one more may be created.
+
     Args:
         count: The most slots.
         ranks: The number of ranks of this job on this node, which all need as much memory.

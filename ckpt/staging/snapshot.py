@@ -145,6 +145,14 @@ class Snapshot:
 
     The snapshot has *landed* when the whole state is in the image.
 
+    ``_device_copies`` makes the late copies on side streams; it is None if no device of a late
+    source has such a stream. ``_launch_event`` is set once all late copies are queued there,
+    ``_land_event`` once the image is complete or the snapshot has failed with ``_error``, and
+    ``_comparison_end`` once the witness has compared too. ``_finish`` declares that the copies have
+    ended. ``_begin_lock`` is taken for good by the one call that copies the late sources or gives
+    up, and ``_settle_lock`` guards ``_error`` and ``_guards``, the version counters at the call of
+    the save.
+
     Thread safety: the training thread creates the object and calls ``copy_eager``. A background
     thread calls ``copy_late`` once; if ``foreground`` is set, the training thread calls it. Any
     thread may call ``fence``, ``confirm``, ``replicas``, ``wait_ended`` and ``wait_landed``.

@@ -28,6 +28,9 @@ _HASH: Final = 1
 class Window:
     """An image that is in memory as a whole.
 
+    ``_landed_bytes`` have landed. ``_change`` is notified when more have, or when the image has
+    ended (``_has_ended``): it has failed, or is not written any more.
+
     Thread safety: the copying thread calls ``wait_room``, ``land`` and ``fail``. The threads that
     write the image call ``view``, ``note_written``, ``note_hashed`` and ``note_loss``. Any thread
     may call ``abandon`` and ``hurry``.
@@ -175,6 +178,11 @@ class RingWindow(Window):
     Pieces that hold nothing but the header take no frame, since the save plan keeps the header in
     memory. So a header of any length passes. These pieces are the first ``resident_bytes`` of the
     image, and ``_first_piece`` is the piece after them. ``_passed_pieces`` were given back.
+
+    ``_frames`` has the frame of each piece that has one now. The copy has had one for each piece
+    before ``_next_piece``, and ``reserve`` has taken ``_reserved_frames`` ahead of it.
+    ``_frame_bytes`` is the size of a frame and of a piece. ``hurries`` is True once ``hurry`` was
+    called. ``_tell_need`` tells the spill once how many frames this save needs.
 
     Args:
         ring: The ring. All of its frames are free, and only one window uses it at a time.

@@ -8,6 +8,8 @@ reads all bytes.
 
 A *place* is a few bytes of a tensor that are compared. Its *kind* decides which places are read by
 one call. A *placement* is a copy of a batch, with the same copy as it was made in this save.
+
+A `Grid` is places at equal distances.
 """
 
 from __future__ import annotations
@@ -155,6 +157,9 @@ class Subset:
     Places in host memory are stored as addresses. The addresses stay valid because the subset
     references the copies, and because a batch is used only while its sources have the same
     addresses.
+
+    ``_places_and_slices`` has for each copy, by its id, its places and the part of the bytes of all
+    places that is its own. ``_image_views`` are the same places in the image.
     """
 
     def __init__(self, places: Sequence[tuple[Copy, Places]]) -> None:
