@@ -23,6 +23,13 @@ begun. In ``saver.steps``, ``rollback`` is the rollback that counts, ``awaited_r
 that must stay on their tiers, and ``last_step`` is the number of the last step of the run, once it
 is known. ``_goes_on_from_parts`` is True for a subclass that continues from a step of which it has
 restored only a part. ``_stop`` listens for a planned stop, and ``_closer`` ends all of this.
+
+The walk gives the ``parts`` of a state, its ``optimizers``, and the patterns that fit no name
+(``idle_patterns``). ``_plans`` prepares the plan for them, and with it the *snapshot*, the copy of
+the state into a slot. A *hand-over* passes the snapshot on to the threads of the saver, and can be
+called off until they have begun to write. ``saver.suspicions`` looks for saves of a training that
+is *dead*, such as one whose tensors do not change. *Deltas* are the differences to the last step. A
+*selector* names a step by its number, its place in the history, or a metric.
 """
 
 from __future__ import annotations

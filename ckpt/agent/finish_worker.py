@@ -104,7 +104,8 @@ class Finish:
     ``_errors``, and a task calls ``_confirm`` before it puts a manifest or removes anything.
 
     Args:
-        job: The job.
+        job: The job. ``job.before`` are the attempts that owned its roots before it, and
+            ``job.node_ranks`` the ranks on this node, or none if this node sees the files of all.
         workers: The threads that copy.
         report: Called with a report when a step is copied or a commit is finished, and with the
             progress of each copy.

@@ -1,10 +1,9 @@
 """The inventory of a tier: its steps with their states, sizes and ages.
 
 Only the fields of a manifest that are cheap to decode are decoded (its *outline*), and no data file
-is read. But
-the inventory checks that each file of a manifest exists and is not shorter than the manifest says.
-Otherwise retention could keep a step that has lost files as the newest step, and remove an older
-step that is complete.
+is read. But the inventory checks that each file of a manifest exists and is not shorter than the
+manifest says. Otherwise retention could keep a step that has lost files as the newest step, and
+remove an older step that is complete.
 
 Each try of a job at a step is an *attempt*, which a `StepRef` names. A *fragment* is the record of
 what one rank has written, and a manifest may *carry* copies of them. An *increment* is a data file

@@ -11,6 +11,11 @@ without a manifest.
 A *fragment* is the record of what one rank has written. An *increment* is a data file without the
 chunks that the file of an older step, its *base*, has too. In the list of all stores, the damaged
 one comes first, at position 0.
+
+The *heirs* of a step are the steps that refer to its files. A ``StepFolder`` is the folder of the
+step on the damaged store, and a ``TieredReader`` reads each chunk from the nearest store that has
+it intact. ``discard_part`` removes the files of a rank, unless a manifest names them.
+``release_finish`` removes the claim marker.
 """
 
 from __future__ import annotations

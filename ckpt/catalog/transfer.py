@@ -25,6 +25,10 @@ stored. A *tombstone* is an object that stands in the place of the manifest of a
 
 A `StoredImage` gives the image of a file that is stored on a source, and a `TailImage` an image
 without its first chunks, after a header of its own, as an increment holds it.
+
+``require_finish`` puts the claim marker, or raises an error if the step is being removed, and
+``release_finish`` removes the marker. A ``StepFolder`` is the folder of the step at the
+destination, with the threads that copy.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class NodeSurvey:
     closed.
 
     ``_own_tiers`` are the local tiers for which this rank speaks, since it is the lowest one of its
-    node. The other ranks post nothing, and have no server.
+    node. The other ranks post nothing, and have no server. The listing of a tier has the attempts
+    there (``refs``) and its rollback, and a ``Peer`` is the record that a node posts.
 
     Args:
         tiers: The tiers of the job, nearest first.

@@ -1,4 +1,7 @@
-"""Stores through which this node reads the files on other nodes' local tiers."""
+"""Stores through which this node reads the files on other nodes' local tiers.
+
+A ``Peer`` is a node, with the addresses and the token of its server, and with its steps.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Evictor:
 
     Args:
         tier: The tier to free room on.
-        claim: The claim of the job on the root.
+        claim: The claim of the job on the root. ``use`` checks that no other job owns the root.
         guard: The steps that must stay. Its ``is_elsewhere`` is called only if the newest step has
             to be removed.
 

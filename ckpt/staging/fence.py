@@ -39,10 +39,11 @@ class Fence:
     A step pre-hook on each guarded optimizer waits for the copies of all snapshots *in flight*,
     which are the watched snapshots that have not landed.
 
-    ``_in_flight`` are these snapshots. ``_step_threads`` has the thread of each guarded optimizer
-    whose step is under way. ``captured_optimizers`` are those whose step a graph has captured: a
-    replay runs no hook. ``_stop_listening`` ends what ``listen`` has begun, and ``_pid`` is the
-    process that has made the fence.
+    ``_in_flight`` are these snapshots, and ``_hooks`` has the hooks of each guarded optimizer.
+    ``_step_threads`` has the thread of each guarded optimizer whose step is under way.
+    ``captured_optimizers`` are those whose step a graph has captured: a replay runs no hook.
+    ``_stop_listening`` ends what ``listen`` has begun, and ``_pid`` is the process that has made
+    the fence.
 
     Thread safety:
         Call ``guard``, ``watch`` and ``remove`` from the training thread. Hooks run in the thread
