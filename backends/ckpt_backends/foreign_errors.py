@@ -8,6 +8,9 @@ search for an answer stops at the first exception whose class is in the table ``
 answer is found, the first exception in the chain with a known class or a known ``errno`` decides.
 An unknown exception is a transient error, since it says nothing about the object. Everything that
 may be a credential is removed from messages.
+
+An SMB server answers with a number, the *NTSTATUS*, and an FTP server with a line that begins with
+the code of its *reply*.
 """
 
 from __future__ import annotations

@@ -124,6 +124,9 @@ class StorageBackendOnFsspec:
     ``path_of`` gives the path of a key, and ``translate_errors`` raises errors of the file system
     as storage errors.
 
+    ``_turn`` is the lock of a file system that serves one request at a time; None for others.
+    ``_fs`` is the file system.
+
     Thread safety: any thread may call all methods. fsspec runs the requests of all asynchronous
     file systems on one thread, which runs its event loop. A synchronous file system, except for
     those of this machine, serves one request at a time.

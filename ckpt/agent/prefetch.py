@@ -4,6 +4,9 @@ No step is removed to make room. A tier whose owner is alive gets no step, becau
 that job would not take the step into account. The process that copies may be killed at any
 instruction. The data files that it has completed stay, and the next prefetch does not copy them
 again.
+
+The *owner* of a root is the job that may write to it. A ``TieredReader`` reads each chunk from the
+first source that has it intact. A *fragment* is the record of what one rank has written.
 """
 
 from __future__ import annotations

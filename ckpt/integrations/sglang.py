@@ -9,6 +9,8 @@
 A *version* is the weights of one step. It is read, verified and compared with the model before the
 engine gets the first tensor, since an engine ends with its program if it cannot load a tensor.
 Importing this module imports SGLang.
+
+The engine gets the tensors in *buckets*, several tensors in one piece of shared memory.
 """
 
 from __future__ import annotations

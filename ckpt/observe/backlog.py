@@ -1,4 +1,8 @@
-"""The steps that wait for each tier, computed from the events of their saves."""
+"""The steps that wait for each tier, computed from the events of their saves.
+
+A save is *staged* when its state is copied to host memory. From then on it waits for its tiers:
+each commits it, or misses it. ``_pending_saves`` has the steps that wait, by the URL of the tier.
+"""
 
 from __future__ import annotations
 

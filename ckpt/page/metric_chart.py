@@ -1,6 +1,10 @@
 """The curve of a metric over the steps of a run, with marks for what happened. Pure functions.
 
 As in `ckpt.page.charts`, the image stretches with the page, and its labels are HTML text.
+
+The *scale* turns steps and values into positions in the image. A value above its ``top`` is an
+*outlier*. If the run has gone back to an older step, the steps after that one are *abandoned*, and
+have a line of their own (``branch_path``).
 """
 
 from __future__ import annotations

@@ -328,6 +328,9 @@ class StepOpener:
 
     The reader is used again while its tier is the nearest one that has the step.
 
+    ``_watch.tiers`` have the open stores of the run. ``_last`` is the reader of the step that was
+    opened last, with the URL of its tier and the step.
+
     Thread safety: any thread may call the methods. ``_last`` is replaced as a whole.
     """
 

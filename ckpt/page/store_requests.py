@@ -1,6 +1,9 @@
 """The requests of a run to an object store, computed from its steps. Pure functions.
 
 ``tests/save/test_requests.py`` compares them with the requests that a server gets.
+
+A row stands for one attempt of a job at a step. It has a cell for each tier of the run, with the
+state of the attempt there.
 """
 
 from __future__ import annotations

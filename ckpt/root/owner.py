@@ -21,6 +21,9 @@ manager waits for the saves that an older one has under way.
 The record also says where the root is: its *place*, by which two URLs of one root are recognized. A
 copy of the root, which somebody made while the owner was alive, has a copy of the record, and has
 no owner.
+
+The saves of a manager are its *work*: ``places`` has the URL of each root that they go to, by its
+place, and ``wait_kept`` waits until one of the roots has each save that is under way.
 """
 
 from __future__ import annotations

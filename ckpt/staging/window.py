@@ -184,6 +184,8 @@ class RingWindow(Window):
     ``_frame_bytes`` is the size of a frame and of a piece. ``hurries`` is True once ``hurry`` was
     called. ``_tell_need`` tells the spill once how many frames this save needs.
 
+    ``_uses`` has two sets of bytes: those that were written, and those that were hashed.
+
     Args:
         ring: The ring. All of its frames are free, and only one window uses it at a time.
         size: The bytes of the image.
