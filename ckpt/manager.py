@@ -556,7 +556,7 @@ class CheckpointManager:
             ref=ref,
             heads=restorer.heads,
             rivals=restorer.rivals,
-            rollback=restorer.rollback,
+            last_rollback=restorer.rollback,
             trial=self._ledger.next_branch_trial,
             is_certain=self._origin.is_certain,
         )

@@ -54,7 +54,7 @@ class Process(msgspec.Struct, frozen=True):
         return int(fields[_PARENT_FIELD]) if fields else -1
 
 
-def machine() -> str:
+def boot_identity() -> str:
     """Return a text that identifies the current boot of this host and the PID namespace.
 
     Together with this text, a `Process` is unique among all machines. Without ``/proc`` the text is

@@ -15,7 +15,7 @@ import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError, SuspiciousState
 from ckpt.events import Event, SaveSuspicious
-from ckpt.save.dead_training import _EXPONENTS, all_finite
+from ckpt.save.training_alarm import _EXPONENTS, all_finite
 from tests.coordination.world import World
 from tests.distributed.launch import WORKERS
 from tests.kit.stores import whole

@@ -114,7 +114,7 @@ class AgentCopier:
         Raises:
             AgentError: No agent of this version could be reached, or the agent refuses.
         """
-        if self._connection is not None and self._connection.has_ended(0):
+        if self._connection is not None and self._connection.has_ended(seconds=0):
             self.close()
         if self._connection is None:
             connection, answer = reach_and_ask(AskWorker(self._job), _SILENCE_SECONDS)

@@ -2,7 +2,8 @@
 
 Each job that saves a step makes an *attempt* at it, and each row of the list is one attempt. A
 *base* is an older step that holds a part of its data; an *outer base* is in another root. The
-*mode* of a metric says whether its smallest or its largest value is the best.
+*mode* of a metric says whether its smallest or its largest value is the best. A *rollback* lets the
+run go on from an older step, and *abandons* the later attempts.
 """
 
 from __future__ import annotations

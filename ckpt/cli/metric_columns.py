@@ -49,16 +49,18 @@ class MetricColumns:
 
         Args:
             steps: The metrics of each step that may be the best one, by the number of the step.
-            modes: Which values are the best, by the name of the metric.
+            modes: Which values are the best, by the name of the metric, as the settings say.
             rows: The metrics of rows that may not be the best one.
         """
         metrics = {name for values in (*steps.values(), *rows) for name in values}
-        known_modes: dict[str, Mode] = {
+        modes_by_metric: dict[str, Mode] = {
             name: mode for name in metrics if (mode := mode_of(name, modes)) is not None
         }
-        names = sorted(metrics, key=lambda name: (name not in modes, name not in known_modes, name))
+        names = sorted(
+            metrics, key=lambda name: (name not in modes, name not in modes_by_metric, name)
+        )
         orders = {
-            name: best_steps(_values(steps, name), mode) for name, mode in known_modes.items()
+            name: best_steps(_values(steps, name), mode) for name, mode in modes_by_metric.items()
         }
         return cls(
             tuple(names[:_MOST_COLUMNS]),

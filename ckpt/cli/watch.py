@@ -1,4 +1,7 @@
-"""``ckpt watch``: run a command for each step that is committed."""
+"""``ckpt watch``: run a command for each step that is committed.
+
+Each try of a job at a step is an *attempt*, which the name of the step's folder contains.
+"""
 
 from __future__ import annotations
 

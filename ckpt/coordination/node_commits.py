@@ -37,7 +37,7 @@ from ckpt.errors import CkptError, CommitError, ConfigError, TransientStorageErr
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
-from ckpt.processes import machine
+from ckpt.processes import boot_identity
 from ckpt.storage.api import HasRoot, StorageBackend
 from ckpt.storage.tiers import Nodes, OpenTier
 from ckpt.tls import encryption_of
@@ -181,7 +181,7 @@ def _identity(backend: StorageBackend) -> str:
     if isinstance(backend, HasRoot):
         with suppress(CkptError):  # The first save reports this error of the tier
             root = backend.identity()
-    place = f"{socket.gethostname()} {machine()} {root}"
+    place = f"{socket.gethostname()} {boot_identity()} {root}"
     return checksum(place.encode(errors="surrogateescape"))[:16]
 
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from ckpt.observe.history import History, Job
 from ckpt.observe.journal_files import BEAT_SECONDS
 from ckpt.observe.journal_record import PLANNED_STOP
-from ckpt.processes import Process, machine
+from ckpt.processes import Process, boot_identity
 
 Life = Literal["lives", "begins", "evaluates", "stopped", "ended", "failed", "died"]
 LIFE_MEANING: Final[Mapping[Life, str]] = {
@@ -116,7 +116,7 @@ def _life_of_job(job: Job, beat: float | None, current_time: float, *, evaluates
             state = "failed"
         reason = f"{end.error}: {end.reason}" if end.error else ""
         return JobLife(state, end.at, start.host, start.pid, reason)
-    if start.machine == machine() and start.pid:
+    if start.machine == boot_identity() and start.pid:
         is_alive = Process(start.pid, start.start_time).lives
     else:
         is_alive = beat is not None and current_time - beat < _SILENT_SECONDS

@@ -69,7 +69,7 @@ from ckpt.observe.journal_record import (
     Record,
 )
 from ckpt.pipeline.workers import Workers, has_script_ended
-from ckpt.processes import Process, machine
+from ckpt.processes import Process, boot_identity
 from ckpt.storage.tiers import OpenTier
 from ckpt.storage.urls import is_folder
 
@@ -289,7 +289,7 @@ class Journal:
             root=root,
             named_root="" if named_root == root else named_root,
             host=socket.gethostname(),
-            machine=machine(),
+            machine=boot_identity(),
             pid=process.pid,
             start_time=process.start_time,
         )
@@ -318,7 +318,7 @@ def _warn_of_other_jobs(root: str) -> None:
     if not history.is_of(os.path.realpath(root)):
         return
     for name, life in lives_of(history, reader.beats(), time.time()).items():
-        is_on_machine = history.jobs[name].start.machine == machine()
+        is_on_machine = history.jobs[name].start.machine == boot_identity()
         if life.state == "begins" and is_on_machine and life.pid != os.getpid():
             _log.warning(
                 "ckpt: %s: another job lives, and has not saved yet (%s, process %d). One job "

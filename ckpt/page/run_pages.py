@@ -2,7 +2,8 @@
 
 A row stands for one attempt of a job at a step. It has a cell for each tier of the run, with the
 state of the attempt there. The *mode* of a metric says whether its smallest or its largest value is
-the best.
+the best. The settings of the run declare the modes of some metrics, and ``mode_of`` guesses some
+others by their names.
 """
 
 from __future__ import annotations
@@ -105,13 +106,13 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         page: The number of the page of the table.
         sort: The metric to sort by, if the run has it.
     """
-    current_rows = [row for row in run.steps if _exists(row)]
+    existing_rows = [row for row in run.steps if _exists(row)]
     past_rows = [row for row in run.steps if not _exists(row)]
-    pages = _page_count(len(current_rows), ROWS)
+    pages = _page_count(len(existing_rows), ROWS)
     page = min(max(page, 1), pages)
-    metrics, best = _metrics(run, current_rows)
+    metrics, best = _metrics(run, existing_rows)
     if sort in metrics:
-        current_rows = _by_metric(current_rows, sort, run)
+        existing_rows = _by_metric(existing_rows, sort, run)
     saves = [run.history.saves[step] for step in sorted(run.history.saves)]
     stalls = [(save.step, save.stall_seconds) for save in saves if save.stall_seconds]
     arrivals = {  # The seconds until each save was committed, by the URL of the tier
@@ -136,7 +137,7 @@ def run_page(run: RunView, page: int, sort: str = _BY_STEP) -> RunPage:
         run=run,
         durable=durable,
         strip=run.steps[:STRIP],
-        rows=current_rows[(page - 1) * ROWS : page * ROWS],
+        rows=existing_rows[(page - 1) * ROWS : page * ROWS],
         sort=sort if sort in metrics else _BY_STEP,
         past_rows=past_rows[:_MOST_REMOVED],
         past_count=len(past_rows),
@@ -168,23 +169,27 @@ def _exists(row: StepView) -> bool:
     return any(cell.state in _EXISTING_STATES for cell in row.cells)
 
 
-def _metrics(run: RunView, current_rows: Sequence[StepView]) -> tuple[list[str], dict[str, int]]:
+def _metrics(run: RunView, existing_rows: Sequence[StepView]) -> tuple[list[str], dict[str, int]]:
     """Return the metrics to show, the most important one first, and the best step that exists of
     each whose best values are known.
     """
-    modes = run.history.modes
+    declared_modes = run.history.modes
     names = {name for row in run.steps for name in row.metrics}
-    known_modes: dict[str, Mode] = {name: mode for name in names if (mode := mode_of(name, modes))}
+    modes_by_metric: dict[str, Mode] = {
+        name: mode for name in names if (mode := mode_of(name, declared_modes))
+    }
     best: dict[str, int] = {}
-    for name, mode in known_modes.items():
+    for name, mode in modes_by_metric.items():
         values = [
             (row.step, row.metrics[name])
-            for row in current_rows
+            for row in existing_rows
             if name in row.metrics and not row.is_abandoned
         ]
         if steps := best_steps(values, mode):
             best[name] = steps[0]
-    order = sorted(names, key=lambda name: (name not in modes, name not in known_modes, name))
+    order = sorted(
+        names, key=lambda name: (name not in declared_modes, name not in modes_by_metric, name)
+    )
     return order[:METRICS], best
 
 
@@ -225,14 +230,19 @@ def _points(run: RunView, name: str, *, is_abandoned: bool = False) -> list[Poin
 
 def run_charts(runs: Sequence[RunView]) -> list[Chart]:
     """Return a chart with a line for each run, for the metrics that most of the runs have."""
-    modes: dict[str, Mode] = {}
+    declared_modes: dict[str, Mode] = {}
     for run in runs:
-        modes |= run.history.modes
+        declared_modes |= run.history.modes
     metrics_by_run = [{name for row in run.steps for name in row.metrics} for run in runs]
     counts = Counter(name for metrics in metrics_by_run for name in metrics)
     names = sorted(
         (name for name, count in counts.items() if count > 1),
-        key=lambda name: (name not in modes, mode_of(name, modes) is None, -counts[name], name),
+        key=lambda name: (
+            name not in declared_modes,
+            mode_of(name, declared_modes) is None,
+            -counts[name],
+            name,
+        ),
     )
     charts = (
         runs_chart(name, {run.name: _points(run, name) for run in runs}) for name in names[:METRICS]

@@ -5,8 +5,9 @@ step for the newest one, also if this job dies before its first save. If the own
 be alive on another machine, this job may be an evaluation beside a training. Then the rollback is
 put only when this job takes the root, which it does with its first save.
 
-A *rollback* is the record on a tier that the run goes on from an older step. The *heads* are the
-newest step of each attempt. The *rivals* of a step are other committed attempts at it.
+A *rollback* is the record on a tier that the run goes on from an older step. The last rollback
+counts: the steps that it does not abandon are *on the branch*. The *heads* are the newest step of
+each attempt. The *rivals* of a step are other committed attempts at it.
 ``listers`` are threads that work on tiers, since a tier that does not answer may hold a thread for
 long.
 """
@@ -63,10 +64,10 @@ class BranchPoint:
     """The step from which a branch may begin, and what the ranks know about the run.
 
     Attributes:
-        ref: The step that all ranks have restored.
+        ref: The step that all ranks have restored, and its attempt.
         heads: On the leader, the newest step of each attempt on any tier or under way.
         rivals: On the leader, the rivals of ``ref`` (see ``rollback.is_newest``).
-        rollback: The rollback that counts; None if there is none.
+        last_rollback: The rollback that has counted until now; None if there is none.
         trial: The first try of this job at a step on the new branch; 0 if it has saved nothing.
         is_certain: On the leader, whether ``ref`` was restored into the state of the job. If not,
             no branch begins.
@@ -75,7 +76,7 @@ class BranchPoint:
     ref: StepRef
     heads: Collection[StepRef]
     rivals: Collection[StepRef]
-    rollback: Rollback | None
+    last_rollback: Rollback | None
     trial: int
     is_certain: bool
 
@@ -187,16 +188,16 @@ def _error_text(step: int, error: object) -> str:
 def _describe_losses(rollback: Rollback, point: BranchPoint) -> str:
     """Return which steps ``rollback``, to ``point``, abandons, as a part of a sentence.
 
-    ``point.rollback`` is the one that counted before.
+    ``point.last_rollback`` is the one that counted before.
     """
     descriptions: list[str] = []
-    if on_branch(point.rollback, [point.ref]):
+    if on_branch(point.last_rollback, [point.ref]):
         later_heads = [head for head in point.heads if head.step > rollback.step]
-        if abandons(rollback, point.rollback, later_heads):
+        if abandons(rollback, point.last_rollback, later_heads):
             descriptions.append("later steps")
-        if on_branch(point.rollback, point.rivals):
+        if on_branch(point.last_rollback, point.rivals):
             descriptions.append("other attempts at it")
-    elif abandons(rollback, point.rollback, point.heads):
+    elif abandons(rollback, point.last_rollback, point.heads):
         # Another branch is taken up again, so lower steps of the present one are lost too.
         descriptions.append("steps of the branch until now")
     if not descriptions:
@@ -207,14 +208,18 @@ def _describe_losses(rollback: Rollback, point: BranchPoint) -> str:
 def _roll_back(
     tiers: Sequence[OpenTier], context: RestoreContext, point: BranchPoint
 ) -> Rollback | None:
-    """Return the rollback to ``point``, which no tier has yet; None if the step is the newest one
+    """Return a new rollback to ``point``, which no tier has yet; None if the step is the newest one
     already.
 
     ``point.trial`` is the first try of this job at a step on the new branch; 0 if there is none.
     """
-    if is_newest(point.rollback, point.ref, point.heads, point.rivals):
+    if is_newest(point.last_rollback, point.ref, point.heads, point.rivals):
         return None  # No tier is asked
-    rollbacks = _rollbacks(tiers, context.listers, point.rollback) if point.rollback else []
+    rollbacks = (
+        _rollbacks_of_run(tiers, context.listers, point.last_rollback)
+        if point.last_rollback
+        else []
+    )
     trials = {context.coordinator.attempt: point.trial} if point.trial else {}
     return roll_back(rollbacks, point.ref, point.heads, rivals=point.rivals, trials=trials)
 
@@ -231,7 +236,9 @@ def _other_owners(tiers: Sequence[OpenTier], context: RestoreContext) -> list[Ow
     ]
 
 
-def _rollbacks(tiers: Sequence[OpenTier], listers: Workers, last: Rollback) -> list[Rollback]:
+def _rollbacks_of_run(
+    tiers: Sequence[OpenTier], listers: Workers, last: Rollback
+) -> list[Rollback]:
     """Return ``last`` and the rollbacks on the tiers that answer."""
     answers = _answers(tiers, listers, all_rollbacks).values()
     lists = [answer for answer in answers if isinstance(answer, list)]

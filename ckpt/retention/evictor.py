@@ -3,7 +3,8 @@
 Remains of failed saves are removed first, then steps that the retention policy does not keep, then
 the oldest of the kept steps. Then come steps of earlier jobs that a farther tier lacks, since the
 running job could not save otherwise. The newest step is removed only if another durable tier has it
-too.
+too. This is for tiers with a capacity, and for copies: on any other durable tier whose store is
+full, the `Pruner` makes room.
 
 Each try of a job at a step is an *attempt*, which a `StepRef` names. The *claim* of a job decides
 which steps of a root it may remove. A step is *awaited* if a farther tier still reads it from this
@@ -224,7 +225,7 @@ class Evictor:
         tier lacks. The newest step comes last, and only if another durable tier has it too. Steps
         in ``exclusions`` are left out, and so are ``ref`` and all steps that must stay.
         """
-        own = self._claim.own_attempt
+        own = self._claim.own_job
         committed = [step for step in steps if step.state == "committed"]
         committed_steps = {step.ref: step for step in committed}
         branch = {step.ref: step for step in on_branch(committed)}
@@ -280,7 +281,7 @@ class Evictor:
         That is the newest one of this job. As long as there is none, it is the restored step. Of
         several attempts at a step, it is the one with the youngest manifest, as for a restore.
         """
-        own = self._claim.own_attempt
+        own = self._claim.own_job
         if restored_ref in checkpoints and not any(ref.job == own for ref in checkpoints):
             return restored_ref
         dates = {ref: step.created_at for ref, step in checkpoints.items()}
@@ -292,7 +293,7 @@ class Evictor:
 
         A step of another job that is newer than the restored step belongs to an abandoned history.
         """
-        is_own = ref.job == self._claim.own_attempt
+        is_own = ref.job == self._claim.own_job
         return restored_ref is None or ref.step <= restored_ref.step or is_own
 
     def _remove(

@@ -222,7 +222,7 @@ def remove_earlier_steps(
         if (
             is_removable
             and not step.pins
-            and step.ref.job != claim.own_attempt
+            and step.ref.job != claim.own_job
             and step.ref not in kept_refs
         ):
             remove(backend, step, claim)
@@ -329,9 +329,7 @@ class Pruner:
         if self._is_finished:  # ``request_run`` was called during the first run
             return
         try:
-            context = PruneContext(
-                own=self._claim.own_attempt, guard=self._guard, claim=self._claim
-            )
+            context = PruneContext(own=self._claim.own_job, guard=self._guard, claim=self._claim)
             if not self._has_pruned:
                 discard_orphans(self._tier.backend, self._claim, sorted(self._claim.listing))
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
@@ -358,7 +356,7 @@ class Pruner:
                 )
                 discard_orphans(self._tier.backend, self._claim, [step.ref for step in steps])
                 needed_refs = {*self._guard.protected_refs(), restored_ref}
-                context = PruneContext(own=self._claim.own_attempt, claim=self._claim)
+                context = PruneContext(own=self._claim.own_job, claim=self._claim)
                 remains = [
                     verdict
                     for verdict in judge(steps, self._rule, context)
@@ -379,9 +377,7 @@ class Pruner:
         """Do the work of ``evict`` on the pruning thread."""
         try:
             self._claim.use()
-            context = PruneContext(
-                own=self._claim.own_attempt, guard=self._guard, claim=self._claim
-            )
+            context = PruneContext(own=self._claim.own_job, guard=self._guard, claim=self._claim)
             verdicts = judge_now(self._inventory, self._rule, context)
             # A full tier also loses the parts of steps that jobs which have ended left here.
             eviction_verdicts = [
@@ -414,4 +410,4 @@ class Pruner:
         is_remains = step.state == "incomplete" and (
             step.has_removal_begun or self._claim.is_dead(step.ref)
         )
-        return is_remains or step.ref.job == self._claim.own_attempt
+        return is_remains or step.ref.job == self._claim.own_job

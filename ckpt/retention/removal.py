@@ -209,7 +209,7 @@ def discard_orphans(backend: StorageBackend, claim: Claim, refs: Sequence[StepRe
             if (
                 (ref := parse_folder(folder)) is None
                 or not is_file_name(name)
-                or ref.job == claim.own_attempt
+                or ref.job == claim.own_job
             ):
                 continue
             if claim.is_dead(ref) or (write.abandoned and ref not in claim.listing):

@@ -121,8 +121,8 @@ class Claim:
         self.chosen_ref: StepRef | None = None
 
     @property
-    def own_attempt(self) -> str:
-        """Return the attempt of this job."""
+    def own_job(self) -> str:
+        """Return the attempt of this job, by which ``StepRef.job`` names the job."""
         return self._owner.attempt
 
     @property
@@ -154,7 +154,7 @@ class Claim:
             StorageError: The store has failed.
         """
         # ``writer.json`` may name this job even if this method fails.
-        self.is_claimed, self._last_owner = True, self.own_attempt
+        self.is_claimed, self._last_owner = True, self.own_job
         self._owner = succeed(self._backend, self._owner)
         # If the next call finds no room for ``writer.json``, the job makes room. For that it must
         # know the ended jobs, whose steps it may remove.
@@ -199,10 +199,10 @@ class Claim:
                 job has taken the root before, any other owner raises this error.
         """
         owner = read_owner(self._backend)
-        is_of_other_job = owner is not None and owner.attempt != self.own_attempt
+        is_of_other_job = owner is not None and owner.attempt != self.own_job
         if owner and is_of_other_job and (self._takeover is not None or not owner.has_ended):
             raise RootInUse(self._backend.url, str(owner), is_same_process=owner.is_in_this_process)
-        self._last_owner = owner.attempt if owner is not None else self.own_attempt
+        self._last_owner = owner.attempt if owner is not None else self.own_job
         self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
         if owner is not None and not is_of_other_job:
             self._ended_jobs = frozenset(owner.ended)
@@ -218,7 +218,7 @@ class Claim:
             owner: The present owner of the root: the job itself, an earlier job, or None.
         """
         self._takeover = Takeover(frozenset(), None)
-        self._last_owner = owner.attempt if owner is not None else self.own_attempt
+        self._last_owner = owner.attempt if owner is not None else self.own_job
         self._ended_jobs = frozenset(owner.ended if owner is not None else ())
         self._unseen_jobs = frozenset(owner.unseen if owner is not None else ())
 
@@ -240,7 +240,7 @@ class Claim:
             RootInUse: Another job has taken the root over since ``take`` or ``use``.
         """
         owner = read_owner(self._backend)
-        if owner is not None and owner.attempt not in {self.own_attempt, self._last_owner}:
+        if owner is not None and owner.attempt not in {self.own_job, self._last_owner}:
             raise RootInUse(self._backend.url, str(owner), is_same_process=owner.is_in_this_process)
 
     def detach(self) -> None:
@@ -268,7 +268,7 @@ class Claim:
         if self._takeover is None and self._takeover_post is None:
             return True
         ref = checkpoint.ref
-        if ref in self._copied_refs or ref.job == self.own_attempt or ref.job in self._ended_jobs:
+        if ref in self._copied_refs or ref.job == self.own_job or ref.job in self._ended_jobs:
             return True
         # A job that may be alive may have committed the attempt after the listing.
         return ref in self.listing and (

@@ -41,7 +41,7 @@ import msgspec
 from ckpt.errors import IntegrityError, LinkRefused, ObjectNotFound, RootInUse, RootLost
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import THREAD_PREFIX
-from ckpt.processes import PROGRAM, Process, machine
+from ckpt.processes import PROGRAM, Process, boot_identity
 from ckpt.storage.api import HasPlace, HasRoot, StorageBackend, read_record
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.urls import OBJECT_STORES, canonical
@@ -153,7 +153,7 @@ class Owner(msgspec.Struct, frozen=True):
         return cls(
             attempt=attempt,
             host=socket.gethostname(),
-            machine=machine(),
+            machine=boot_identity(),
             pid=process.pid,
             started=process.start_time,
             program=PROGRAM,
@@ -165,7 +165,7 @@ class Owner(msgspec.Struct, frozen=True):
         this process also for a manager that was garbage collected, or whose program was replaced
         (``os.execv``).
         """
-        if self.machine != machine() or not Process(self.pid, self.started).lives:
+        if self.machine != boot_identity() or not Process(self.pid, self.started).lives:
             return False
         return self.pid != os.getpid() or (
             self.program in {"", PROGRAM} and self.attempt not in _collected_attempts
@@ -185,7 +185,7 @@ class Owner(msgspec.Struct, frozen=True):
         """Return True if the processes of this owner are known to have started before those of
         ``job``, and to have ended.
         """
-        is_on_this_machine = self.machine == job.machine == machine()
+        is_on_this_machine = self.machine == job.machine == boot_identity()
         return is_on_this_machine and not self.alive and self.started < job.started
 
     @property
@@ -201,7 +201,7 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def is_unknown(self) -> bool:
         """Whether this owner is on another machine, so that it may be alive or dead."""
-        return self.machine != machine()
+        return self.machine != boot_identity()
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"

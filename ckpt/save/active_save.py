@@ -17,10 +17,10 @@ from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
 from ckpt.locks import Event
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import SingleCall, Workers
-from ckpt.save.dead_training import Trainable
 from ckpt.save.job_steps import IMAGE, JobSteps
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_request import SaveRequest
+from ckpt.save.training_alarm import Trainable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
 

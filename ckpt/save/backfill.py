@@ -148,7 +148,7 @@ class Backfill:
             )
         finally:
             self._earlier_steps.end_listing()
-            self._prune_later()
+            self._request_pruning()
 
     def _retry_tier(self, url: str, restored_ref: StepRef) -> None:
         """Copy to the tier ``url`` what it has not taken before, if it still lacks that."""
@@ -164,11 +164,11 @@ class Backfill:
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning("ckpt: steps of earlier jobs were not copied to %s: %s", url, error)
         finally:
-            self._prune_later()
+            self._request_pruning()
 
-    def _prune_later(self) -> None:
+    def _request_pruning(self) -> None:
         for writer in (self._nearest, *self._farther_writers[:-1]):
-            writer.prune_later()  # The tier need not keep all of these steps any more
+            writer.request_pruning()  # The tier need not keep all of these steps any more
 
     def _set_owed(self, writer: TierWriter, steps: Iterable[StoredStep]) -> None:
         """Note that the tier of ``writer`` wants and lacks ``steps``, and no others."""
@@ -185,7 +185,7 @@ class Backfill:
         not have and whose folders that one lacks: at most ``backlog`` of each tier. Steps on a tier
         between them that cannot be listed do not count, and stay there.
         """
-        own_job, target = self._nearest.claim.own_attempt, self._farther_writers[index].tier
+        own_job, target = self._nearest.claim.own_job, self._farther_writers[index].tier
         steps = [
             step for step in Inventory(self._nearest.tier.backend).look() if step.ref.job != own_job
         ]
@@ -275,7 +275,7 @@ class Backfill:
             if self._copy_step(copier, step):
                 del owed_steps[step.ref]
                 self._set_owed(writer, owed_steps.values())
-            writer.prune_later()
+            writer.request_pruning()
 
     def _copy_step(self, copier: StepCopier, step: StoredStep) -> bool:
         """Copy ``step``. A failure is logged, and does not stop the other copies.

@@ -32,16 +32,14 @@ class EarlierSteps:
 
     Args:
         tiers: The durable tiers, nearest first.
-        own_attempt: The attempt of the running job.
+        own_job: The running job, by the name that ``StepRef.job`` gives to a job.
         patience_seconds: How long ``needed_refs`` waits for the backfill to list the steps.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
 
-    def __init__(
-        self, tiers: Sequence[OpenTier], own_attempt: str, patience_seconds: float
-    ) -> None:
-        self._tiers, self._own_attempt = tuple(tiers), own_attempt
+    def __init__(self, tiers: Sequence[OpenTier], own_job: str, patience_seconds: float) -> None:
+        self._tiers, self._own_job = tuple(tiers), own_job
         self._patience_seconds = patience_seconds
         self._lock = threading.Lock()
         self._restored_ref: StepRef | None = None
@@ -124,7 +122,7 @@ class EarlierSteps:
 
     def _may_be_owed(self, tier: OpenTier, ref: StepRef) -> bool:
         farther_tiers = (candidate for candidate in self._tiers if candidate.index > tier.index)
-        return ref.job != self._own_attempt and any(
+        return ref.job != self._own_job and any(
             candidate.takes(ref.step) for candidate in farther_tiers
         )
 
@@ -313,36 +311,36 @@ class TierSteps:
     Thread safety: see `JobSteps`.
     """
 
-    steps: JobSteps
+    job_steps: JobSteps
     tier: OpenTier
 
     @property
     def restored(self) -> StepRef | None:
         """The step that the job has restored; None if it has restored none."""
-        return self.steps.restored
+        return self.job_steps.restored
 
     @property
     def rollback(self) -> Rollback | None:
         """The rollback that counts; None if the run has none."""
-        return self.steps.rollback
+        return self.job_steps.rollback
 
     @property
-    def is_nearest(self) -> bool:
+    def is_on_nearest_tier(self) -> bool:
         """Whether this is the nearest durable tier."""
-        return self.steps.is_nearest(self.tier)
+        return self.job_steps.is_nearest(self.tier)
 
     def awaited_refs(self) -> frozenset[StepRef]:
         """Return the steps whose images are in use, and those that wait for a farther tier."""
-        return self.steps.awaited_refs()
+        return self.job_steps.awaited_refs()
 
     def protected_refs(self) -> frozenset[StepRef]:
         """Return the steps that no retention rule may remove from this tier yet."""
-        return self.steps.protected_refs(self.tier)
+        return self.job_steps.protected_refs(self.tier)
 
     def is_owed(self, ref: StepRef) -> bool:
         """Return True if a farther tier may want and lack ``ref``, a step of an earlier job."""
-        return self.steps.is_owed(self.tier, ref)
+        return self.job_steps.is_owed(self.tier, ref)
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         """Return True if another durable tier has ``ref``, or a newer step of this job."""
-        return self.steps.is_on_other_tier(self.tier, ref)
+        return self.job_steps.is_on_other_tier(self.tier, ref)

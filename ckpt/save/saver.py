@@ -39,7 +39,6 @@ from ckpt.root.claim import Claim
 from ckpt.root.owner import await_others
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
-from ckpt.save.dead_training import Suspicions, Trainable
 from ckpt.save.delta_writer import delta_memory
 from ckpt.save.detach import await_detaches, await_removals, leave_roots
 from ckpt.save.job_steps import IMAGE, EarlierSteps, JobSteps, TierSteps
@@ -51,6 +50,7 @@ from ckpt.save.slot_pool_settings import slot_pool
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.tier_queue import QueuedStep, QueueServer, TierQueue
 from ckpt.save.tier_writer import TierWriter
+from ckpt.save.training_alarm import Suspicions, Trainable
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
@@ -69,6 +69,12 @@ class Saver:
     thread ``ckpt-alarm`` of `Suspicions`, which reports training whose tensors do not change any
     more, waits for other ranks. Each tier has a `TierWriter`, which writes and commits the steps
     there.
+
+    ``_backfill`` copies to the farther tiers, after a restore, the steps that earlier jobs have
+    committed on nearer tiers only; it is None on a rank that makes no such copies. ``_replicas``
+    are the copies of files of other nodes that this node keeps; None if no tier asks for them.
+    ``_slot_steps`` records which slots hold steps of the tiers in memory, and ``steps`` the states
+    of all steps of the job.
 
     Args:
         tiers: All tiers, nearest first.
@@ -305,7 +311,7 @@ class Saver:
         self._finish_images()
         warn_of_untaken(self._untaken_step)
         for writer in self._writers:
-            writer.hurry()
+            writer.limit_retries()
         for queue in self._queues.values():
             queue.close()
         self.suspicions.close()
@@ -313,7 +319,7 @@ class Saver:
             self._backfill.close()
         # These tiers need not keep steps for a farther tier any more.
         for writer in self._durable[: 0 if self._departure.is_set() else -1]:
-            writer.prune_later()
+            writer.request_pruning()
         warns = self._is_leader and not self._departure.is_set()
         if warns and warn_of_steps_in_memory(self._writers, self.steps, self._slot_steps):
             warns = False  # The writers would log a similar warning
@@ -507,7 +513,7 @@ class Saver:
                 if self._replicas is None or not self._replicas.keeps_copies_on(tier_writer.tier):
                     tier_writer.remove_earlier_steps()
             self.slots.reconsider()
-        writer.prune_later()
+        writer.request_pruning()
 
     def _remove_earlier_steps(self, writer: TierWriter) -> None:
         """If the tier is in memory, remove the steps that earlier jobs left there. Then let the

@@ -6,6 +6,11 @@ The quota of a tier with a capacity makes room before a step is written. The pru
 steps that retention does not keep.
 A rank that fails votes too, so that no other rank waits for it. The files of a failed step are
 removed only if the step was aborted for good, and the tier has no manifest of the step.
+
+To *claim* or to take a root is to become the job that owns it, and the *takeover* is what was on
+the root at that time. Each try of a job at a step is an *attempt*, which a `StepRef` names. A
+*rollback* is the record on a tier that the run went back to an older step: it begins a new *branch*
+of the run, and abandons the later steps of the old one. A *foreign* attempt is one of another job.
 """
 
 from __future__ import annotations
@@ -124,13 +129,15 @@ class TierWriter:
         tier: The tier.
         coordinator: The connection of this writer to the other ranks.
         config: The settings of saves.
-        steps: The state of the job's steps on this tier: committed, waiting or restored.
+        steps: The state of the job's steps on this tier: committed, waiting or restored. Its
+            ``job_steps`` are the steps on all tiers, and its ``rollback`` is the one that counts.
         slots: The steps that stay in slots. Only a tier in memory uses them.
         copier: Lets the agent copy files of nearer tiers to this tier; None if there is no agent.
 
     Attributes:
         in_memory: Whether the tier keeps images in the slots in which they were staged.
-        claim: The claim of the job on the root of the tier: what the job may remove there.
+        claim: The claim of the job on the root of the tier: what the job may remove there. The call
+            of its ``take`` makes the job the owner, and lists the root.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn_lock`` guards ``_retry``, ``_merge_cache``,
@@ -139,8 +146,11 @@ class TierWriter:
     committed calls ``stored_image`` before it commits again. Only the owner, which closes, uses
     ``_is_detached``. All other fields are set once, or are thread-safe objects.
 
-    ``_foreign_refs`` are the attempts of other jobs that the tier had when this job took the root,
-    None before that. ``_unclean_refs`` are failed saves whose files could not be removed yet.
+    ``_node_coordinator`` connects the ranks that share the store: those of this node if the tier is
+    local to it, or else all. Their leader takes the root, and posts the takeover in
+    ``_takeover_post`` for the others. ``_rollback`` is the one that this writer has put on the
+    tier. ``_foreign_refs`` are the attempts of other jobs that the tier had when this job took the
+    root, None before that. ``_unclean_refs`` are failed saves whose files could not be removed yet.
     ``_departure`` is set once the agent may work on the steps.
     """
 
@@ -162,16 +172,13 @@ class TierWriter:
             steps,
             slots,
         )
-        self._node_coordinator = on_node(
-            coordinator, tier.nodes
-        )  # Of the ranks that share the store
+        self._node_coordinator = on_node(coordinator, tier.nodes)
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         # The leader reads fragments with these threads.
         reader_count = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", reader_count, nice=config.nice, cpus=config.cpus)
-        # What was on the tier when the leader took the root
-        self._takeover = TakeoverPost(self._node_coordinator, tier.index)
-        takeover = None if self._node_coordinator.rank == LEADER else self._takeover
+        self._takeover_post = TakeoverPost(self._node_coordinator, tier.index)
+        takeover = None if self._node_coordinator.rank == LEADER else self._takeover_post
         self.claim = Claim(
             self._backend, Owner.of_this_process(coordinator.attempt), takeover_post=takeover
         )
@@ -190,7 +197,7 @@ class TierWriter:
         patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
         self._patient_retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry_event)
         self._retry = RetryPolicy()
-        self._files = RankFiles(tier, coordinator, config, self._workers, copier, steps.steps)
+        self._files = RankFiles(tier, coordinator, config, self._workers, copier, steps.job_steps)
         # If nodes share the tier, an agent of another node may copy the files of this rank there.
         # So this rank puts a marker before it removes them (see ``claim_marker``).
         is_alone = tier.local or coordinator.world_size == 1
@@ -198,7 +205,7 @@ class TierWriter:
         self._merge_cache = MergeCache(config.deltas)
         self._leases = Leases(tier.backend)
         self._foreign_refs: list[StepRef] | None = None
-        self._rollback: Rollback | None = None  # The one that this writer has put on the tier
+        self._rollback: Rollback | None = None
         self._committed_cache: dict[StepRef, bool] = {}
         self._unclean_refs: set[StepRef] = set()
         self._is_detached = False
@@ -257,12 +264,12 @@ class TierWriter:
         if isinstance(verdict, Abort):
             self._discard(request)
             raise rebuild(verdict, request.ref.step)  # The error that the verdict carries
-        self._steps.steps.set_committed(self.tier, request.ref)
+        self._steps.job_steps.set_committed(self.tier, request.ref)
         if request.plan.frozen_chunks:
             self._files.set_committed(request, file)
             if file.increment is None:
                 self._leases.release()  # The next increments refer to this file
-        if not self._steps.steps.has_abandoned(request.ref):
+        if not self._steps.job_steps.has_abandoned(request.ref):
             self.claim.chosen_ref = None
         if self.in_memory:
             self._slots.set_committed(request.ref)
@@ -350,7 +357,7 @@ class TierWriter:
         """
         return self._files.stored_image(request, self._retry)
 
-    def hurry(self) -> None:
+    def limit_retries(self) -> None:
         """From now on, give up each request to the store after the usual number of tries, and not
         only after ``commit_timeout_seconds``.
         """
@@ -358,10 +365,10 @@ class TierWriter:
 
     def leave(self) -> None:
         """Remove no files of failed saves from now on, since the agent may work on the steps. Also
-        do what ``hurry`` does.
+        do what ``limit_retries`` does.
         """
         self._departure.set()
-        self.hurry()
+        self.limit_retries()
 
     def await_discards(self, seconds: float) -> None:
         """Wait until no files of a failed save are being removed, for at most ``seconds``. Call
@@ -372,7 +379,7 @@ class TierWriter:
         else:
             _log.info("ckpt: %s does not answer while a save is discarded there", self.url)
 
-    def prune_later(self) -> None:
+    def request_pruning(self) -> None:
         """Let the pruner remove, on its own thread, the steps that retention does not keep.
 
         This has an effect only on the leader of the node, and only after the job has claimed the
@@ -417,7 +424,7 @@ class TierWriter:
         self._leases.release()
         refs_by_path = self._slots.kept_by(self.tier)
         for path, ref in list(refs_by_path.items()):
-            is_abandoned = self._steps.steps.has_abandoned(ref)
+            is_abandoned = self._steps.job_steps.has_abandoned(ref)
             if ref.step <= durable_step or (is_abandoned and durable_step >= 0):
                 with contextlib.suppress(CkptError):
                     self._slots.evict(path)
@@ -528,15 +535,15 @@ class TierWriter:
             self._put_rollback()
             takeover = self.claim.takeover
             if self._node_coordinator.world_size > 1 and takeover is not None:
-                self._takeover.post(takeover)  # Other ranks read it when they must make room
+                self._takeover_post.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
                 self._pruner.remove_remains(self._steps.restored)
-            if self._steps.is_nearest:
+            if self._steps.is_on_nearest_tier:
                 warn_of_unconditional_puts(self.tier)
             branch = on_branch(self._steps.rollback, listing)
-            self._foreign_refs = [ref for ref in branch if ref.job != self.claim.own_attempt]
+            self._foreign_refs = [ref for ref in branch if ref.job != self.claim.own_job]
             self._warn_of_later(self._foreign_refs)
-        elif self._steps.steps.rollback != self._rollback:
+        elif self._steps.job_steps.rollback != self._rollback:
             self._put_rollback()
         return self._foreign_refs
 

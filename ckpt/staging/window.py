@@ -151,17 +151,17 @@ class Window:
             self._change.notify_all()
 
     @property
-    def _has_ended(self) -> bool:
+    def _is_given_up(self) -> bool:
         return self._error is not None or self._is_abandoned
 
     def _wait_landed(self, end: int) -> None:
-        if self._landed_bytes >= end and not self._has_ended:
+        if self._landed_bytes >= end and not self._is_given_up:
             return  # Most chunks are read after the copy, and each would take the lock
         with self._change:
-            self._change.wait_for(lambda: self._has_ended or self._landed_bytes >= end)
-            self._raise_if_ended()
+            self._change.wait_for(lambda: self._is_given_up or self._landed_bytes >= end)
+            self._raise_if_given_up()
 
-    def _raise_if_ended(self) -> None:
+    def _raise_if_given_up(self) -> None:
         if self._error:
             raise self._error
         if self._is_abandoned:
@@ -218,7 +218,7 @@ class RingWindow(Window):
     @property
     def rereadable(self) -> bool:
         with self._change:
-            return not self._passed_pieces and not self._has_ended
+            return not self._passed_pieces and not self._is_given_up
 
     def has_room(self, end: int) -> bool:
         return self._take_room(end, wait=False)
@@ -310,7 +310,7 @@ class RingWindow(Window):
                     self._change.wait_for(self._has_frame)
                 elif not self._has_frame():
                     return None
-                self._raise_if_ended()
+                self._raise_if_given_up()
                 if (frame := self._ring.take()) is not None:
                     return frame
                 self._ring.spill.begin_growth()
@@ -319,7 +319,7 @@ class RingWindow(Window):
     def _has_frame(self) -> bool:
         """Return True if a frame can be taken or made, or if the image has ended."""
         may_grow = self._ring.spill.may_grow(hurries=self.hurries)
-        return self._has_ended or self._ring.has_free or may_grow
+        return self._is_given_up or self._ring.has_free or may_grow
 
     def _note_use(self, use: int, start: int, end: int) -> None:
         """Note a use (``_WRITE`` or ``_HASH``) of some bytes. Give back the frames of the pieces

@@ -35,7 +35,7 @@ from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse, RootLos
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.rollback import roll_back
 from ckpt.pipeline.workers import Workers
-from ckpt.processes import Process, machine
+from ckpt.processes import Process, boot_identity
 from ckpt.root.attempts import attempts_of
 from ckpt.root.claim import Claim
 from ckpt.root.owner import Owner, read_owner
@@ -188,7 +188,7 @@ def test_a_step_that_an_earlier_job_could_not_copy_is_copied_and_stays_near_unti
                 manager.save({"x": torch.full((3,), step)}, step)
     backend = open_backend(str(near))
     newest = committed(backend)[0]
-    me = Owner(newest.job, "here", machine(), pid=1 << 30, started=1)
+    me = Owner(newest.job, "here", boot_identity(), pid=1 << 30, started=1)
     me = msgspec.structs.replace(me, ended=(committed(backend)[-1].job,))
     backend.put(OWNER, [msgspec.json.encode(me)])
     tiers = ({"url": str(near), "keep_last": 1}, {"url": str(far), "every": 100})
@@ -216,7 +216,7 @@ def test_a_far_tier_gets_the_steps_of_the_branch(tmp_path: Path) -> None:
         state["x"].fill_(20)
         manager.save(state, 2)
     backend = open_backend(str(near))
-    me = Owner(committed(backend)[0].job, "here", machine(), pid=1 << 30, started=1)
+    me = Owner(committed(backend)[0].job, "here", boot_identity(), pid=1 << 30, started=1)
     backend.put(OWNER, [msgspec.json.encode(me)])
     tiers = ({"url": str(near)}, {"url": str(far), "keep_last": 1})
     job = Job(me, (Process(me.pid, 1),), ranks=1, tiers=tiers, backlog=4, environment={})
@@ -302,7 +302,7 @@ def test_the_agent_reads_a_manifest_once_to_plan_and_once_to_remove(
         for step in (1, 2, 3):
             manager.save({"x": torch.full((3,), step)}, step)
     backend = open_backend(str(near))
-    me = Owner(committed(backend)[0].job, "here", machine(), pid=1 << 30, started=1)
+    me = Owner(committed(backend)[0].job, "here", boot_identity(), pid=1 << 30, started=1)
     backend.put(OWNER, [msgspec.json.encode(me)])
     tiers = ({"url": str(near), "keep_last": 1}, {"url": str(far)}, {"url": str(farther)})
     job = Job(me, (Process(me.pid, 1),), ranks=1, tiers=tiers, backlog=4, environment={})
@@ -365,7 +365,7 @@ def test_an_agent_finishes_a_job_when_its_disk_is_there_again(tmp_path: Path) ->
         PosixBackend(str(near), is_shared=False),
         PosixBackend(str(far), is_shared=False),
     )
-    me = Owner(committed(backend)[0].job, "here", machine(), pid=1 << 30, started=1)
+    me = Owner(committed(backend)[0].job, "here", boot_identity(), pid=1 << 30, started=1)
     backend.put(OWNER, [msgspec.json.encode(me)])
     tiers = ({"url": str(near)}, {"url": str(far)})
     marks = (backend.mark(), other.mark())

@@ -103,7 +103,7 @@ def taken(far: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StorageBackend, C
 
 def test_a_removed_step_of_a_job_that_may_live_leaves_a_tombstone_for_a_day(taken, far) -> None:
     backend, claim = taken
-    context = PruneContext(own=claim.own_attempt, claim=claim)
+    context = PruneContext(own=claim.own_job, claim=claim)
     [gone] = prune(backend, Retention(keep_last=1), context)
     [folder] = far.glob("step-000000001.*")
     assert [path.name for path in folder.iterdir()] == ["manifest.json"]
@@ -123,7 +123,7 @@ def test_a_removed_step_of_a_job_that_may_live_leaves_a_tombstone_for_a_day(take
 
 def test_a_removal_that_was_cut_off_leaves_the_tombstone_too(taken, far) -> None:
     backend, claim = taken
-    context = PruneContext(own=claim.own_attempt, claim=claim)
+    context = PruneContext(own=claim.own_job, claim=claim)
     cut = FaultyBackend(backend, [Rule(verb="delete", nth=1, fault=Raise(AccessDenied))])
     with pytest.raises(AccessDenied):
         remove(cut, Inventory(backend).look()[-1], claim)

@@ -25,7 +25,7 @@ from ckpt.observe.job_life import JobLife, life_of
 from ckpt.observe.journal import Journal, note_verified, record_of
 from ckpt.observe.journal_reader import JournalReader
 from ckpt.observe.journal_record import CLOSE_EVENT, OPEN_EVENT, PLANNED_STOP, VERIFY_EVENT, Record
-from ckpt.processes import machine
+from ckpt.processes import boot_identity
 
 
 def staged(step: int, *tiers: str) -> SaveStaged:
@@ -208,7 +208,7 @@ def evaluated(job: str, *, at: float = 4.0) -> Record:
         ([opened("a"), saved("a")], {"a": 990.0}, "lives", 1.0),
         ([opened("a"), saved("a")], {"a": 800.0}, "died", 800.0),
         ([opened("a"), saved("a", at=5.0)], {}, "died", 5.0),
-        ([opened("a", machine=machine()), saved("a")], {"a": 999.0}, "died", 999.0),
+        ([opened("a", machine=boot_identity()), saved("a")], {"a": 999.0}, "died", 999.0),
         ([opened("a"), saved("a"), opened("b", at=3.0)], {"b": 990.0}, "begins", 3.0),
         ([opened("a"), saved("a"), opened("b", at=3.0)], {"a": 990.0, "b": 990.0}, "lives", 1.0),
         ([opened("b"), opened("a", at=3.0), saved("a", at=4.0)], {"b": 990.0}, "died", 4.0),

@@ -20,7 +20,7 @@ from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import OWNER, parse_folder
 from ckpt.pipeline.workers import Workers
-from ckpt.save.dead_training import Suspicions
+from ckpt.save.training_alarm import Suspicions
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
 from ckpt.storage.testing.faulty import Verb

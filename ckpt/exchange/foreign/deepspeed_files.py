@@ -3,6 +3,8 @@
 ``ds_to_universal.py`` writes ``zero/NAME/`` for each parameter, with ``fp32.pt`` and a file for
 each value of the optimizer's state. The file of the engine is beside ``zero/``. It has the module
 as it computes, with its buffers, and the names of the parameters in each group of the optimizer.
+The folders that ZeRO itself writes, with the weights in pieces, are not read here:
+`refused_folders` refuses them, and `zero_step_text` says how to convert them.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ class ForeignFile:
         path: The path of the file.
         size: Its size in bytes.
         mtime_ns: When it was last written to, in nanoseconds since 1970.
-        lengths: The length of each chunk in bytes. The chunks cover the file.
+        chunk_lengths: The length of each chunk in bytes. The chunks cover the file.
     """
 
     path: str
     size: int
     mtime_ns: int
-    lengths: tuple[int, ...]
+    chunk_lengths: tuple[int, ...]
 
 
 def usable_in_place(spans: Collection[Span]) -> list[Span]:
@@ -70,21 +70,21 @@ def cut_file(path: str, spans: Sequence[Span], chunk_bytes: int) -> ForeignFile:
     """
     with open_file(path) as file:
         status = os.fstat(file.fileno())
-    lengths: list[int] = []
+    chunk_lengths: list[int] = []
     end = 0
     for span in spans:
-        lengths += _chunk_lengths(span.offset - end, chunk_bytes)
+        chunk_lengths += _gap_chunk_lengths(span.offset - end, chunk_bytes)
         itemsize = DTYPES[span.dtype].itemsize
         boxes = split_box(Box.whole(span.shape), itemsize, chunk_bytes)
-        lengths += [box.numel * itemsize for box in boxes]
+        chunk_lengths += [box.numel * itemsize for box in boxes]
         end = span.offset + span.nbytes
     if end > status.st_size:
         raise IntegrityError(f"{path} is cut: it ends at byte {status.st_size}, before its tensors")
-    lengths += _chunk_lengths(status.st_size - end, chunk_bytes)
-    return ForeignFile(path, status.st_size, status.st_mtime_ns, tuple(lengths))
+    chunk_lengths += _gap_chunk_lengths(status.st_size - end, chunk_bytes)
+    return ForeignFile(path, status.st_size, status.st_mtime_ns, tuple(chunk_lengths))
 
 
-def _chunk_lengths(nbytes: int, limit: int) -> list[int]:
+def _gap_chunk_lengths(nbytes: int, limit: int) -> list[int]:
     """Return the lengths of the chunks of ``nbytes`` that belong to no tensor."""
     count, rest = divmod(nbytes, limit)
     return [limit] * count + ([rest] if rest else [])
@@ -107,8 +107,8 @@ def hash_files(
     with Workers("adopt", max(1, min(_THREADS, os.cpu_count() or 1))) as workers:
         tables = [
             workers.run_all(
-                partial(_read_and_hash, file, start, lengths, meter)
-                for start, lengths in _read_requests(file.lengths)
+                partial(_read_and_hash, file, start, chunk_lengths, meter)
+                for start, chunk_lengths in _read_requests(file.chunk_lengths)
             )
             for file in files
         ]
@@ -127,12 +127,12 @@ def _change_text(file: ForeignFile) -> str:
     )
 
 
-def _read_requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
+def _read_requests(chunk_lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return the position and the chunks of each read, which has about ``_READ_BYTES``."""
     requests: list[tuple[int, list[int]]] = []
     position = 0
     pending: list[int] = []
-    for length in lengths:
+    for length in chunk_lengths:
         if pending and sum(pending) + length > _READ_BYTES:
             requests.append((position, pending))
             position, pending = position + sum(pending), []
@@ -141,10 +141,10 @@ def _read_requests(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 
 def _read_and_hash(
-    file: ForeignFile, start: int, lengths: Sequence[int], meter: Meter
+    file: ForeignFile, start: int, chunk_lengths: Sequence[int], meter: Meter
 ) -> list[Chunk]:
     """Read the chunks from the byte ``start`` on, and return them with their checksums."""
-    memory = memoryview(bytearray(sum(lengths)))
+    memory = memoryview(bytearray(sum(chunk_lengths)))
     with open_file(file.path) as handle:
         end = 0
         while end < memory.nbytes:
@@ -154,7 +154,7 @@ def _read_and_hash(
             end += read_bytes
     chunks: list[Chunk] = []
     position = 0
-    for length in lengths:
+    for length in chunk_lengths:
         part = memory[position : position + length]
         chunks.append(Chunk(length, checksum(part)))
         position += length

@@ -325,6 +325,9 @@ class Follower(Iterator[Version]):
     def _read_candidate(self, candidate: Candidate) -> Version | None:
         """Return the version of a candidate; None if its step is damaged, was removed, or left the
         branch meanwhile.
+
+        A step whose files are behind a link that leads out of the root (``LinkRefused``) counts as
+        damaged. An error of the format passes, since no later read would succeed.
         """
         ref = candidate.ref
         stores = [self._stores[position] for position in candidate.reachable]

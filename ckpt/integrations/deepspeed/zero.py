@@ -169,7 +169,7 @@ class ZeroModel(ModuleStandIn):
             rank_entries = tuple(
                 entry
                 if (is_buffer := id(entry.value) in buffers) and is_first
-                else replace(entry, replicas=ranks, is_delegated=is_buffer)
+                else replace(entry, replica_ranks=ranks, is_delegated=is_buffer)
                 for entry in master_entries
             )
             items = ModuleItems(

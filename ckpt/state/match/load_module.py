@@ -280,7 +280,7 @@ class _ModuleLoader:
             RestoreError: A part of the entries of a module is restored, and the versions differ.
         """
         saved_versions, default = self._saved_versions(node)
-        present_versions, shares = self.items.versions or {}, self._restored_shares()
+        present_versions, shares = self.items.module_versions or {}, self._restored_shares()
         canonical_of = canonical(self._module)
         versions: dict[str, Mapping[str, Any]] = {}
         for key, child in self._modules.items():

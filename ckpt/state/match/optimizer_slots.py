@@ -2,12 +2,14 @@
 they were saved so.
 
 A slot is a place in an optimizer, such as ``lr`` in a parameter group or ``exp_avg`` in the state
-of a parameter. It has an identity by which it is looked up. A record is the description of a tensor
-in the checkpoint, and a view is the place of a saved tensor in a buffer that other tensors share.
-The present tensor of a slot is filled in place if it has the saved dtype, shape and
-order, and if everything else in the state that has its memory shared this memory in the same way
-when it was saved. Otherwise the slot gets another tensor. So a captured graph, which reads a tensor
-at its address, goes on as long as possible, and no value changes that the restore is not to fill.
+of a parameter. It has an identity by which it is looked up. The tensors of the state that are in no
+slot have the identity None, and a *target* is one of them that the restore fills. A record is the
+description of a tensor in the checkpoint, and a view is the place of a saved tensor in a buffer
+that other tensors share. The present tensor of a slot is filled in place if it has the saved dtype,
+shape and order, and if everything else in the state that has its memory shared this memory in the
+same way when it was saved. Otherwise the slot gets another tensor. So a captured graph, which reads
+a tensor at its address, goes on as long as possible, and no value changes that the restore is not
+to fill.
 
 The choice is made after the whole state was matched, since another optimizer may have the memory.
 """
@@ -170,7 +172,11 @@ def fill_slots(
     slot_at = {slot.identity: slot for slot in slots}
 
     def can_be_reused(slot: Slot) -> bool:
-        """Return True if the present tensor of ``slot`` can be filled in place."""
+        """Return True if the present tensor of ``slot`` can be filled in place.
+
+        Each other place with its memory must get the same bytes: a target under the same stored
+        name, or a slot that shared the memory in the same way when it was saved.
+        """
         if slot.present is None:
             return False
         identities = holders.of(slot.present)

@@ -3,7 +3,8 @@
 Some modules resize themselves when they load a state dict, such as the observers of quantisation,
 and others refuse tensors of another size. Only their own code can tell, so it loads the state dict
 into a copy of the module whose tensors have no memory. A tensor without memory is on the meta
-device.
+device. Tensors of a single element are zeros in memory instead, since code may read them. No copy
+is made of a module whose hook refers to a module of the state: the hook would change that one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpt.state.match.module_load_code import LoadCode
 from ckpt.state.tensors.layout import PLAIN_CLASSES
 from ckpt.torch_private import forget_post_hooks, module_hooks
 
-_ZEROS_UP_TO: Final = 1
+_MOST_ZEROS: Final = 1
 """Tensors of at most this many elements have memory on trial, and are zeros."""
 
 
@@ -79,12 +80,13 @@ def _find_refusal(
     or if something else makes its code fail.
 
     A size is refused if the code fails with it, and does not fail with the present size. The text
-    of the error does not count: it differs between modules, and may change with torch.
+    of the error does not count: it differs between modules, and may change with torch. None is
+    returned also if the code cannot be run on a copy.
     """
     owner = module.get_submodule(prefix[:-1])
     tensors = {id(tensor): tensor for tensor in chain(owner.parameters(), owner.buffers())}
     are_plain = PLAIN_CLASSES.issuperset(map(type, tensors.values()))
-    if not are_plain or any(map(_refers_to_module, owner.modules())):
+    if not are_plain or any(map(_has_hook_on_module, owner.modules())):
         return None
     tensors_by_name = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
     # A tensor of another size has no memory at all (see ``_part_of_state_dict``).
@@ -94,7 +96,7 @@ def _find_refusal(
         if (name := key[len(prefix) :]) in tensors_by_name
     }
     memo = {
-        key: _without_memory(tensor, zeros_up_to=0 if key in resized_ids else _ZEROS_UP_TO)
+        key: _without_memory(tensor, zeros_up_to=0 if key in resized_ids else _MOST_ZEROS)
         for key, tensor in tensors.items()
     }
 
@@ -124,7 +126,7 @@ def _part_of_state_dict(
     part: Any = OrderedDict(
         (
             key[len(prefix) :],
-            _without_memory(value, zeros_up_to=0 if key in resized_keys else _ZEROS_UP_TO),
+            _without_memory(value, zeros_up_to=0 if key in resized_keys else _MOST_ZEROS),
         )
         for key, value in values.items()
         if key.startswith(prefix)
@@ -183,7 +185,7 @@ def _without_memory(value: Any, *, zeros_up_to: int) -> Any:
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
-def _refers_to_module(module: nn.Module) -> bool:
+def _has_hook_on_module(module: nn.Module) -> bool:
     """Return True if a pre-hook of ``module`` is a closure over a module, which a copy would not
     replace.
     """

@@ -183,7 +183,7 @@ def take_apart(name: str, tensor: torch.Tensor) -> WrapperParts:
             or metadata with a value that is not plain.
     """
     part = without_dtensor(tensor)
-    layer = _layer(name, part, _keep_items)
+    layer = _layer(name, part, _without_resize)
     if not isinstance(tensor, DTensor):
         return WrapperParts(name, tensor, layer, _aliases(layer), _identities(layer))
     if part.shape != tensor.shape and (size_paths := _size_paths(name, layer)):
@@ -222,7 +222,7 @@ def _aliases(layer: Layer) -> tuple[torch.Tensor, ...]:
 _Resize = Callable[[str, Sequence[Any]], Sequence[Any]]
 
 
-def _keep_items(_: str, items: Sequence[Any]) -> Sequence[Any]:
+def _without_resize(_: str, items: Sequence[Any]) -> Sequence[Any]:
     return items
 
 
@@ -271,7 +271,9 @@ def _layer(name: str, tensor: torch.Tensor, resize: _Resize) -> Layer:
                 "name the tensors that it keeps in __tensor_flatten__()",
             )
         is_layer = is_wrapper(part) and not isinstance(part, DTensor)
-        inner[attribute] = _layer(join(name, attribute), part, _keep_items) if is_layer else part
+        inner[attribute] = (
+            _layer(join(name, attribute), part, _without_resize) if is_layer else part
+        )
     try:
         values = _metadata_node(metadata, _metadata_path(name), resize)
     except RecursionError:
@@ -463,7 +465,7 @@ def _cut_by_rows(name: str, layer: Layer) -> set[str]:
         with suppress(Exception):  # A user's code may raise anything
             shapes = {
                 path: tuple(inner_tensor.shape)
-                for path, inner_tensor in _layer(name, row_slice, _keep_items).inner_tensors()
+                for path, inner_tensor in _layer(name, row_slice, _without_resize).inner_tensors()
             }
             cut_paths = {
                 path for path in inner_tensors if shapes[path] != tuple(inner_tensors[path].shape)

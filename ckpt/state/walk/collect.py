@@ -46,7 +46,7 @@ from ckpt.state.tensors.sharded import tensor_or_shards
 from ckpt.state.tensors.wrapped import is_wrapper, kind_of, take_apart
 from ckpt.state.walk.adapted import adapt
 from ckpt.state.walk.advice import advice_for
-from ckpt.state.walk.last_walk import LastWalk, OptimizerItems, Structure
+from ckpt.state.walk.last_walk import LastWalk, OptimizerItems, StateStructure
 from ckpt.state.walk.module_entries import ModuleItems, Part
 from ckpt.state.walk.modules import (
     Parameters,
@@ -60,10 +60,10 @@ from ckpt.state.walk.modules import (
 )
 from ckpt.state.walk.optimizer_state import (
     LocalState,
-    after_state_dict,
-    before_state_dict,
     enum_value_of,
     local_state_of,
+    run_state_dict_post_hooks,
+    run_state_dict_pre_hooks,
 )
 from ckpt.state.walk.segments import KnownDict, NamedTensor, Segment, views_of
 from ckpt.state.walk.stand_in import ExtraValues, OptimizerStandIn
@@ -244,6 +244,11 @@ class _Walk:
 
     The methods whose names end with ``_node`` return the node of a value, and register the tensors
     inside of it in the result.
+
+    ``_parameters`` finds the items of modules and the ranks of parameters, and
+    ``_optimizers.members`` are the optimizers of the state. ``_choice`` says which names are saved.
+    ``_registry`` collects the tensors, and ties those with the same memory. ``_last_walk`` has the
+    results of the last walk, which this walk uses again where nothing has changed.
     """
 
     def __init__(
@@ -465,7 +470,7 @@ class _Walk:
                 part = tensors_by_piece.setdefault(
                     (id(tensor), entry.piece), Part(name, entry.piece).parameter_elements(tensor)
                 )
-                item = NamedTensor(name, part, is_late, entry.replicas, entry.is_delegated)
+                item = NamedTensor(name, part, is_late, entry.replica_ranks, entry.is_delegated)
                 yield from wrappers.expand(index, item)
 
         key = (items, self._choice, *late_flags, *wrappers.key)
@@ -473,11 +478,11 @@ class _Walk:
         node: Node = {"$": "module", "values": values}
         if items.omissions:
             node["left"] = dict.fromkeys(items.omissions, True)
-        if items.versions is not None:
-            known_items, versions_node = self._last_walk.versions.get(path, (None, None))
+        if items.module_versions is not None:
+            known_items, versions_node = self._last_walk.module_versions.get(path, (None, None))
             if known_items is not items:
-                versions_node = encode(items.versions, f"{path}/versions", self.remade_node)
-                self._last_walk.versions[path] = (items, versions_node)
+                versions_node = encode(items.module_versions, f"{path}/versions", self.remade_node)
+                self._last_walk.module_versions[path] = (items, versions_node)
             node["versions"] = versions_node
         return node
 
@@ -508,17 +513,21 @@ class _Walk:
         return list(filter(self._choice.takes, names))
 
     def _optimizer_node(self, optimizer: Optimizer, path: str) -> Node:
-        """Register the tensors of an optimizer's state, and return the node of the optimizer."""
+        """Register the tensors of an optimizer's state, and return the node of the optimizer.
+
+        ``structure`` has the parameters, keys and values of the state in their order, and ``items``
+        the names under which they are saved.
+        """
         if self._is_in_per_rank:
             raise UnsupportedValue(
                 path, "optimizer in a PerRank", "give it a name of its own on each rank"
             )
         check_optimizer(path, optimizer, self._optimizers.members)
-        self._log_methods(optimizer)
-        before_state_dict(path, optimizer)
+        self._log_why_not_late(optimizer)
+        run_state_dict_pre_hooks(path, optimizer)
         local_state = local_state_of(path, optimizer)
         check_state(path, optimizer, local_state.by_parameter)
-        structure = Structure(optimizer.param_groups, local_state.by_parameter)
+        structure = StateStructure(optimizer.param_groups, local_state.by_parameter)
         items, wrappers = self._register_state(path, optimizer, local_state, structure)
         state = wrappers.nodes | {
             name: encode(
@@ -526,19 +535,19 @@ class _Walk:
             )
             for index, name in items.value_items
         }
-        settings, values = after_state_dict(path, optimizer, local_state.by_parameter)
+        settings, hook_values = run_state_dict_post_hooks(path, optimizer, local_state.by_parameter)
         groups = self._group_nodes(settings, items.names, path)
-        node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.keys}
-        if items.plain:
-            node["plain"] = list(items.plain)
-        if values:
-            node["values"] = encode(values, f"{path}/values", self.remade_node)
+        node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.key_order_node}
+        if items.plain_keys:
+            node["plain"] = list(items.plain_keys)
+        if hook_values:
+            node["values"] = encode(hook_values, f"{path}/values", self.remade_node)
         if isinstance(optimizer, ExtraValues):
             node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.remade_node)
         return node
 
     def _register_state(
-        self, path: str, optimizer: Optimizer, local_state: LocalState, structure: Structure
+        self, path: str, optimizer: Optimizer, local_state: LocalState, structure: StateStructure
     ) -> tuple[OptimizerItems, Wrappers]:
         """Register the tensors of an optimizer's state. Return their names, and the wrapper tensors
         among them.
@@ -590,7 +599,7 @@ class _Walk:
             is_untied = (is_flat or part.piece is not None) and isinstance(source, torch.Tensor)
             yield NamedTensor(name, source, is_late, replicas, is_untied=is_untied)
 
-    def _log_methods(self, optimizer: Optimizer) -> None:
+    def _log_why_not_late(self, optimizer: Optimizer) -> None:
         """Log once for each class why the tensors of ``optimizer`` are not copied late."""
         methods, kind = methods_beyond_step(optimizer), type(optimizer)
         if methods and kind not in self._last_walk.logged_types:

@@ -109,7 +109,7 @@ class LastWalk:
         self.known_dicts: dict[str, KnownDict] = {}
         self.modules: dict[str, _KnownModule] = {}
         self.optimizers: dict[str, OptimizerItems] = {}
-        self.versions: dict[str, tuple[ModuleItems, Node]] = {}
+        self.module_versions: dict[str, tuple[ModuleItems, Node]] = {}
         """The items of each module, with the node of the versions in them."""
         self._choices: dict[Patterns, Choice] = {}
 
@@ -173,7 +173,7 @@ class LastWalk:
         self.known_dicts.clear()
         self.modules.clear()
         self.optimizers.clear()
-        self.versions.clear()
+        self.module_versions.clear()
         self._choices.clear()
 
     @contextmanager
@@ -188,7 +188,7 @@ class LastWalk:
             raise
 
 
-class Structure:
+class StateStructure:
     """The parameters of an optimizer, and the keys and values of its state, in their order.
 
     A structure is made and compared in a few passes at the speed of C, since an optimizer may have
@@ -215,7 +215,7 @@ class Structure:
         self.values: list[Any] = list(chain.from_iterable(map(_values_of, entries)))
         self.kinds = list(map(type, self.values))
 
-    def is_as(self, structure: Structure, tensor_indices: Iterable[int]) -> bool:
+    def is_as(self, structure: StateStructure, tensor_indices: Iterable[int]) -> bool:
         """Return True if this structure is the same as ``structure``.
 
         The values of the state at ``tensor_indices`` must be the same objects. All other
@@ -258,10 +258,11 @@ class OptimizerItems:
             the state, and the parameter.
         tensors: The tensors of the state. A tensor that has several names occurs once for each.
         value_items: For each value of the state that is not a tensor, its index in
-            ``Structure.values`` and its name.
-        keys: The node of the order of the parameters in the state, and of the keys of each.
-        plain: The keys whose tensors are plain though their parameters are ``DTensor`` objects, as
-            ``key_text`` gives them, sorted.
+            ``StateStructure.values`` and its name.
+        key_order_node: The node of the order of the parameters in the state, and of the keys of
+            each.
+        plain_keys: The keys whose tensors are plain though their parameters are ``DTensor``
+            objects, as ``key_text`` gives them, sorted.
         are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
     """
 
@@ -273,10 +274,10 @@ class OptimizerItems:
         "_structure",
         "_tensor_indices",
         "are_plain",
-        "keys",
+        "key_order_node",
         "names",
         "owners",
-        "plain",
+        "plain_keys",
         "tensors",
         "value_items",
     )
@@ -287,7 +288,7 @@ class OptimizerItems:
         optimizer: Optimizer,
         local_state: LocalState,
         parameters: Parameters,
-        structure: Structure,
+        structure: StateStructure,
         choice: Choice,
     ) -> None:
         check_owners(path, optimizer)
@@ -304,7 +305,7 @@ class OptimizerItems:
         self.value_items: list[tuple[int, str]] = []
         keys_by_path: dict[str, tuple[str, ...]] = {}
         first_index_by_path: dict[str, int] = {}
-        # The index in ``Structure.values`` of the first value of each parameter
+        # The index in ``StateStructure.values`` of the first value of each parameter
         first_index_by_id, value_count = dict[int, int](), 0
         for parameter, values in local_state.by_parameter.items():
             first_index_by_id[id(parameter)] = value_count
@@ -331,14 +332,18 @@ class OptimizerItems:
                             self.tensors.append(value)
                         else:
                             self.value_items.append((index, state_name(path, part.path, key)))
-        self.keys = KeyOrder.of(
+        self.key_order_node = KeyOrder.of(
             keys_by_path, sorted(keys_by_path, key=first_index_by_path.__getitem__)
         ).node()
-        self.plain = _plain_keys(self.owners, self.tensors)
+        self.plain_keys = _plain_keys(self.owners, self.tensors)
         self.are_plain = PLAIN_CLASSES.issuperset(map(type, self.tensors))
 
     def describes(
-        self, local_state: LocalState, parameters: Parameters, structure: Structure, choice: Choice
+        self,
+        local_state: LocalState,
+        parameters: Parameters,
+        structure: StateStructure,
+        choice: Choice,
     ) -> bool:
         """Return True if this record still describes the optimizer, whose structure is
         ``structure``.

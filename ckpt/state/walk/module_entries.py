@@ -32,17 +32,17 @@ class Entry:
         value: The tensor, or the value of an extra state.
         piece: The piece of a larger tensor that ``value`` holds; None if ``value`` is the whole
             tensor.
-        replicas: If ``value`` is a plain tensor, the ranks that are known to hold the same tensor.
-            If it is a DTensor, the ``unit_ranks`` of ``layout.replicas_of``.
-        is_delegated: True if another of ``replicas`` saves the entry and this rank does not. The
-            values on the two ranks may differ.
+        replica_ranks: If ``value`` is a plain tensor, the ranks that are known to hold the same
+            tensor. If it is a DTensor, the ``unit_ranks`` of ``layout.replicas_of``.
+        is_delegated: True if another of ``replica_ranks`` saves the entry and this rank does not.
+            The values on the two ranks may differ.
     """
 
     key: str
     fqn: str
     value: Any
     piece: AnyPiece | None = None
-    replicas: tuple[int, ...] = ()
+    replica_ranks: tuple[int, ...] = ()
     is_delegated: bool = False
 
 
@@ -109,9 +109,9 @@ class ModuleItems:
         value_entries: The entries whose values are no tensors.
         piece_ids: The identity of each tensor that holds pieces of larger tensors.
         omissions: The canonical names of the items that are not saved.
-        versions: The canonical name of each module inside -> the version, and other metadata, that
-            its state dict has, unless it is ``FIRST_VERSION``. It is None if the state dict has no
-            metadata.
+        module_versions: The canonical name of each module inside -> the version, and other
+            metadata, that its state dict has, unless it is ``FIRST_VERSION``. It is None if the
+            state dict has no metadata.
     """
 
     entries: tuple[Entry, ...]
@@ -123,7 +123,7 @@ class ModuleItems:
     value_entries: tuple[Entry, ...] = field(init=False)
     piece_ids: frozenset[int] = field(init=False)
     omissions: tuple[str, ...] = ()
-    versions: Mapping[str, Mapping[str, Any]] | None = None
+    module_versions: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         tensor_entries = tuple(

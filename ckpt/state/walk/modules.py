@@ -355,20 +355,22 @@ def items_of(path: str, module: nn.Module, raw: Mapping[str, Any] | None = None)
         if isinstance(value := entry.value, nn.Parameter):
             parts[id(value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
             ranks = (
-                entry.replicas
+                entry.replica_ranks
                 if not isinstance(value, DTensor)
-                else holders_of(value, entry.replicas)
+                else holders_of(value, entry.replica_ranks)
             )
             holder_ranks.setdefault(id(value), ranks)
     return ModuleItems(
         entries=all_entries[: len(entries)],
         parts={key: tuple(by_piece.values()) for key, by_piece in parts.items()},
         holders=holder_ranks,
-        versions=_versions(module, raw),
+        module_versions=_module_versions(module, raw),
     )
 
 
-def _versions(module: nn.Module, raw: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
+def _module_versions(
+    module: nn.Module, raw: Mapping[str, Any]
+) -> Mapping[str, Mapping[str, Any]] | None:
     """Return the metadata of the modules in ``raw``, a state dict of ``module``, by their canonical
     names, without those that are ``FIRST_VERSION``. The metadata of a module inside of a wrapper
     replaces that of the wrapper.
@@ -425,8 +427,8 @@ def _check_fsdp1(path: str, module: nn.Module, ids: set[int]) -> None:
 
 
 def _with_replicas(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield ``entries`` of ``module``, with ``replicas`` and ``is_delegated`` set if the unit of
-    the entry determines them.
+    """Yield ``entries`` of ``module``, with ``replica_ranks`` and ``is_delegated`` set if the unit
+    of the entry determines them.
 
     A unit is the part of a module that one wrapper, such as DDP, keeps equal on its ranks (see
     ``tensors.units``). ``unit.is_first`` is True on the one of these ranks whose buffers are saved,
@@ -452,10 +454,12 @@ def _with_replicas(module: nn.Module, entries: Sequence[Entry]) -> Iterator[Entr
             yield entry
         elif is_buffer and unit.is_first is not None:
             yield (
-                entry if unit.is_first else replace(entry, replicas=ranks[unit], is_delegated=True)
+                entry
+                if unit.is_first
+                else replace(entry, replica_ranks=ranks[unit], is_delegated=True)
             )
         else:
-            yield replace(entry, replicas=ranks[unit])
+            yield replace(entry, replica_ranks=ranks[unit])
 
 
 class Parameters:

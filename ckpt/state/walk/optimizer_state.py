@@ -93,7 +93,7 @@ def pack(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[str, Any]:
     return {_STATE: values, _GROUPS: groups}
 
 
-def before_state_dict(path: str, optimizer: Optimizer) -> None:
+def run_state_dict_pre_hooks(path: str, optimizer: Optimizer) -> None:
     """Run the hooks that ``optimizer.state_dict()`` runs first. They may change the optimizer."""
     if hooks := optimizer_hooks(optimizer, "state_dict_pre"):
         with state_dict_errors(path, optimizer):
@@ -101,7 +101,7 @@ def before_state_dict(path: str, optimizer: Optimizer) -> None:
                 hook(optimizer)
 
 
-def after_state_dict(
+def run_state_dict_post_hooks(
     path: str, optimizer: Optimizer, state: Mapping[Any, Any]
 ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
     """Run the hooks that ``optimizer.state_dict()`` runs last.
