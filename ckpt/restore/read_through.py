@@ -135,6 +135,11 @@ class ReadThrough:
 
     A cache is named by its position in ``tiers``.
 
+    ``_cache_positions`` are the caches, nearest first, and ``_missing`` the files that
+    ``find_missing`` has remembered. ``_placed_files`` has the position of the cache and the rank of
+    each file that this or another rank has put into a cache in this restore. ``_wins`` gives each
+    work to the first rank that asks for it, and ``_await_outcome`` waits for that rank.
+
     Thread safety: only the owner's thread may use it.
 
     Args:
@@ -143,6 +148,14 @@ class ReadThrough:
         origin: Reads the chunks of the step.
         stored_step: The manifest of the step, and the position of its source.
         context: The connection, the threads and the limits of the restore.
+
+    Attributes:
+        source_by_rank: For each data file that this or another rank has put into a cache in this
+            restore, by the rank of the file: the position of the farthest source that was needed
+            for the file. Files that were removed again, because the cache was full, count too.
+        nbytes_by_source: For each source, by its position, how many of its bytes ``fill`` has put
+            into targets.
+        cached_bytes: The number of bytes of data files that this rank has put into caches.
     """
 
     def __init__(
@@ -164,18 +177,9 @@ class ReadThrough:
         ]
         self._missing: list[StoredFile] = []
         self.source_by_rank: dict[int, int] = {}
-        """For each data file that this or another rank has put into a cache in this restore, by the
-        rank of the file: the position of the farthest source that was needed for the file. Files
-        that were removed again, because the cache was full, count too.
-        """
         self._placed_files: set[tuple[int, int]] = set()
-        """The position of the cache and the rank, for each file that this or another rank has put
-        into a cache in this restore.
-        """
         self.nbytes_by_source: Counter[int] = Counter()
-        """For each source, by its position, how many of its bytes ``fill`` has put into targets."""
         self.cached_bytes = 0
-        """The number of bytes of data files that this rank has put into caches."""
 
     @cached_property
     def _owner(self) -> Owner:

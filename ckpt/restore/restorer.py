@@ -8,6 +8,12 @@
    only the memory of tensors is changed.
 
 If a rank needs a chunk that is intact on no tier, all ranks go on with the previous step.
+
+A *candidate* is a committed step that may be proposed. A *rollback* is the record on the tiers that
+the run goes on from an older step: it begins a new *branch*, and abandons the later steps. The
+*heads* are the newest step of each attempt, and the *rivals* of a step are other committed attempts
+at it. A *surplus* name of the checkpoint has no counterpart in the state. A *claim* is what a job
+knows about a root, and says what the job may remove there.
 """
 
 from __future__ import annotations
@@ -174,8 +180,13 @@ class Restorer:
             has.
 
     ``_filled_names`` are the names of the state that this restore may have overwritten so far,
-    ``_set_chosen`` tells the manager the step before the ranks restore it, and ``_last_walk`` has
-    the results of the last walk over the state. The methods get ``node_survey``, what all nodes
+    ``_is_overwritten`` is True once it may have overwritten any. ``_set_chosen`` tells the manager
+    the step before the ranks restore it, and ``_last_walk`` has the results of the last walk over
+    the state. With ``_rounds``, all ranks get the leader's next proposal, or do the same work: if
+    it fails on one rank, it fails on all. ``_selection`` says which names are restored, and how.
+    ``_listers`` are the threads that list tiers. ``_steps_in_use`` and ``_known_rollback`` are
+    ``steps_in_use`` and ``rollback`` of the context: the steps that saves still read, and the
+    rollback that this job knows of. The methods get ``node_survey``, what all nodes
     know of the steps on tiers of their own (None if there are no such tiers), and ``origin``, which
     reads the chunks of a step from the nearest tier that has them intact.
 

@@ -91,6 +91,15 @@ class SaveOutcome:
         reports: The objects that get the outcome.
         slot_bytes: The size of all slots of this rank together, in bytes.
 
+    Attributes:
+        stage_end: Set once the observers have been notified that the state is in host memory, or
+            once the copy of the state has failed. Later events wait for this, so that observers get
+            them in order.
+
+    ``_misses`` are the tiers that do not get the step, and that the observers do not know of yet.
+    ``_outcome`` is what ``SaveRecord.end_on`` has returned last: True as long as a tier is left,
+    then the error of the save or None.
+
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_outcome``,
     ``_is_slot_free`` and ``_misses``.
     """
@@ -98,15 +107,10 @@ class SaveOutcome:
     def __init__(self, pending: SaveRecord, reports: Reports, slot_bytes: int) -> None:
         self.pending = pending
         self.stage_end = Event()
-        """Set once the observers have been notified that the state is in host memory, or once the
-        copy of the state has failed. Later events wait for this, so that observers get them in
-        order.
-        """
         self._reports, self._slot_bytes = reports, slot_bytes
         self._lock = threading.Lock()
         self._misses: list[TierMissed] = []
         self._outcome: CkptError | bool | None = True
-        """What ``SaveRecord.end_on`` has returned last: True as long as a tier is left."""
         self._is_slot_free = False
 
     def on_staged(self) -> None:

@@ -70,7 +70,10 @@ class Backfill:
 
     Thread safety: ``begin`` may be called from any thread. The owner calls ``close`` once. All
     fields are set once, or are thread-safe objects, except that the backfill's thread alone changes
-    ``_owed_refs``. ``_hurry`` is set once the job closes its manager.
+    ``_owed_refs``, the steps that each farther tier wants and lacks, by the URL of the tier.
+    ``_hurry`` is set once the job closes its manager. ``_nearest`` is the writer of the nearest
+    durable tier, and ``_watcher`` the thread of the backfill. ``_tries`` counts, for each farther
+    tier, the commits until the next try to copy there.
     """
 
     def __init__(

@@ -5,7 +5,9 @@ header are compared with the image by their digests, as those of a base of the j
 states need no equal names: the frozen parameters alone must come first, in the same order.
 
 A *fragment* describes the files of one rank. A manifest of an *adopted* step names files of another
-program (its ``locations``).
+program (its ``locations``). A *base* is a step with a file that others refer to. Its ``root`` is the
+path to the root that has it, or empty for the root of the file that refers to it. A base pin keeps
+a step of the other root from being removed by the other run.
 """
 
 from __future__ import annotations
@@ -69,6 +71,9 @@ class OtherRoot:
         codec: The name of its codec; empty if it has none.
         coordinator: The ranks of the job.
         path: The path from the root of the tier to the other root.
+
+    ``_base`` is the file in the other root; None until ``base_for`` has looked for it
+    (``_has_looked``), and if there is none. ``_plans`` are the save plans that have got it.
     """
 
     def __init__(self, tier: OpenTier, codec: str, coordinator: Coordinator, path: str) -> None:
@@ -77,7 +82,7 @@ class OtherRoot:
         self._name = tier.tier.base
         self._has_looked = False
         self._base: BaseFile | None = None
-        self._plans: list[SavePlan] = []  # Those that had the base
+        self._plans: list[SavePlan] = []
 
     @classmethod
     def of(

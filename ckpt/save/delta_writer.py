@@ -105,6 +105,9 @@ class DeltaWriter:
     The base of a delta (``_base_ref``) is the step to which it is the difference. ``_bytes_ref`` is
     the step whose bytes are in memory (``_last_bytes``), or are put there while its image is
     hashed; the base was in memory before. ``_last_ref`` is the last step that was written here.
+    ``_layout`` has the chunks of ``_plan`` that have deltas. ``_compared_indices`` are the chunks
+    of the present step that were compared with the base, ``_differences`` what they differ in, and
+    ``_error`` is what has made the comparison fail.
     """
 
     def __init__(

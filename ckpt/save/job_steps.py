@@ -35,6 +35,11 @@ class EarlierSteps:
         own_job: The running job, by the name that ``StepRef.job`` gives to a job.
         patience_seconds: How long ``needed_refs`` waits for the backfill to list the steps.
 
+    ``_owed_refs`` are the steps that are owed; None until the backfill has found them.
+    ``_has_begun`` is True from the first commit of this job on, with which the backfill begins.
+    ``_listing_end`` is set once the backfill has listed the tiers, or has given that up, and
+    ``_unlisted_indices`` are the tiers whose steps it could not list.
+
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
 
@@ -46,7 +51,6 @@ class EarlierSteps:
         self._has_begun = False
         self._owed_refs: frozenset[StepRef] | None = None
         self._unlisted_indices: frozenset[int] = frozenset()
-        """The indices of the tiers whose steps the backfill could not list."""
         self._listing_end = threading.Event()
 
     def set_restored(self, ref: StepRef) -> None:
@@ -147,6 +151,9 @@ class JobSteps:
             `ckpt.elastic.planned_stop`), or that was saved as the final one. It goes to every tier.
             None if it is not known.
 
+    ``_waiting_refs`` has the steps that wait for a tier, by its URL, or that need their image
+    (``IMAGE``). ``_newest_refs`` has the newest step that this job has committed on each tier.
+
     Thread safety: all methods may be called from any thread. ``_change`` guards all changes,
     except that the training thread alone sets ``last_step``. The attributes are references and
     numbers, and are read without the lock.
@@ -162,9 +169,7 @@ class JobSteps:
         self._earlier, self._copied_refs = earlier, copied_refs
         self._change = Condition()
         self._waiting_refs: dict[str, set[StepRef]] = {}
-        """By the URL of a tier, or ``IMAGE``, the steps that wait for it."""
         self._newest_refs: dict[str, StepRef] = {}
-        """By the URL of a tier, the newest step that this job has committed there."""
         self.restored: StepRef | None = None
         self.restores = 0
         self.rollback: Rollback | None = None

@@ -52,6 +52,16 @@ class SaveLedger:
             suspicious.
         tiers: The tiers that the saves go to.
 
+    Attributes:
+        places: The URL of each tier, by a text that recognizes two URLs of one root.
+
+    A *rollback* is the record that the run goes on from an older step, and begins a new *branch* of
+    it; ``_rollback`` is the one that counts. A step may be tried again on the new branch. ``_refs``
+    has the tries at each step that were saved or are under way, on any branch, and ``_trials`` the
+    number of the next try, which is at least ``_first_trial`` on this branch. ``_entries`` has the
+    try and the owner of each save that is under way, by the ``id`` of the save. ``_warns`` is True
+    with ``on_error="warn"``.
+
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields, except
     that ``closing_error`` reads ``_suspicions`` without it.
     """
@@ -60,21 +70,16 @@ class SaveLedger:
         self, observers: Observers, config: SaveConfig, tiers: Iterable[OpenTier] = ()
     ) -> None:
         self.places = {place_of(tier.url): tier.url for tier in tiers}
-        """The URL of each tier, by a text that recognizes two URLs of one root."""
         self._observers, self._warns = observers, config.on_error == "warn"
         self._raises_suspicions = config.on_suspicious == "raise"
         self._patience_seconds = config.commit_timeout_seconds
         self._lock = threading.Lock()
         self._pending: list[SaveRecord] = []
         self._refs: dict[int, list[StepRef]] = {}
-        """By step, the tries that were saved or are under way, on any branch."""
         self._rollback: Rollback | None = None
         self._trials: dict[int, int] = {}
-        """By step, the number of the next try to save it."""
         self._first_trial = 0
-        """The lowest number of a try on the current branch."""
         self._entries: dict[int, tuple[StepRef, object]] = {}
-        """By the ``id`` of each save that is under way, its try and its owner."""
         self._skip_count = 0
         self._failed_steps: list[int] = []
         self._suspicions: list[SuspiciousState] = []

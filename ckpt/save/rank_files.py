@@ -2,7 +2,10 @@
 the fragment that describes it.
 
 An *increment* is a data file without the first chunks of its image, which the file of another step
-has: its *base*. A *delta* is a file with the difference of a part of the state to the step before.
+has: its *base*. The chunks that are then written are the *tail* of the image. Another root may
+have the base of the first file. A *delta* is a file with the difference of a part of the state to
+the step before. A nearer tier is the *source* of a request whose image is in files and not in
+memory, and its chunks have their checksums already (``hashed_chunks``).
 """
 
 from __future__ import annotations
@@ -113,7 +116,10 @@ class _WriteCounter:
 class RankFiles:
     """Writes the files of one rank on one tier.
 
-    The *frames* of a fragment are the parts that depend on the save plan alone.
+    The *frames* of a fragment are the parts that depend on the save plan alone. ``_bases`` are the
+    files that the next ones may be increments of, and ``_other_root`` finds one in the root of
+    another run; None if the tier names none. ``_file_from_memory`` is the last file that was
+    written from memory. ``_deltas`` writes the deltas of the tier; None if it gets none.
 
     Args:
         copier: Lets the agent copy the data file from a nearer tier. If that fails, this process

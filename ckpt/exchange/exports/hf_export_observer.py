@@ -73,6 +73,10 @@ class HfFolders:
     Raises:
         ConfigError: An argument is invalid.
 
+    ``_next_step`` is the step that waits for its export; None if none does. ``_last_commit`` is the
+    last step that was committed, and its tier. The thread ``_pinner`` pins steps, and the thread
+    in ``_workers`` exports them.
+
     Thread safety: any thread may report events. The owner calls ``close``.
     """
 

@@ -116,8 +116,10 @@ class Follower(Iterator[Version]):
 
     Close it with ``close`` or a ``with`` block.
 
-    It has the memory of two versions: the last one, and the one before, which is spare for the next
-    one.
+    It has the memory of two versions: that of the last one (``_last_memory``), and that of the one
+    before (``_spare_memory``), which the next one takes. ``_stores`` are the stores of the tiers,
+    nearest first, and ``_damages`` the steps that could not be read. ``_leases`` pins a step while
+    it is read. One group of threads lists the stores, and the other one reads.
 
     Args:
         roots: The tiers of the run, nearest first.

@@ -70,6 +70,15 @@ class Broadcast:
         read: Reads a part of ``plan`` into a sink. It is called from another thread, one call at a
             time.
         workers: The threads that verify received chunks and copy them to ``sink``.
+
+    Attributes:
+        read_bytes: The bytes that this rank has read from storage, where chunks may be encoded.
+        received_bytes: The raw bytes of the chunks that other ranks have sent to this rank.
+
+    ``_reads`` are the reads of the plan, by the keys of their chunks, and ``_own_keys`` the keys of
+    the chunks that this rank does not share with others. ``_process_groups`` has each group of
+    ranks that share chunks, with its process group. ``_filled_buffers`` are the parcels that this
+    rank has read and not yet sent, and ``_free_memory`` is memory that can be used again.
     """
 
     def __init__(
@@ -82,23 +91,16 @@ class Broadcast:
     ) -> None:
         self._plan, self._sink, self._read, self._workers = plan, sink, read, workers
         self._reads = by_key(plan.reads)
-        """The reads of the plan, by the keys of their chunks."""
         self._rank = dist.get_rank()
         self._created_groups: list[Any] = []  # Torch's stubs also allow an int as a group
         self._process_groups: list[tuple[Group, Any]] = []
-        """Each group of ranks that share chunks, with its process group."""
         self._own_keys: frozenset[int] = frozenset()
-        """The keys of the chunks that this rank does not share with others."""
         self._round_count = 0
         self._filled_buffers: dict[Parcel, _ParcelBuffer] = {}
-        """The parcels that this rank has read and not yet sent."""
         self._free_memory: list[memoryview] = []
-        """The memory of buffers that can be used again."""
         self._lock = threading.Lock()
         self.read_bytes = 0
-        """The bytes that this rank has read from storage, where chunks may be encoded."""
         self.received_bytes = 0
-        """The raw bytes of the chunks that other ranks have sent to this rank."""
 
     def run(self, agree: Agree) -> None:
         """Read all chunks of the plan into the sink.

@@ -86,6 +86,13 @@ def match_module(matcher: Matcher, module: nn.Module, node: Node, path: str, sou
 class _ModuleLoader:
     """Matches one module, and runs the code by which it loads its state dict.
 
+    ``_matcher`` collects the reads, the names, and the calls after the reads (``actions``). Its
+    ``remaker`` prepares functions that make saved values again. ``_code`` knows the readers of the
+    module. ``_value_makers`` returns the restored values that are no tensors of the module, by
+    their keys, and ``_restored_keys`` are the keys of all restored values. ``_size_changes`` are
+    the tensors that were saved in another shape. A module is ``_is_hookless`` if its state dict is
+    what it has without its hooks, which do not run.
+
     Attributes:
         items: The items of the module.
     """
@@ -95,14 +102,12 @@ class _ModuleLoader:
         self.items = matcher.parameters.of(module) or items_of(path, module)
         self._module = module.key_module() if isinstance(module, ModuleStandIn) else module
         self._tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        # The state dict of such a module is what it has without its hooks, which do not run.
         self._is_hookless = is_fsdp1(self._module) or (
             isinstance(module, ModuleStandIn) and not module.fills_module
         )
         self._code = load_code(self._module, without_hooks=self._is_hookless)
         self._modules = dict(self._module.named_modules(remove_duplicate=False))
         self._value_makers: dict[str, Callable[[], Any]] = {}
-        """The functions that return the restored values which are no tensors of the module."""
         self._restored_keys: set[str] = set()
         self._size_changes: dict[str, SizeChange] = {}
 

@@ -169,7 +169,11 @@ class _Target:
 class _OptimizerLoader:
     """Matches one optimizer.
 
-    Its completion runs the code by which the optimizer loads a state dict, after the restore. The
+    A target is a parameter of the optimizer, or a part of one, with its saved values. The matcher
+    collects the reads, the slots, the names, and the calls after the reads (``actions``). Its
+    ``remaker`` prepares functions that make saved values again, and its ``meta_replacements`` give
+    real tensors for those on the meta device. ``_local_state`` is the state that this rank keeps.
+    The completion runs the code by which the optimizer loads a state dict, after the restore. The
     copies of present states, the new states, and the states that a trial step has made are kept by
     the identity (``id``) of the parameter.
 

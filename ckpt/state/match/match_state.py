@@ -121,7 +121,16 @@ def match(
 
 
 class _Match:
-    """One matching of a state with a manifest. ``run`` returns the work of the restore."""
+    """One matching of a state with a manifest. ``run`` returns the work of the restore.
+
+    ``_checkpoint`` has the saved values, and ``_matcher`` collects the work: the tensors to read,
+    the names without a counterpart, and the calls to make after the reads, ``_actions``. Its
+    ``remaker`` prepares functions that make saved values again, and its ``meta_replacements`` are
+    the real tensors that take the place of those on the meta device. ``_plain_names`` are the names
+    of plain values, ``_objects`` the modules, optimizers and other objects with their paths, and
+    ``_loaded_objects`` the modules and optimizers that were matched so far. ``_is_in_object`` is
+    True inside of an object whose tensors may be replaced by tensors of other shapes.
+    """
 
     def __init__(
         self,
@@ -148,11 +157,8 @@ class _Match:
         parameters = _parameters_of(live, self._objects, last_walk)
         self._matcher = Matcher(self._checkpoint, selection, parameters)
         self._actions = self._matcher.actions
-        """The calls that the restore makes after it has read all tensors."""
         self._is_in_object = False
-        """True inside of an object whose tensors may be replaced by tensors of other shapes."""
         self._loaded_objects: list[nn.Module | Optimizer] = []
-        """The modules and optimizers that were matched so far."""
 
     def _with_import_rules(self, rules: RenameRules) -> RenameRules:
         """Return ``rules`` with those for an imported checkpoint (see ``with_prefix``)."""

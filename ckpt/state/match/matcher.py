@@ -124,6 +124,21 @@ class Matcher:
         checkpoint: The checkpoint.
         selection: The settings of the restore.
         parameters: The parameters of the state.
+
+    Attributes:
+        remaker: Prepares the functions that make saved plain values again.
+        slots: The places in optimizers that get a saved tensor.
+        meta_replacements: The real tensors that take the place of those on the meta device.
+        actions: The calls that the restore makes after the reads, in order.
+        last_actions: The calls that the restore makes after all ``actions``.
+        targets_by_memory: The memory of each target -> the name that its bytes are stored under,
+            and the target. The target is None if a module may change the value as it loads it.
+
+    ``_open_containers`` maps the source of each container that is matched value by value to its
+    names in the state, and ``_missing`` each name that the checkpoint lacks to its source.
+    ``_left_alone`` has the names that the save left out on purpose, as a set in order.
+    ``_names_by_memory`` has the name of each target in the state, and ``_excluded_memory`` that of
+    each tensor that the selection excludes, by their memory.
     """
 
     def __init__(
@@ -134,33 +149,22 @@ class Matcher:
             checkpoint.tensors, checkpoint.manifest.views, self._request_inner_read
         )
         self.slots: list[Slot] = []
-        """The places in optimizers that get a saved tensor."""
         self.meta_replacements = MetaReplacements()
-        """The real tensors that take the place of those on the meta device."""
         self.actions: list[Callable[[], None]] = []
         self.last_actions: list[Callable[[], None]] = []
-        """The calls that the restore makes after all ``actions``."""
         self._open_containers: dict[str, list[str]] = {}
-        """The source of each container that is matched value by value -> its names in the state."""
         self._matched_sources: set[str] = set()
         self._missing: dict[str, str] = {}
-        """The names that the checkpoint lacks -> their sources."""
         self._left_alone: dict[str, None] = {}
-        """The names that the save left out on purpose, as a set in order."""
         self._idle_patterns = {
             *(selection.only or ()),
             *selection.exclude,
             *selection.rename_rules.patterns,
         }
         self.targets_by_memory: dict[Hashable, tuple[str, TensorOrShards | None]] = {}
-        """The memory of each target -> the name that its bytes are stored under, and the target.
-        The target is None if a module may change the value as it loads it.
-        """
         self._missing_tensors: dict[str, torch.Tensor] = {}
         self._excluded_memory: dict[Hashable, str] = {}
-        """The memory of each tensor that the selection excludes -> its name."""
         self._names_by_memory: dict[Hashable, str] = {}
-        """The memory of each target -> its name in the state."""
         self._names: list[str] = []
         self._leaves: list[Leaf] = []
         self._targets: list[TensorOrShards] = []

@@ -27,6 +27,11 @@ class Registry:
         parts: The segments, and the tensors that belong to no segment.
         ties: The name of each tensor that is tied to an earlier one -> the name under which the
             bytes of the earlier tensor are stored.
+
+    ``_names_by_id`` maps the identity (``id``) of each tensor to the name under which its bytes are
+    stored, and ``_by_address`` the address of its memory to the tensors there. The segments in
+    ``_pending_segments`` are not yet in these two tables. Each segment has such tables of its own.
+    A segment is ``apart_from`` the earlier segments with which it is known to share no memory.
     """
 
     def __init__(self, segments: dict[str, Segment]) -> None:
@@ -37,11 +42,8 @@ class Registry:
         self.ties: dict[str, str] = {}
         self._segments: Final = segments
         self._names_by_id: dict[int, str] = {}
-        """The identity (``id``) of each tensor -> the name under which its bytes are stored."""
         self._by_address: TensorsByAddress = {}
-        self._pending_segments: list[
-            Segment
-        ] = []  # Segments that are not yet in ``_names_by_id`` and ``_by_address``
+        self._pending_segments: list[Segment] = []
 
     def add_untied(self, item: NamedTensor) -> None:
         """Register a tensor that is never tied to another one."""
