@@ -55,7 +55,9 @@ class AdoptedFiles:
     A *position* is an offset in one of the files, plus the index of the file times ``FILE_SPACE``.
     ``_places`` has the position of each chunk, ``_boxes`` those of the boxes of each tensor, and
     ``_names`` the tensor of the files that was equal to a tensor of the image, by its name.
-    ``_times`` are those of the last changes of the files at the last check.
+    ``_times`` are those of the last changes of the files at the last check, and ``_adopted_at`` is
+    the time of the adoption. ``_intact_chunks`` are the chunks that were read and compared since
+    the last change. ``_store`` reads the files, and ``_file`` stands for all of them.
 
     Thread safety: one thread at a time.
 

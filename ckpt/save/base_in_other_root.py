@@ -5,9 +5,9 @@ header are compared with the image by their digests, as those of a base of the j
 states need no equal names: the frozen parameters alone must come first, in the same order.
 
 A *fragment* describes the files of one rank. A manifest of an *adopted* step names files of another
-program (its ``locations``). A *base* is a step with a file that others refer to. Its ``root`` is the
-path to the root that has it, or empty for the root of the file that refers to it. A base pin keeps
-a step of the other root from being removed by the other run.
+program (its ``locations``). A *base* is a step with a file that others refer to. Its ``root`` is
+the path to the root that has it, or empty for the root of the file that refers to it. A base pin
+keeps a step of the other root from being removed by the other run.
 """
 
 from __future__ import annotations

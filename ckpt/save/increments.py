@@ -10,6 +10,8 @@ The header of an image names all tensors, and another run may train others. So a
 file in another root has the header of its image itself, and only what follows is compared.
 
 The step of another program is *adopted* if a manifest names its files, which then serve as a base.
+An increment of such files has an *adoption*, the places of the chunks in them. The *lead* of a file
+is the bytes at its begin that are not of its own chunks: those of its header.
 An *image* is a rank's part of the state, laid out as its file, and a *plan* of a save says where
 each tensor is in it. An image gets notes which of its bytes were hashed and written, and of the
 loss of a part (``note_loss``) if an error ends the work on it.

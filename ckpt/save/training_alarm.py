@@ -332,6 +332,11 @@ class Suspicions:
     Thread safety: the training thread may call ``trainable`` and ``scan``, any thread ``examine``,
     and one thread ``close``, after the last ``examine``. ``_lock`` guards
     ``_previous_save``, ``_kept_subjects`` and ``_last_comparison``.
+
+    The thread ``_waiter`` compares findings, and ``_last_comparison`` is its newest task.
+    ``_previous_save`` has the chunk table with which the next save is compared. ``_kept_subjects``
+    are those of the messages that this rank still keeps for the others. ``_scans`` is True if the
+    tensors are scanned for NaN and Inf.
     """
 
     def __init__(

@@ -5,8 +5,9 @@ The state is read as an import reads it, but no byte of a tensor is copied: each
 stands for places in the foreign files. Each file becomes the data file of one rank of the step.
 Only the records of the step are written, and the few parts that cannot be used where they are (see
 ``ckpt.exchange.foreign.own_part``): these are the *own part*, the data file of one more rank. The
-records are a *fragment* for each rank, which describes its
-data file and the tensors in it, and the manifest, which names the fragments.
+records are a *fragment* for each rank, which describes its data file and the tensors in it, and the
+manifest, which names the fragments. An *attempt* is one adoption of a step, and a `StepFolder` is
+the folder of an attempt in the store.
 
 A *leaf* describes a tensor of the state, a *box* a rectangular region of it, and a *span* a place
 in a foreign file. A *locator* reads the state, and notes where the elements of its tensors are. A

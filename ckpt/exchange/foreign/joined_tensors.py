@@ -137,14 +137,19 @@ class Locator:
 
     Its own tensors have addresses, shapes and strides of their own, and no values: their memory is
     reserved and never used. So they can be named, tied and grouped as any tensor.
+
+    ``_spans`` has the place of the elements that each stand-in stands for, and ``_parts`` the parts
+    of each tensor that ``make`` has made, by the addresses of these tensors. ``_maps`` finds the
+    places of tensors that are mapped from files. ``_block`` is reserved memory that no tensor has
+    yet.
     """
 
     def __init__(self) -> None:
         self._files: dict[str, MappedFile] = {}
-        self._spans: dict[int, Span] = {}  # By the address of a stand-in
-        self._parts: dict[int, list[Part]] = {}  # By the address of a tensor that ``make`` made
+        self._spans: dict[int, Span] = {}
+        self._parts: dict[int, list[Part]] = {}
         self._maps = MemoryMaps()
-        self._block = memoryview(b"")  # Reserved memory that no tensor has yet
+        self._block = memoryview(b"")
 
     def make(self, kinds: Mapping[str, Kind]) -> dict[str, torch.Tensor]:
         return {name: self._reserve_tensor(*kind) for name, kind in kinds.items()}

@@ -229,6 +229,8 @@ class _JoinedFiles:
         value: The joined content. A value that is equal on all ranks is taken once. Values that
             differ are a list with that of each rank.
         differing_paths: The paths of tensors that are such lists.
+
+    ``_tensors`` are the whole tensors, by their paths, which ``joiner`` fills with the parts.
     """
 
     def __init__(self, parts: Mapping[int, Any], joiner: Joiner) -> None:

@@ -162,7 +162,7 @@ def _names_in(folder: str) -> list[str]:
 
 
 def read_source(
-    source: str, kind: Kind, joiner: Joiner, load: Callable[[str], Any] = load
+    source: str, kind: Kind, joiner: Joiner, load_file: Callable[[str], Any] = load
 ) -> Contents:
     """Return the state in ``source``, and the names of the files that it is from.
 
@@ -173,7 +173,7 @@ def read_source(
         source: The file or folder.
         kind: The kind of ``source``.
         joiner: Makes tensors of parts.
-        load: Returns the content of a file of ``torch.save``.
+        load_file: Returns the content of a file of ``torch.save``.
 
     Raises:
         UnsupportedValue: The state contains objects that only pickle could load, or a tensor that
@@ -185,7 +185,7 @@ def read_source(
     """
     match kind:
         case "torch":
-            return _read_torch(source, load)
+            return _read_torch(source, load_file)
         case "dcp":
             return dcp_reader.read_folder(source, joiner)
         case "safetensors":
@@ -195,18 +195,18 @@ def read_source(
 # -- torch.save ------------------------------------------------------------------------------------
 
 
-def _read_torch(source: str, load: Callable[[str], Any]) -> Contents:
+def _read_torch(source: str, load_file: Callable[[str], Any]) -> Contents:
     """Read a file of ``torch.save``, or all such files of a folder. Without an index, each file has
     a value of its own, under its name.
     """
     if os.path.isfile(source):
-        return Contents(_state_of(load(source)))
+        return Contents(_state_of(load_file(source)))
     if not any(name.endswith(_TORCH_SUFFIXES) for name in os.listdir(source)):
         raise ConfigError(f"{source} holds no {', '.join(_TORCH_SUFFIXES)} file")
     weights = choose_files(source, "bin")
     files = sorted(name for name in os.listdir(source) if name.endswith(_TORCH_SUFFIXES))
     names = weights.names if weights.has_index else files
-    parts = {name: load(os.path.join(source, name)) for name in names}
+    parts = {name: load_file(os.path.join(source, name)) for name in names}
     if len(parts) == 1 or weights.has_index:  # All files together hold one state
         state = merge(source, ((name, _state_of(part)) for name, part in parts.items()))
     else:

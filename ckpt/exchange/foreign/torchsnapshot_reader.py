@@ -308,7 +308,7 @@ def _checked_numbers(items: Collection[Any]) -> tuple[int, ...]:
 
 
 def _nest(values: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """Return the values in nested dicts and lists.
+    """Return the values in nested dicts and lists. The children of the top level are under "/".
 
     Raises:
         ValueError: The paths contradict the keys of their dicts or lists.

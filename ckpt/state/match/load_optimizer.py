@@ -553,7 +553,7 @@ class _OptimizerLoader:
             return self._optimizer.new_state(
                 parameter, key, getattr(torch, record.dtype), record.shape
             )
-        is_plain_key = target.record is not None and key_text(key) in target.record.plain
+        is_plain_key = target.record is not None and key_text(key) in target.record.plain_keys
         if isinstance(parameter, DTensor) and not is_plain_key and record.shape:
             value = None if record.shape == parameter.shape else self._trial_value(target, key)
             if isinstance(value, torch.Tensor) and fits(value, record, target.part.piece):

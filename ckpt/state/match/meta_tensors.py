@@ -37,12 +37,13 @@ class MetaReplacements:
 
     A tensor has one replacement, however many names it has. The replacement of a DTensor is on the
     device type of its mesh, and any other replacement is on torch's default device.
+    ``_replacements`` has each tensor with its replacement, by the identity (``id``) of the tensor.
+    ``_requests`` are the identities of the tensors for which ``tensor_to_fill`` was called.
     """
 
     def __init__(self) -> None:
         self._replacements: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._requests: set[int] = set()
-        """The identities (``id``) of the tensors for which ``tensor_to_fill`` was called."""
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._requests

@@ -63,6 +63,10 @@ class Completion:
         path: The name of the optimizer in the state.
         optimizer: The optimizer.
         local_state: Its state on this rank.
+
+    ``_groups`` and ``_state`` are the settings and the state that the optimizer had at the call of
+    ``begin``. ``_removed_settings`` has the index of a parameter group, with the present settings
+    that were removed from it. ``_pre_hooks`` are the hooks that get the state dict first.
     """
 
     def __init__(self, path: str, optimizer: Optimizer, local_state: LocalState) -> None:
@@ -73,7 +77,6 @@ class Completion:
         self._groups: list[dict[str, Any]] = []
         self._state: dict[Any, Any] = {}
         self._removed_settings: list[tuple[int, dict[str, Any]]] = []
-        """The index of a parameter group, with the present settings that were removed from it."""
 
     def begin(self) -> None:
         """Remember the present state and settings."""

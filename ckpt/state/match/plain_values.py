@@ -33,6 +33,8 @@ class Remaker:
 
     Attributes:
         buffers: The buffers that were made for tensors, as bytes, by their names.
+
+    ``_new_tensors`` are the tensors that were made so far, by their names.
     """
 
     def __init__(

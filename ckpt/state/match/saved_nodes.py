@@ -43,14 +43,14 @@ class SavedParameter:
             full names.
         keys: The keys of the parameter's state in their order, each as the text that stands for it
             in a name. It may have keys that the parameter does not have.
-        plain: The keys whose tensors were plain on every sharded parameter, in the same form.
+        plain_keys: The keys whose tensors were plain on every sharded parameter, in the same form.
         place: The place of the parameter among those of the state.
     """
 
     settings: Node
     values: Mapping[str, Node]
     keys: Sequence[str] = ()
-    plain: Collection[str] = ()
+    plain_keys: Collection[str] = ()
     place: int = 0
 
 
@@ -61,6 +61,12 @@ class SavedState:
         manifest: The manifest.
         tensors: The tensors of the manifest, by their names.
         names: The names of the tensors, sorted.
+
+    ``_nodes`` are the nodes that were looked up so far, and ``_children`` the children of each
+    container that was. ``_per_rank_nodes`` has the content of each ``PerRank`` value that
+    ``set_per_rank_node`` was called for. ``_stored_names`` maps the names of tensors in dicts that
+    ``read_optimizer_dict`` has replaced to their stored names. ``_patterns`` are those by which the
+    save left names out.
 
     Raises:
         ManifestCorrupt, LookupError, TypeError, ValueError, AttributeError: Any method may raise
@@ -75,20 +81,13 @@ class SavedState:
         self.tensors: Mapping[str, Tensor] = manifest.tensor_map()
         self.names = sorted(self.tensors)
         self._patterns, _ = patterns_of(manifest.metadata)
-        """The patterns by which the save left names out."""
         self._tree: Node = parse(manifest.tree)
         if not isinstance(self._tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
         self._nodes: dict[str, Node] = {"": self._tree}
-        """The nodes that were looked up so far, by their names."""
         self._children: dict[str, Mapping[str, Node]] = {}
-        """The children of each container that was looked up so far."""
         self._per_rank_nodes: dict[str, Node] = {}
-        """The content of each ``PerRank`` value that ``set_per_rank_node`` was called for."""
         self._stored_names: dict[str, str] = {}
-        """The names of tensors in dicts that ``read_optimizer_dict`` has replaced -> stored
-        names.
-        """
         self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
         equal = self.metadata.get(EQUAL)
         self._equal_names: Mapping[str, Node] = equal if isinstance(equal, dict) else {}

@@ -37,6 +37,11 @@ class TensorSink:
     the sink is built. So work that the caller later queues on this stream runs after the writes.
     When the sink is built, it first waits for all work that is queued on the device, on any stream.
 
+    ``_local_tensors`` has the memory of each box of each target. ``_conversion_flags`` says for
+    each target whether its chunks are converted, and ``_overflow_indices`` are the targets that got
+    a value beyond the range of their dtype. ``_direct_memories`` has the result of
+    ``_direct_memory`` for each (leaf, piece) for which it was called.
+
     Thread safety:
         Build it on the training thread. Any thread may then call its methods, since chunks do not
         overlap.
@@ -60,8 +65,7 @@ class TensorSink:
                 leaves, targets, self._conversion_flags, strict=True
             )
         ]
-        self._overflow_indices: set[int] = set()  # Indices of targets
-        # The result of ``_direct_memory`` for each (leaf, piece) for which it was called
+        self._overflow_indices: set[int] = set()
         self._direct_memories: dict[tuple[int, int], memoryview | None] = {}
         all_devices = {memory.device for memories in self._local_tensors for memory in memories}
         devices = [device for device in all_devices if device.type != "cpu"]

@@ -160,7 +160,7 @@ class WrapperParts:
 
         Args:
             ranks: The ranks that are known to hold the same wrapper tensor, or for a DTensor the
-                ``ranks`` of ``replicas_of``.
+                ``unit_ranks`` of ``layout.replicas_of``.
 
         Raises:
             UnsupportedValue: The tensor is a DTensor, and it is not possible to tell which parts of

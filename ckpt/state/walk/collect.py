@@ -173,7 +173,7 @@ def collect(
             could save. The error names its path, and gives advice if there is any.
     """
     view = state if isinstance(state, StateView) else StateView.of(state)
-    state, live, plain_entries = view.state, view.live, view.plain
+    state, live, plain_entries = view.state, view.live, view.plain_entries
     if not isinstance(state, Mapping):
         raise UnsupportedValue(
             "state",

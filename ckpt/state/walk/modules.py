@@ -471,11 +471,13 @@ class Parameters:
         items: The items of each module of the state.
         loose: The identity (``id``) of each parameter that no module holds, and that is in a dict,
             list or tuple of the state -> its path.
+
+    ``_items_by_module_id`` has the items of each module, by its identity.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
-        self._items = {id(module): items for module, items in modules}
-        self.items = tuple(self._items.values())
+        self._items_by_module_id = {id(module): items for module, items in modules}
+        self.items = tuple(self._items_by_module_id.values())
         self.loose: dict[int, str] = {}
 
     def add_loose(
@@ -503,13 +505,13 @@ class Parameters:
 
     def in_module(self, parameter: TensorOrShards) -> bool:
         """Return True if a module of the state holds the parameter."""
-        return any(id(parameter) in items.parts for items in self._items.values())
+        return any(id(parameter) in items.parts for items in self._items_by_module_id.values())
 
     def of(self, module: nn.Module) -> ModuleItems | None:
         """Return the items of ``module``, or None if it is inside of an object of the state, and
         not in the dicts, lists and tuples of the state.
         """
-        return self._items.get(id(module))
+        return self._items_by_module_id.get(id(module))
 
     def parts_of(self, parameter: TensorOrShards, group: int, position: int) -> tuple[Part, ...]:
         """Return the parts of a parameter, which is number ``position`` of the optimizer's
@@ -518,7 +520,7 @@ class Parameters:
         A flat parameter of FSDP1 may have several parts. A parameter that is not in the state has
         one part, whose name is made of ``group`` and ``position`` (see ``positional_name``).
         """
-        for items in self._items.values():
+        for items in self._items_by_module_id.values():
             if parts := items.parts.get(id(parameter)):
                 return parts
         return (Part(self.loose.get(id(parameter)) or positional_name(group, position)),)
@@ -527,7 +529,7 @@ class Parameters:
         """Return the ranks that are known to have a parameter with the name of ``parameter``. The
         result is empty if no module of the state holds ``parameter``.
         """
-        for items in self._items.values():
+        for items in self._items_by_module_id.values():
             if id(parameter) in items.holders:
                 return items.holders[id(parameter)]
         return ()

@@ -77,6 +77,10 @@ class Origin:
             this rank can tell. If the job has saved nothing yet, and has restored several states
             that share no memory, it is not known which of them is the state of the job.
 
+    ``_last_mark`` is the mark of the state of the last save; None if there was none. ``_restores``
+    are the restored steps since then, each with the mark of the state that it filled.
+    ``_restored_ref`` is the step that the job continues from, by these restores.
+
     Thread safety: only the training thread uses it. All ranks make the same calls.
     """
 
@@ -84,11 +88,8 @@ class Origin:
         self._coordinator = coordinator
         self.is_certain = False
         self._last_mark: StateMark | None = None
-        """The mark of the state of the last save."""
         self._restores: list[tuple[StepRef, StateMark]] = []
-        """The restored steps since then, each with the mark of the state that it filled."""
         self._restored_ref: StepRef | None = None
-        """The step that the job continues from, by the restores since its last save."""
         self._decision_count = 0
 
     def restore(self, ref: StepRef, state: object, *, is_part: bool, is_first: bool) -> bool:

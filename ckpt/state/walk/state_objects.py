@@ -104,13 +104,13 @@ class StateView:
 
     Attributes:
         state: The state.
-        plain: The nodes of those lists, tuples and mappings of ``state`` that are plain, by their
-            names.
+        plain_entries: The nodes of those lists, tuples and mappings of ``state`` that are plain, by
+            their names.
         live: The entries of ``state`` in which a walk may find something (see ``without_plain``).
     """
 
     state: Mapping[str, Any]
-    plain: Mapping[str, PlainNode]
+    plain_entries: Mapping[str, PlainNode]
     live: Any
 
     @classmethod

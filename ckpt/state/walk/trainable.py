@@ -35,7 +35,11 @@ def trainable(model: nn.Module) -> nn.Module:
 
 
 class _Trainable(ModuleStandIn):
-    """Stands for the trained part of a model in a state. See ``trainable``."""
+    """Stands for the trained part of a model in a state. See ``trainable``.
+
+    ``_last_items`` has the items of the model at the last call, which of them are trained, and the
+    result. ``_last_walk`` finds the items of the model.
+    """
 
     fills_module = True
 
@@ -55,7 +59,6 @@ class _Trainable(ModuleStandIn):
             (),
             None,
         )
-        """The items of the model at the last call, which of them are trained, and the result."""
 
     def refresh(self) -> None:
         """Do nothing, since ``items`` reads the model on every call."""
