@@ -177,7 +177,9 @@ class RingWindow(Window):
 
     Pieces that hold nothing but the header take no frame, since the save plan keeps the header in
     memory. So a header of any length passes. These pieces are the first ``resident_bytes`` of the
-    image, and ``_first_piece`` is the piece after them. ``_passed_pieces`` were given back.
+    image, and ``_first_piece`` is the piece after them. ``_frames`` has the frame of each piece
+    that has one, and the frames of ``_passed_pieces`` were given back. ``_uses`` are the bytes that
+    were written, and those that were hashed.
 
     ``_frames`` has the frame of each piece that has one now. The copy has had one for each piece
     before ``_next_piece``, and ``reserve`` has taken ``_reserved_frames`` ahead of it.
@@ -317,7 +319,7 @@ class RingWindow(Window):
             self._ring.grow()  # Without the lock, since it takes milliseconds
 
     def _has_frame(self) -> bool:
-        """Return True if a frame can be taken or made, or if the image has ended."""
+        """Return True if a frame can be taken or made, or if the image was given up."""
         may_grow = self._ring.spill.may_grow(hurries=self.hurries)
         return self._is_given_up or self._ring.has_free or may_grow
 
