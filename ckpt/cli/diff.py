@@ -306,6 +306,7 @@ def _as_json(
     movements: dict[str, Movement],
     plain: dict[str, tuple[str | None, str | None]],
 ) -> dict[str, object]:
+    """Return the differences for the JSON output. The arguments are those of ``_show``."""
     return {
         "a": _place(reader_a),
         "b": _place(reader_b),

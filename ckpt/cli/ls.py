@@ -489,6 +489,7 @@ def _cell(tier: _Tier, row: _Row) -> str:
 
 
 def _row_as_json(tiers: Sequence[_Tier], row: _Row, table: _Table) -> dict[str, object]:
+    """Return an attempt for the JSON output, with its state on each tier that has a part of it."""
     return {
         "step": row.ref.step,
         "attempt": row.ref.attempt,

@@ -2,7 +2,7 @@
 
 A *verdict* on a step has the reasons why it stays; without a reason, the step is removed. A *guard*
 names further steps that must stay. The pruning of a tier may not remove what a *farther* tier of
-the same job still has to copy from there.
+the same job still has to copy from there. The *owner* of a root is the job that may write to it.
 """
 
 from __future__ import annotations

@@ -205,6 +205,14 @@ def _tier_bytes(objects: Sequence[ObjectInfo]) -> int:
 
 
 def _as_json(manifest: Manifest, objects: Sequence[ObjectInfo], place: str) -> dict[str, object]:
+    """Return the contents of a step for the JSON output.
+
+    Args:
+        manifest: The manifest. A shard of a tensor is in the file of a rank: ``offset`` is its
+            position there, and ``offsets`` is its position in the tensor.
+        objects: The files in the folder of the step.
+        place: The URL of this folder.
+    """
     return {
         "step": manifest.step,
         "attempt": manifest.attempt,

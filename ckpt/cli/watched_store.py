@@ -137,7 +137,7 @@ class WatchedStore:
 
     An answer is due since ``_due_since``; None if no request is under way. ``_failure`` is the
     error of the last request. If the store did not answer within ``--timeout``, it is given up: all
-    later requests raise ``_timeout_error``.
+    later requests raise ``_timeout_error``. ``_warned_at`` is the time of the last warning.
 
     Thread safety: the threads that may use the other backend may use this object too. ``_lock``
     guards all attributes that change.

@@ -138,7 +138,8 @@ class ReadThrough:
     ``_cache_positions`` are the caches, nearest first, and ``_missing`` the files that
     ``find_missing`` has remembered. ``_placed_files`` has the position of the cache and the rank of
     each file that this or another rank has put into a cache in this restore. ``_wins`` gives each
-    work to the first rank that asks for it, and ``_await_outcome`` waits for that rank.
+    work to the first rank that asks for it, and ``_await_outcome`` waits for that rank, at most
+    until ``_deadline``.
 
     Thread safety: only the owner's thread may use it.
 
@@ -168,7 +169,7 @@ class ReadThrough:
         self._tiers, self.origin, self._stored_step = tiers, origin, stored_step
         self._context, self._coordinator = context, context.coordinator
         self._deadline = time.monotonic() + context.patience
-        self._files = stored_step.manifest.stored_files()
+        self._files_by_rank = stored_step.manifest.stored_files()
         # The files of an adopted step, which other programs wrote, stay where they are. A cache has
         # no older steps that increments could refer to.
         has_copies = not (stored_step.manifest.locations or stored_step.manifest.increments)
@@ -197,14 +198,14 @@ class ReadThrough:
         nbytes_by_rank: Counter[int] = Counter()
         for read in plan.reads:
             nbytes_by_rank[read.rank] += read.nbytes
-        files = [
+        wanted_files = [
             file
-            for rank, file in sorted(self._files.items())
+            for rank, file in sorted(self._files_by_rank.items())
             if self._wants_enough(file, nbytes_by_rank[rank])
         ]
         self._missing = [
             file
-            for file in files
+            for file in wanted_files
             if all(self.origin.fault(position, file) for position in near_positions)
         ]
 
@@ -265,7 +266,7 @@ class ReadThrough:
         peer_files: list[StoredFile] = []
         refused_files: list[StoredFile] = []
         # Each rank begins with another file, so that the ranks seldom ask for the same one.
-        file_count = max(1, len(self._files))
+        file_count = max(1, len(self._files_by_rank))
         for file in sorted(
             files, key=lambda file: (file.rank - self._coordinator.rank) % file_count
         ):
@@ -430,7 +431,9 @@ class ReadThrough:
         """
         for position in self._cache_positions:
             damaged_files = [
-                file for file in self._files.values() if self.origin.is_damaged(position, file.key)
+                file
+                for file in self._files_by_rank.values()
+                if self.origin.is_damaged(position, file.key)
             ]
             if (
                 not damaged_files
@@ -470,7 +473,7 @@ class ReadThrough:
         """
         parts: list[StoredFile | FragmentRef] = [
             *self._stored_step.manifest.fragments,
-            *self._files.values(),
+            *self._files_by_rank.values(),
         ]
         cache = self._tiers[position]
         if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
@@ -478,7 +481,9 @@ class ReadThrough:
         if not self._wins(self._subject(position, "list")):
             return
         unverified_files = [
-            file for file in self._files.values() if (position, file.rank) not in self._placed_files
+            file
+            for file in self._files_by_rank.values()
+            if (position, file.rank) not in self._placed_files
         ]
         if cache.nodes:
             unverified_files = [

@@ -179,16 +179,20 @@ class Restorer:
         outdated_tiers: On the leader, the shared tiers that lack ``rollback``, which another tier
             has.
 
-    ``_filled_names`` are the names of the state that this restore may have overwritten so far,
-    ``_is_overwritten`` is True once it may have overwritten any. ``_set_chosen`` tells the manager
-    the step before the ranks restore it, and ``_last_walk`` has the results of the last walk over
-    the state. With ``_rounds``, all ranks get the leader's next proposal, or do the same work: if
-    it fails on one rank, it fails on all. ``_selection`` says which names are restored, and how.
-    ``_listers`` are the threads that list tiers. ``_steps_in_use`` and ``_known_rollback`` are
-    ``steps_in_use`` and ``rollback`` of the context: the steps that saves still read, and the
-    rollback that this job knows of. The methods get ``node_survey``, what all nodes
-    know of the steps on tiers of their own (None if there are no such tiers), and ``origin``, which
-    reads the chunks of a step from the nearest tier that has them intact.
+    ``_filled_names`` are the names of the state that this restore may have overwritten so far, and
+    ``_is_overwritten`` is True once it may have overwritten any. ``_selection`` says which names
+    are restored, and how. ``_last_walk`` has the results of the last walk over the state.
+    ``_is_broadcast`` is True if one rank reads what several ranks want.
+
+    With ``_rounds``, all ranks get the leader's next proposal, or do the same work: if it fails on
+    one rank, it fails on all. ``_listers`` are the threads that list tiers. ``_set_chosen`` tells
+    the manager the step before the ranks restore it, ``_claim_of`` returns the claim of the running
+    job on a root, ``_steps_in_use`` the steps that saves still read, and ``_known_rollback`` is the
+    rollback that this job knows of (see `RestoreContext`).
+
+    The methods get ``node_survey``, what all nodes know of the steps on tiers of their own (None if
+    there are no such tiers), and ``origin``, which reads the chunks of a step from the nearest tier
+    that has them intact.
 
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
@@ -343,7 +347,9 @@ class Restorer:
         """Yield the steps to try, newest first. Only the leader calls this.
 
         If steps were passed over after the last of these, a proposal without a folder follows. It
-        carries the reasons to all ranks.
+        carries the reasons to all ranks. A candidate names stores by their positions in the list.
+        While the stores are listed, commits of ended jobs that lack only the manifest are finished.
+        The mode of a metric says whether its lowest or its highest value is the best.
         """
         stores = node_survey.stores() if node_survey else [tier.backend for tier in self._tiers]
         # A save under way may have nothing on any tier at the time of the listing.
@@ -352,8 +358,8 @@ class Restorer:
         finisher = Finisher(self._workers)  # Finishes the commits of jobs that have ended
         finish = node_survey.on_shared_tiers(finisher.finish) if node_survey else finisher.finish
         node_rollback = node_survey.rollback() if node_survey else None
-        tiers, urls = zip(*((tier.tier, tier.url) for tier in self._tiers), strict=True)
-        metric_modes = partial(modes_of_run, tiers, urls)  # Whether a metric is best if low or high
+        tier_settings, urls = zip(*((tier.tier, tier.url) for tier in self._tiers), strict=True)
+        metric_modes = partial(modes_of_run, tier_settings, urls)
         number = step_on(stores, step, metric_modes) if isinstance(step, NamedStep) else step
         rollback = last_rollback([node_rollback, self._known_rollback])
         for candidate in candidates(
@@ -417,6 +423,9 @@ class Restorer:
         self, state: MutableMapping[str, Any], proposal: _Proposal, node_survey: NodeSurvey | None
     ) -> tuple[StateMatch, RestoreReport]:
         """Match the proposed step with the state on all ranks, and then read it on all ranks.
+
+        The sources are the stores that this rank may read from, those of other nodes among them,
+        and the fit has what it reads: the manifest, the matched state, the plan and the cache.
 
         Returns:
             The matched state, whose plain values and objects are still to be set, and the report

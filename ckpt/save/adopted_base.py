@@ -172,8 +172,8 @@ class AdoptedFiles:
         if tensor.name in self._names:
             return [self._names[tensor.name]]
         parts = _parts_of(tensor.name)
-        names = self._boxes.get((tensor.dtype, tensor.shape), {})
-        return nlargest(_MOST_NAMES, names, lambda name: (parts & _parts_of(name)).total())
+        boxes_by_name = self._boxes.get((tensor.dtype, tensor.shape), {})
+        return nlargest(_MOST_NAMES, boxes_by_name, lambda name: (parts & _parts_of(name)).total())
 
     def _read(self, chunk: Chunk, position: int) -> memoryview:
         memory = aligned_memory(chunk.nbytes)

@@ -71,9 +71,11 @@ class Backfill:
     Thread safety: ``begin`` may be called from any thread. The owner calls ``close`` once. All
     fields are set once, or are thread-safe objects, except that the backfill's thread alone changes
     ``_owed_refs``, the steps that each farther tier wants and lacks, by the URL of the tier.
-    ``_hurry`` is set once the job closes its manager. ``_nearest`` is the writer of the nearest
-    durable tier, and ``_watcher`` the thread of the backfill. ``_tries`` counts, for each farther
-    tier, the commits until the next try to copy there.
+    ``_hurry`` is set once the job closes its manager.
+
+    ``_nearest`` is the writer of the nearest durable tier, ``_farther_writers`` are those of the
+    others, nearest first, and ``_watcher`` is the thread of the backfill. ``_tries`` counts, for
+    each farther tier, the commits until the next try to copy there.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Backfill:
             writers[1:],
             earlier_steps,
         )
-        self._steps, self._config, self._backlog = steps, config, config.backlog
+        self._job_steps, self._config, self._backlog = steps, config, config.backlog
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds
         self._retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
@@ -123,7 +125,7 @@ class Backfill:
         after the usual number of tries, and no longer repeats it for ``commit_timeout_seconds``.
         """
         self._hurry.set()
-        self._steps.wake()
+        self._job_steps.wake()
         self._watcher.close()
 
     def _run(self, restored_ref: StepRef) -> None:
@@ -208,7 +210,7 @@ class Backfill:
                     "ckpt: steps of earlier jobs on %s are not known: %s", store.url, error
                 )
                 self._earlier_steps.set_unlisted(nearer_writer.tier)
-        branch = [step for step in steps if not self._steps.has_abandoned(step.ref)]
+        branch = [step for step in steps if not self._job_steps.has_abandoned(step.ref)]
         return history(branch, restored_ref)
 
     def _missing_steps(self, writer: TierWriter, lineage: Sequence[StoredStep]) -> list[StoredStep]:
@@ -245,7 +247,7 @@ class Backfill:
         owed_farther = frozenset[StepRef]().union(*(self._owed_refs[url] for url in farther_urls))
         # The steps that must stay on the target when the copy makes room there
         guard = FixedGuard(owed_farther, durable_stores)
-        rollback = self._steps.rollback
+        rollback = self._job_steps.rollback
         return StepCopier(writer.tier, writer.claim, durable_stores, guard, self._retry, rollback)
 
     def _copy_steps(self, writer: TierWriter, steps: Sequence[StoredStep]) -> None:
@@ -266,8 +268,8 @@ class Backfill:
             return
         owed_steps = {step.ref: step for step in steps}
         for index, step in enumerate(steps):
-            self._steps.wait_idle(url, self._hurry)
-            if self._hurry.is_set() and self._steps.last_step is not None:
+            self._job_steps.wait_idle(url, self._hurry)
+            if self._hurry.is_set() and self._job_steps.last_step is not None:
                 _log.warning(
                     "ckpt: steps %s of earlier jobs are not copied to %s: a planned stop ends "
                     "this job",

@@ -143,11 +143,14 @@ class Tail:
             chunks: The chunks of the file, with the header.
             own_encoding: Their encoding; None if they are not encoded.
         """
-        base, encoding, image_header = self.base.file, None, self.image_header
+        base_file, encoding, image_header = self.base.file, None, self.image_header
         # The bytes in the file before its own chunks
         lead, header_count = len(self.header), 1 if self.header else 0
-        if own_encoding is not None and base.encoding is not None:
-            own_lengths, base_lengths = own_encoding.lengths, base.encoding.lengths[: self.count]
+        if own_encoding is not None and base_file.encoding is not None:
+            own_lengths, base_lengths = (
+                own_encoding.lengths,
+                base_file.encoding.lengths[: self.count],
+            )
             lead = own_lengths[0] if image_header else 0
             if image_header:
                 base_lengths = (lead, *base_lengths[1:])
@@ -156,7 +159,7 @@ class Tail:
         own_chunks = chunks[header_count:]
         size = own_encoding.size if own_encoding else sum(chunk.nbytes for chunk in chunks)
         files = self.base.adopted_files
-        adoption = files.places(base.chunks[1 : self.count]) if files else None
+        adoption = files.places(base_file.chunks[1 : self.count]) if files else None
         increment = Increment(
             rank=rank,
             base=BaseRef(self.base.root, self.base.ref).name,
@@ -168,7 +171,7 @@ class Tail:
             base_lead=self.base.lead if image_header and not adoption else 0,
             adoption=adoption,
         )
-        base_chunks = base.chunks[: self.count]
+        base_chunks = base_file.chunks[: self.count]
         if image_header:
             base_chunks = (Chunk(len(image_header), checksum(image_header)), *base_chunks[1:])
         return WrittenFile((*base_chunks, *own_chunks), encoding, increment)

@@ -266,13 +266,13 @@ class JobSteps:
         Raises:
             StorageError: ``tier``, on which steps of earlier jobs must be listed, does not answer.
         """
-        earlier = (
+        earlier_refs = (
             self._earlier.needed_refs(tier) if self._earlier is not None else frozenset[StepRef]()
         )
         copied_refs = (
             self._copied_refs(tier) if self._copied_refs is not None else frozenset[StepRef]()
         )
-        return self.awaited_refs() | earlier | copied_refs
+        return self.awaited_refs() | earlier_refs | copied_refs
 
     def is_nearest(self, tier: OpenTier) -> bool:
         """Return True if ``tier`` is the nearest durable one."""

@@ -120,6 +120,8 @@ class RankFiles:
     files that the next ones may be increments of, and ``_other_root`` finds one in the root of
     another run; None if the tier names none. ``_file_from_memory`` is the last file that was
     written from memory. ``_deltas`` writes the deltas of the tier; None if it gets none.
+    ``_in_manifest`` is True if the manifest holds the fragments too. After the agent has failed
+    (``_has_agent_failed``), its next failure is only logged at debug level.
 
     Args:
         copier: Lets the agent copy the data file from a nearer tier. If that fails, this process

@@ -20,6 +20,10 @@ _log = logging.getLogger("ckpt")
 class Reserver:
     """Reserves slots for a state, and lays the plan of the state over them.
 
+    A preparation is the save plan of a state, with the leaves, which describe its tensors, and the
+    devices of the tensors. To *warm* slots is to look the places of the tensors in them up ahead of
+    time. The image may grow when the optimizers make their first step.
+
     Args:
         saver: The owner of the slots.
         plans: Gets the plan, which the first save then uses.

@@ -74,7 +74,9 @@ class Saver:
     committed on nearer tiers only; it is None on a rank that makes no such copies. ``_replicas``
     are the copies of files of other nodes that this node keeps; None if no tier asks for them.
     ``_slot_steps`` records which slots hold steps of the tiers in memory, and ``steps`` the states
-    of all steps of the job.
+    of all steps of the job. ``_durable`` and ``_in_memory`` are the writers of the tiers of either
+    kind, nearest first, and ``_queues`` has the queue of each farther tier by its URL.
+    ``suspicions`` looks in each save for signs that training is dead.
 
     Args:
         tiers: All tiers, nearest first.

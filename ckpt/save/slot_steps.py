@@ -110,7 +110,9 @@ class SlotSteps:
         """Return the steps that ``tier`` keeps, by the paths of their slots."""
         with self._lock:
             kept_steps = {
-                path: steps[tier.url] for path, steps in self._steps.items() if tier.url in steps
+                path: steps_by_url[tier.url]
+                for path, steps_by_url in self._steps.items()
+                if tier.url in steps_by_url
             }
         return {path: ref for path, (_, ref) in kept_steps.items()}
 

@@ -3,7 +3,8 @@
 A *fragment* describes what one rank has made durable. With its *vote* a rank tells the leader that
 its part is durable, or has failed. The *verdict* is the outcome, which is the same on all ranks.
 The quota of a tier with a capacity makes room before a step is written. The pruner removes the
-steps that retention does not keep.
+steps that retention does not keep. An *increment* is a data file without the chunks of frozen
+tensors that the file of an older step, its *base*, has.
 A rank that fails votes too, so that no other rank waits for it. The files of a failed step are
 removed only if the step was aborted for good, and the tier has no manifest of the step.
 
@@ -152,6 +153,12 @@ class TierWriter:
     tier. ``_foreign_refs`` are the attempts of other jobs that the tier had when this job took the
     root, None before that. ``_unclean_refs`` are failed saves whose files could not be removed yet.
     ``_departure`` is set once the agent may work on the steps.
+
+    ``_files`` writes the files of this rank. ``_when_full`` calls a write again after it has freed
+    space in a store that is full. ``_retry`` repeats a request in a way that suits the save under
+    way: as ``_patient_retry``, as long as ranks wait for each other, if a nearer tier has the step.
+    ``_leases`` keep the base of increments from being removed. ``_readers`` are the threads with
+    which the leader reads fragments.
     """
 
     def __init__(
@@ -174,7 +181,6 @@ class TierWriter:
         )
         self._node_coordinator = on_node(coordinator, tier.nodes)
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
-        # The leader reads fragments with these threads.
         reader_count = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", reader_count, nice=config.nice, cpus=config.cpus)
         self._takeover_post = TakeoverPost(self._node_coordinator, tier.index)

@@ -1,7 +1,9 @@
 """Folders of Hugging Face beside the checkpoints of a running job.
 
 A *ref* names a step and the attempt at it. A *pin* (or lease) on a step keeps it from being removed
-while it waits for its export.
+while it waits for its export. Of `HfFolders`, ``_next_step`` is the step that waits; None if none
+does. ``_last_commit`` is the last step that was committed, and its tier. The thread ``_pinner``
+pins steps, and the thread in ``_workers`` exports them.
 """
 
 from __future__ import annotations
@@ -72,10 +74,6 @@ class HfFolders:
 
     Raises:
         ConfigError: An argument is invalid.
-
-    ``_next_step`` is the step that waits for its export; None if none does. ``_last_commit`` is the
-    last step that was committed, and its tier. The thread ``_pinner`` pins steps, and the thread
-    in ``_workers`` exports them.
 
     Thread safety: any thread may report events. The owner calls ``close``.
     """

@@ -308,7 +308,7 @@ class _SpanBuilder(_ValueBuilder):
         self, whole: memoryview, entries: Mapping[str, zipfile.ZipInfo], path: str, start: int
     ) -> None:
         super().__init__(whole, entries)
-        self._path, self._start = path, start
+        self._path, self._archive_start = path, start
 
     def _tensor(
         self, view: tuple[Any, ...], dtype_name: str | None, bits: Mapping[str, bool] | None = None
@@ -332,7 +332,7 @@ class _SpanBuilder(_ValueBuilder):
             step if n > 1 else dense
             for n, step, dense in zip(shape, strides, dense_strides(shape), strict=True)
         )
-        offset = self._start + position + start * dtype.itemsize
+        offset = self._archive_start + position + start * dtype.itemsize
         return Span(self._path, offset, str(dtype).removeprefix("torch."), shape, strides)
 
 

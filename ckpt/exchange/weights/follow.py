@@ -5,6 +5,12 @@ attempt at it. After a *rollback*, the run goes on from an older step, on a new 
 ``ChunkRead``) says which chunk of a tensor is read, and where. A *delta* has the differences of the
 chunks of a step from those of an earlier step, and a chain of deltas leads from one step to
 another. A *leaf* describes a tensor.
+
+Of a `Follower`, ``_last_version`` is the last version that was returned, of the step ``_last_ref``
+and in ``_last_memory``. The next one takes ``_spare_memory``, that of the version before.
+``_stores`` are the stores of the tiers, nearest first, and ``_damages`` the steps that could not be
+read. ``_leases`` pins a step while it is read. The threads ``_list_workers`` list the stores, and
+``_read_workers`` read.
 """
 
 from __future__ import annotations
@@ -116,10 +122,8 @@ class Follower(Iterator[Version]):
 
     Close it with ``close`` or a ``with`` block.
 
-    It has the memory of two versions: that of the last one (``_last_memory``), and that of the one
-    before (``_spare_memory``), which the next one takes. ``_stores`` are the stores of the tiers,
-    nearest first, and ``_damages`` the steps that could not be read. ``_leases`` pins a step while
-    it is read. One group of threads lists the stores, and the other one reads.
+    It has the memory of two versions: the last one, and the one before, which is spare for the next
+    one.
 
     Args:
         roots: The tiers of the run, nearest first.

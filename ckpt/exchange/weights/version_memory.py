@@ -40,6 +40,8 @@ class VersionMemory:
         sink: Puts chunks that were read into the tensors.
         values: The tensors by the names under which they are stored.
 
+    ``_checksums`` has the checksum of each chunk, by the tensor and the box that it fills.
+
     Thread safety: any thread may call ``take_chunk``, for different chunks.
     """
 

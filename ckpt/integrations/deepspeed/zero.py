@@ -42,7 +42,7 @@ from ckpt.integrations.deepspeed.zero_layout import Partition, Piece, partitions
 from ckpt.state.tensors.local_shards import LocalShards, TensorOrShards
 from ckpt.state.tensors.sharded import ranks_of
 from ckpt.state.walk.module_entries import Entry, ModuleItems, Part
-from ckpt.state.walk.modules import entries
+from ckpt.state.walk.modules import entries_of
 from ckpt.state.walk.stand_in import ModuleStandIn, OptimizerStandIn
 
 _ZERO_CLASSES: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
@@ -153,7 +153,7 @@ class ZeroModel(ModuleStandIn):
                 entry,
                 value=views_by_parameter.get(id(entry.value)) or self._value_without_master(entry),
             )
-            for entry in entries(path, module)
+            for entry in entries_of(path, module)
         )
         ids = tuple(id(entry.value) for entry in master_entries)
         if self._last_items is None or self._last_items[:2] != (ids, path):

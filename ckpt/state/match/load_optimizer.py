@@ -338,9 +338,9 @@ class _OptimizerLoader:
         state = self._local_state.by_parameter
         order = sorted(state, key=lambda parameter: places.get(id(parameter), len(places)))
         if any(map(is_not, order, state)):
-            new_state = {parameter: state[parameter] for parameter in order}
+            ordered_state = {parameter: state[parameter] for parameter in order}
             state.clear()
-            state.update(new_state)
+            state.update(ordered_state)
 
     def _match_group(self, group: dict[str, Any], values: list[Node]) -> None:
         """Match the settings of a parameter group. ``values`` are the saved settings of each of its

@@ -267,8 +267,8 @@ class StateTree:
         order = KeyOrder.from_node(node)
         for index, group in enumerate(node["groups"]):
             ids: list[Any] = []
-            names = [self._parameter_name(parameter) for parameter in group["params"]]
-            for parameter, name, number in zip(group["params"], names, numbers, strict=False):
+            short_names = [self._parameter_name(parameter) for parameter in group["params"]]
+            for parameter, name, number in zip(group["params"], short_names, numbers, strict=False):
                 ids.append(name if self._by_name else number)
                 prefix = f"{path}/{parameter}"
                 entries: dict[str | int, Any] = {
@@ -288,7 +288,7 @@ class StateTree:
                     state[ids[-1]] = entry
                     id_by_parameter[parameter] = ids[-1]
             values = self._convert(group["values"], f"{path}/param_groups/{index}")
-            name_list = {"param_names": names} if self._adds_names else {}
+            name_list = {"param_names": short_names} if self._adds_names else {}
             if values is not _ABSENT:
                 groups.append({**values, "params": ids, **name_list})
         state = {

@@ -153,10 +153,10 @@ class SavedState:
             return
         self._nodes[path] = optimizer.node
         self._stored_names |= optimizer.tensors
-        tensors = {
+        optimizer_tensors = {
             name: self.tensors[stored_name] for name, stored_name in optimizer.tensors.items()
         }
-        self.tensors = {**self.tensors, **tensors}
+        self.tensors = {**self.tensors, **optimizer_tensors}
         self.names = sorted(self.tensors)
 
     def stored_as(self, name: str) -> str:

@@ -67,7 +67,9 @@ class TensorSink:
         ]
         self._overflow_indices: set[int] = set()
         self._direct_memories: dict[tuple[int, int], memoryview | None] = {}
-        all_devices = {memory.device for memories in self._local_tensors for memory in memories}
+        all_devices = {
+            memory.device for box_memories in self._local_tensors for memory in box_memories
+        }
         devices = [device for device in all_devices if device.type != "cpu"]
         if devices:
             refuse_capture(devices, "restore")

@@ -248,7 +248,11 @@ class _Walk:
     ``_parameters`` finds the items of modules and the ranks of parameters, and
     ``_optimizers.members`` are the optimizers of the state. ``_choice`` says which names are saved.
     ``_registry`` collects the tensors, and ties those with the same memory. ``_last_walk`` has the
-    results of the last walk, which this walk uses again where nothing has changed.
+    results of the last walk, which this walk uses again where nothing has changed. ``_is_remade``
+    is True inside of an object to which a restore may give new tensors, and ``_is_in_per_rank``
+    inside of a ``PerRank`` value, whose tensors no other rank has. ``_late_parameters`` are the
+    identities (``id``) of the parameters that may be copied late, and ``_modules`` the modules of
+    the walk so far.
     """
 
     def __init__(
@@ -270,9 +274,8 @@ class _Walk:
         )
         self._parameters, self._rank, self._last_walk = parameters, rank, last_walk
         self._late_parameters = optimizers.late_parameters()
-        self._is_remade = False  # True inside of an object to which a restore may give new tensors
-        self._modules: list[tuple[str, ModuleItems]] = []  # Those of the walk so far
-        # True inside of a PerRank value, whose tensors no other rank has
+        self._is_remade = False
+        self._modules: list[tuple[str, ModuleItems]] = []
         self._is_in_per_rank = False
 
     def nonplain_node(self, value: object, path: str) -> Node:

@@ -281,7 +281,7 @@ def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def entries(path: str, module: nn.Module) -> Iterator[Entry]:
+def entries_of(path: str, module: nn.Module) -> Iterator[Entry]:
     """Yield the items of the module's state dict with canonical names, in the order of the dict.
 
     The tensors are not detached. A flat parameter of FSDP1 gives an entry for each parameter in it.
@@ -290,7 +290,7 @@ def entries(path: str, module: nn.Module) -> Iterator[Entry]:
 
 
 def _entries(module: nn.Module, raw: Mapping[str, Any]) -> Iterator[Entry]:
-    """Yield the entries of ``raw``, the state dict of ``module``. See ``entries``."""
+    """Yield the entries of ``raw``, the state dict of ``module``. See ``entries_of``."""
     prefixes = _wrapper_prefixes(module)
     pieces_by_id: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
     for key, value in raw.items():
