@@ -479,7 +479,7 @@ def _sort_key(item: object) -> str:
     """
     if type(item) is frozenset:
         return "{" + ",".join(sorted(map(_sort_key, item))) + "}"
-    return "(" + ",".join(map(_sort_key, item)) + ")" if type(item) is tuple else repr(item)
+    return "(" + ",".join(map(_sort_key, item)) + ")" if type(item) is tuple else exact_text(item)
 
 
 def _encode_mapping(

@@ -263,6 +263,13 @@ def test_a_lone_surrogate_is_refused_with_the_name(value, name):
     assert caught.value.name == f"metadata{name}"
 
 
+def test_ints_of_thousands_of_digits_come_back_from_a_set_and_as_keys():
+    """Python prints no int of more than 4,300 digits. The members of a set are sorted by text."""
+    large = 10**5000
+    value = [{large, -large, 1}, frozenset({(large, 2), (1, large)}), {large: large}, (large,)]
+    assert same(round_trip(value), value)
+
+
 @pytest.mark.parametrize(
     "literal",
     [
