@@ -59,7 +59,7 @@ class Rounds:
 
     ``_current_round`` is the round whose worker runs; None if none does. ``_rounds`` has a `_Round`
     for each job, by its attempt, which is the id of the job's incarnation. Two rounds of a job
-    begin ``_look_seconds`` apart or more.
+    begin ``_look_seconds`` apart or more, which is at most ``_LOOK_SECONDS``.
 
     Args:
         again_seconds: The time between two verifications of an intact step.

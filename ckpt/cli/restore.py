@@ -1,7 +1,8 @@
 """``ckpt restore``: put an intact checkpoint into a local folder before a job starts.
 
 A *candidate* is a committed attempt of a job at a step, which a restore may choose. A *repair* is a
-file that was not intact on a nearer tier, and that was read from the next one.
+file that was not intact on a nearer tier, and that was read from the next one. A *watched* store is
+given up if it does not answer within ``--timeout``.
 """
 
 from __future__ import annotations

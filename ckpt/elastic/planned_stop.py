@@ -6,8 +6,8 @@ of the request, if it has one.
 
 Signal handlers and other threads write one byte for each signal, request or close into a pipe,
 which a *watcher* thread reads. It lets an *agreer* thread agree with the other ranks on the last
-step (see ``last_step``), and ends the process when its time is over. A *listener* thread waits for
-the signals and requests of other ranks.
+step (see ``last_step_agreement``), and ends the process when its time is over. A *listener* thread
+waits for the signals and requests of other ranks.
 """
 
 from __future__ import annotations

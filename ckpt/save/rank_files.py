@@ -247,7 +247,8 @@ class RankFiles:
         if self._deltas is not None:
             self._deltas.put(request, retry)
         name, _ = self.names
-        data = pack(pack_fragment(self._fragment(request, file), self._frames_of(request.plan)))
+        columns = pack_fragment(self._fragment(request, file), self._frames_of(request.plan))
+        data = pack(columns)  # The bytes of the record
         retry.call(lambda: self._backend.put(request.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 

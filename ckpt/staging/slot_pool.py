@@ -121,7 +121,8 @@ class SlotPool:
     ``_node_memory`` is the free memory of the node as its first rank has measured it. A *tier in
     memory* leaves its steps in the slots between two saves, and a slot whose step may be the newest
     checkpoint is *needed*. ``_make_room`` closes free slots that are too small, and says whether
-    one more may be created.
+    one more may be created. ``_give_back`` ends a request for a slot, and puts its slot among
+    the free ones.
 
     Args:
         count: The most slots.

@@ -121,7 +121,7 @@ class Shaper:
             state = {_MODEL: state}
         elif _is_optimizer(state):
             state = {_OPTIMIZER: state}
-        state = self._rename(state)
+        state = self._with_ckpt_names(state)
         for name, value in state.items():
             if name not in self._plain and _is_module(value):
                 self._modules[name] = self._unwrap(name, value)
@@ -140,7 +140,7 @@ class Shaper:
                 self._report.names.setdefault(name, type(value).__name__)
         return objects
 
-    def _rename(self, state: State) -> State:
+    def _with_ckpt_names(self, state: State) -> State:
         """Return ``state`` with the names that ckpt uses for models and optimizers, such as "model"
         for "state_dict".
         """
