@@ -47,7 +47,7 @@ class Stopping(Wrapped):
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("ckpt.root.owner.machine", lambda: f"{name}/1")
+    monkeypatch.setattr("ckpt.root.owner.boot_identity", lambda: f"{name}/1")
 
 
 def test_a_job_that_stops_before_its_put_lists_no_step_that_another_job_removed(
