@@ -338,8 +338,9 @@ def test_a_backlog_of_2_gib_does_not_hold_up_the_end(
     called = time.perf_counter()
     manager.close(detach=True)
     returned = time.perf_counter()
+    copied_steps = whole(tmp_path / "far") if (tmp_path / "far").exists() else []
     assert whole(tmp_path / "near") == list(range(1, STEPS + 1))
-    assert not (tmp_path / "far").exists() or not whole(tmp_path / "far")
+    assert not copied_steps
     after = returned - max(called, committed_at[STEPS])
     print(
         f"\nclose(detach=True) with {BACKLOG_BYTES >> 20} MiB that the far tier lacks returned "

@@ -518,3 +518,15 @@ def test_another_format_of_the_same_net_is_the_same_net(cli: Cli, saved: Path) -
     net = Net()
     net.load_state_dict(torch.load("net.pt", weights_only=True)["model"])
     assert same(dict(net.state_dict()), dict(trained()[0].state_dict()))
+
+
+@pytest.mark.parametrize("format_name", ["torch", "dcp"])
+@pytest.mark.parametrize("tree", [{"$": "int", "v": "0xff"}, {"$": "tuple", "v": []}])
+def test_a_tree_that_is_not_that_of_a_state_is_damage(
+    cli: Cli, backend: StorageBackend, tree: object, format_name: str
+) -> None:
+    write_checkpoint(backend, 1, ARRAYS, tree=tree)
+    ran = cli("export", "runs", "out", "--format", format_name)
+    assert ran.code
+    assert "it is not that of a dict" in ran.err
+    assert not Path("out").exists()

@@ -116,7 +116,11 @@ class StateTree:
         with check_structure("tree"):
             self._module_paths = sorted(_find_modules(tree, ""), key=len, reverse=True)
             state = self._convert(tree, "")
-        return {} if state is _ABSENT else state
+        if state is _ABSENT:
+            return {}
+        if not isinstance(state, dict):
+            raise ManifestCorrupt("tree", "it is not that of a dict")
+        return state
 
     def _convert(self, node: Node, path: str) -> Any:
         """Return the value of a node in the nested state; ``_ABSENT`` if nothing is included."""

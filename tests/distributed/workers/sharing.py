@@ -168,7 +168,7 @@ def building() -> Callable[[], None]:
         raise RuntimeError("no device")
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(sink, "refuse_capture", broken)
+    patch.setattr(sink, "copyable", broken)
     return patch.undo
 
 
