@@ -105,8 +105,8 @@ def _clean_url(url: str) -> str:
 class AzureBackend(StorageBackendOnFsspec):
     """A prefix of a container of Azure Blob Storage as a store.
 
-    ``call`` calls a method of the client for the blob of a key. A put stores a random id with the
-    object, by which ``put_id_of`` tells whether a put whose reply was lost has succeeded.
+    Each put stores a random id with the object. If the reply of a put is lost, this id tells
+    whether the put has succeeded (see ``put_id_of``).
 
     Thread safety: several threads may call all methods at the same time. A forked process must not
     use this object.
@@ -293,9 +293,9 @@ class AzureBackend(StorageBackendOnFsspec):
 class _BlockUpload:
     """The upload of a large object in blocks.
 
-    ``_block_sizes`` has the size of each block that was sent, by its offset. ``_put_id`` is part of
-    the names of the blocks, and is stored with the object, so that a later look can tell whose it
-    is.
+    ``_block_sizes`` maps the offset of each block that was sent to its size. ``_put_id`` is part of
+    the names of the blocks. It is also stored with the object, and so tells which upload has made
+    the object.
 
     Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the other
     methods.

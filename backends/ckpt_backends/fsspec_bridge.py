@@ -119,13 +119,10 @@ class StorageBackendOnFsspec:
     processes that write at the same time can both succeed, so ``capabilities.put_if_absent`` is
     False then.
 
-    ``_has_conditional_put`` says whether the file system itself puts an object only if it is
-    absent, and ``_puts_by_rename`` whether an object is written under another name and renamed.
-    ``path_of`` gives the path of a key, and ``translate_errors`` raises errors of the file system
-    as storage errors.
-
-    ``_turn`` is the lock of a file system that serves one request at a time; None for others.
-    ``_fs`` is the file system.
+    If ``_has_conditional_put`` is True, the file system itself can put an object only if it is
+    absent. If ``_puts_by_rename`` is True, an object is written under another name and then
+    renamed. ``_turn`` is the lock of a file system that serves one request at a time, and None for
+    others.
 
     Thread safety: any thread may call all methods. fsspec runs the requests of all asynchronous
     file systems on one thread, which runs its event loop. A synchronous file system, except for
@@ -328,8 +325,8 @@ class _StreamUpload:
     then discards the file, and the next ``write`` or ``finish`` sends all parts again. Their memory
     is still unchanged, since ``capabilities.takes_parts`` is False.
 
-    ``_file`` has taken the first ``_offset`` of the ``_size`` bytes of the object ``_key``.
-    ``_parts`` has all parts, by their offsets.
+    ``_file`` has taken the first ``_offset`` bytes of the object. ``_parts`` maps the offset of
+    each part to the part.
 
     Thread safety: only one method may run at a time.
     """

@@ -47,9 +47,9 @@ class Callers:
 
     The lock ``listen.lock`` belongs to the agent that has the socket.
 
-    ``_listener`` is the listening socket; None if this agent does not listen. ``_socket_identity``
-    tells whether the file at the path of the socket is still the agent's own. If no descriptor is
-    free, ``_pause`` stops accepting until ``accept_again``.
+    ``_listener`` is None if this agent does not listen. ``_socket_identity`` tells whether the file
+    at the path of the socket is still the agent's own. If no descriptor is free, ``_pause`` stops
+    accepting until ``accept_again``.
 
     Args:
         folder: The folder of the agent, in which the socket is.

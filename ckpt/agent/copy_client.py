@@ -40,8 +40,7 @@ class AgentCopier:
     The first call of ``copy`` gets a worker from the agent. A later call gets another worker if
     the first one has ended.
 
-    ``_connection`` leads to the worker that was lent; None if there is none. A worker that has
-    ended is replaced.
+    ``_connection`` is None as long as no worker is lent. A worker that has ended is replaced.
 
     Args:
         job: The job of this process. ``job.processes`` contains only this process.

@@ -5,7 +5,7 @@ attempt, but writes no fragment, no marker and no manifest, since the trainer co
 worker ends when the trainer ends, when the trainer closes the connection, or after five minutes
 without a request.
 
-A *tier* is a store of the job. A `RankPart` is the files of one rank.
+A *tier* is a store of the job. A `RankPart` copies the files of one rank.
 """
 
 from __future__ import annotations
@@ -70,10 +70,9 @@ def copy_files(order: Order) -> Ended:
 class _Service:
     """Carries out the requests of one trainer. Thread safety: one thread.
 
-    ``_copier`` is the thread that copies, and ``_completion`` becomes readable when it has ended a
-    copy. The loop waits at ``_selector`` for that, for requests at ``_connection``, and for the end
-    of the trainer's process. ``_open_stores`` has the stores that were opened, by the index of the
-    tier.
+    The thread ``_copier`` copies, and ``_completion`` becomes readable when a copy has ended. The
+    loop also waits for requests of the trainer, and for the end of its process. ``_open_stores``
+    has the opened stores by the index of the tier.
     """
 
     def __init__(self, order: Order) -> None:

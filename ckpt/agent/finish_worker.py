@@ -89,19 +89,17 @@ class _Root:
 class Finish:
     """Finishes the steps of one job.
 
-    The job is *superseded* once another job has taken one of its roots. Durable roots that are only
-    this node's, and have only the files of its ranks, are ``_node_roots``. The other durable roots
-    are ``_durable_roots``, nearest first. The *branch* of the job has no abandoned steps, after
-    which the job went back to an older step. To *bring* a step is to make it a checkpoint on a
-    shared tier from the files of all nodes.
+    The job is *superseded* once another job has taken one of its roots. ``_node_roots`` are the
+    durable roots that belong to this node alone, and have only the files of its ranks.
+    ``_durable_roots`` are the other durable roots, nearest first. If the job went back to an older
+    step, the later steps are *abandoned*, and are not on its *branch*. To *bring* a step is to make
+    it a checkpoint on a shared tier from the files of all nodes.
 
-    ``_memory_roots`` are the roots in memory. ``_branch`` leaves out abandoned steps, and has the
-    record that the job went back, ``_branch.rollback``. An *attempt* is the id of one incarnation
-    of a job, a *claim* decides which steps of a root a job may remove, and a *guard* names the
-    steps that must stay. A *copier* makes steps checkpoints on its tier, and knows which ones the
-    tier lacks and would keep. ``NodeParts`` are this node's files of the steps. The files that
-    tiers in memory are made of are *slot files*. ``_run_task`` calls a task and adds its error to
-    ``_errors``, and a task calls ``_confirm`` before it puts a manifest or removes anything.
+    An *attempt* is the id of one incarnation of a job. A *claim* decides which steps of a root a
+    job may remove, and a *guard* names the steps that must stay. A *copier* makes steps checkpoints
+    on its tier, and knows which steps the tier lacks and would keep. *Slot files* are the files
+    that hold the tiers in memory. ``_run_task`` calls a task, and adds its error to ``_errors``. A
+    task calls ``_confirm`` before it puts a manifest or removes anything.
 
     Args:
         job: The job. ``job.before`` are the attempts that owned its roots before it, and
@@ -459,7 +457,7 @@ class Finish:
         if rule.keeps_all or not self._own_steps(root):
             return
         self._confirm(root)
-        guard = FixedGuard(self._awaited_refs(root))  # These steps stay
+        guard = FixedGuard(self._awaited_refs(root))
         context = PruneContext(own=self._owner.attempt, alive=False, guard=guard, claim=root.claim)
         prune(root.tier.backend, rule, context)
 

@@ -19,11 +19,11 @@ this node first waits for the other agent, and then copies the files itself. If 
 belong to an older step, the agent brings the older step.
 
 A rank is *noted* in the folder of a step once a note there says that it has ended. A rank is
-*silent* if it is not noted there, and no agent has marked its files to bring: it may still remove
-them.
+*silent* if it is not noted there and no agent has marked its files to bring. A silent rank may
+still remove its files.
 
-The ids of the incarnations of jobs are *attempts*. If the job went back to an older step, the steps
-after it are on no current *branch* and are not brought.
+An *attempt* is the id of one incarnation of a job. If the job went back to an older step, the later
+steps are not on the current *branch*, and the agent does not bring them.
 """
 
 from __future__ import annotations
@@ -98,10 +98,9 @@ class _Part:
 class NodeParts:
     """Copies one node's parts of the steps to the nearest tier that all nodes share.
 
-    ``_target`` is the store of the shared tier, ``_node_ranks`` are the ranks on this node, and
-    ``_deadline`` is the time after which the present try waits for no other agent. A *fragment* is
-    the record of what one rank has written: the files of a rank have arrived once its fragment is
-    there.
+    ``_target`` is the store of the shared tier. After ``_deadline``, the present try waits for no
+    other agent. A *fragment* is the record of what one rank has written. The files of a rank have
+    arrived once its fragment is there.
 
     Args:
         job: The job. Its processes on this node have ended.

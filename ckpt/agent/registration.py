@@ -1,8 +1,8 @@
 """The registration of a job with the agent. The trainer registers the job, and registers it again
 whenever the agent has ended.
 
-The ranks agree by a coordinator: each rank posts a message under a subject, the leader gathers the
-messages, and ``leader_decides`` gives all ranks what the leader has decided from them.
+The ranks agree through a coordinator. Each rank posts a message under a subject, and the leader
+gathers the messages. ``leader_decides`` gives the leader's decision to all ranks.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Registration:
     If nodes have tiers of their own, the lowest rank of each node registers the job. Otherwise only
     the leader does.
 
-    ``_watcher`` is a thread that reads from ``_connection`` what the agent sends, and registers the
-    job again if the agent has ended. ``_end_event`` ends this thread.
+    The thread ``_watcher`` reads what the agent sends, and registers the job again if the agent has
+    ended. ``_end_event`` ends this thread.
 
     Args:
         job: The job, on the rank that registers it. None on the other ranks, whose registration
@@ -227,7 +227,7 @@ def register(
             # The trainer resolves the links, since it uses these file systems in any case.
             roots = tuple(canonical(url) for url in urls_of(job))
             job = msgspec.structs.replace(job, before=_owner_attempts(tiers), roots=roots)
-            # A root is recognized by its mark if its path leads to another folder later.
+            # The mark of a root shows whether its path leads to another folder later.
             job = msgspec.structs.replace(job, marks=_marks_of(tiers))
             registration = Registration(job, copier, notify)
         except CkptError as error:

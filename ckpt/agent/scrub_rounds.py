@@ -57,9 +57,9 @@ class Rounds:
     the job's next round begins some minutes later with the steps that were not verified yet. Only
     the newest 64 jobs are remembered.
 
-    ``_current_round`` is the round whose worker runs; None if none does. ``_rounds`` has a `_Round`
-    for each job, by its attempt, which is the id of the job's incarnation. Two rounds of a job
-    begin ``_look_seconds`` apart or more, which is at most ``_LOOK_SECONDS``.
+    ``_current_round`` is the round whose worker runs, and None if no worker runs. ``_rounds`` has a
+    `_Round` for each job by its *attempt*, the id of the job's incarnation. Two rounds of one job
+    begin at least ``_look_seconds`` apart.
 
     Args:
         again_seconds: The time between two verifications of an intact step.

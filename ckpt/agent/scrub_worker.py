@@ -56,10 +56,9 @@ class _Root:
 class Scrub:
     """One round of verification over the steps of a job.
 
-    ``_pace`` sleeps so that reads and writes keep the rate of the job. ``_fresh_steps`` are the
-    steps that need no verification now. The *claim* of the job, ``root.claim``, confirms that no
-    other job has taken the root. If ``root.ranks`` is not None, only the files of these ranks, a
-    *part* of each step, are verified. An *attempt* is the id of one incarnation of a job.
+    The *claim* of the job, ``root.claim``, confirms that no other job has taken the root. If
+    ``root.ranks`` is not None, the round verifies only a *part* of each step, the files of these
+    ranks. An *attempt* is the id of one incarnation of a job.
 
     Args:
         order: The job, and the steps that need no verification now.

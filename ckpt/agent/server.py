@@ -9,9 +9,9 @@ and ``work.lock`` to the agent that may start workers. Workers inherit ``work.lo
 that replaces a dead one waits until the last worker of the dead agent has ended. An agent that was
 replaced and only has memory left to free releases ``work.lock``.
 
-A job is finished (``is_finished``) once durable tiers have its steps: then only its memory is still
-to be freed. A job is held up while a job on the same root has a living trainer or a worker. A
-*lent* worker copies files for a living trainer.
+A job is *finished* once durable tiers have its steps. Then only its memory is left to free. A job
+is *held up* while another job on the same root has a living trainer or a worker. A *lent* worker
+copies files for a living trainer.
 """
 
 from __future__ import annotations
@@ -79,14 +79,13 @@ class Agent:
     """The agent of one user on one node.
 
     An *attempt* is the id of one incarnation of a job. ``_jobs`` has a `WatchedJob` for each job
-    that is not over, ``_past_jobs`` the status of the last ones that are, and ``_given_up_jobs``
-    that of each job that the agent has given up. ``_callers`` accepts connections at the socket and
-    closes them, and ``_stop_caller`` is the connection that has sent `Stop`. ``_rounds`` starts the
-    rounds of verification, one after another: ``cancel`` kills the worker of the present one.
-    ``_workplace`` is what each worker needs, and ``_lent_workers`` has the attempt that each lent
-    worker copies for. ``_work_lock`` is the lock of ``work.lock``, which this agent has while
-    ``_has_work_lock`` is True. After a request to stop (``_is_ending``) it takes no new jobs. The
-    loop waits at ``_selector``, and calls the data of each ready key.
+    that is not over. ``_past_jobs`` has the status of the last jobs that are over, and
+    ``_given_up_jobs`` the status of each job that the agent has given up. ``_stop_caller`` is the
+    connection that has sent `Stop`. ``_rounds`` starts the rounds of verification one after
+    another, and its ``cancel`` kills the worker of the present round. ``_workplace`` is what each
+    worker needs. ``_lent_workers`` has the attempt that each lent worker copies for. The agent
+    holds ``work.lock`` while ``_has_work_lock`` is True. Once ``_is_ending`` is True, the agent
+    takes no new jobs. The loop waits at ``_selector``, and calls the data of each ready key.
 
     Args:
         folder: The folder of the agent.

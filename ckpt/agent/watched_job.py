@@ -30,9 +30,9 @@ _MOST_PAUSE_SECONDS: Final = 600.0
 class WatchedJob:
     """A job, from its registration until its steps are finished.
 
-    ``status`` shows what the worker has reported: ``_copied_steps`` are the steps that it has
-    copied, each with its tier, ``_copy_progress`` is the progress of the copy under way, and
-    ``_outcome`` the end of the last try.
+    ``status`` shows what the worker has reported. ``_copied_steps`` are the steps that it has
+    copied, each with its tier. ``_copy_progress`` is the progress of the copy under way, and
+    ``_outcome`` is how the last try has ended.
 
     Args:
         job: The job.

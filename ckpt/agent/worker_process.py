@@ -44,8 +44,8 @@ class Worker:
     """A process that carries out an order. The process has ``work.lock`` while it runs, and is
     killed if the agent ends earlier.
 
-    ``_pipe`` is the standard output of the process, by which it reports, and ``_buffer`` has the
-    begin of a report whose rest has not arrived.
+    The process reports through ``_pipe``, its standard output. ``_buffer`` has the beginning of a
+    report until the rest arrives.
 
     Args:
         order: The order.

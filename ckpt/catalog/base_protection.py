@@ -1,8 +1,9 @@
 """Keep the files of a step as they are while increments refer to them.
 
-An *increment* is a data file without the chunks that the file of an older step, its *base*, has
-too. The *heirs* of a step are the steps on its tier whose increments refer to its files. If a step
-in another root refers to them, a pin whose end is ``BASE_END`` keeps the base from being removed.
+An *increment* is a data file that leaves out the chunks that the file of an older step, its *base*,
+also has. The *heirs* of a step are the steps on its tier whose increments refer to its files. If a
+step in another root refers to them, a pin with the end ``BASE_END`` keeps the base from being
+removed.
 """
 
 from __future__ import annotations

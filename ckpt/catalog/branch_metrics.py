@@ -1,9 +1,10 @@
 """The metrics of the checkpoints of the current branch, and the step that a selector names.
 
-A *selector* names a step by its place in the history, such as the latest or the best one. Each
-try of a job at a step is an *attempt*. A *rollback* is the record that the run goes on from an
-older step: it begins the current *branch*, and the later steps do not count any more. Metrics of a
-step are in its manifest, and *late* ones, which were added after the commit, in files beside it.
+A *selector* names a step by its place in the history, such as the latest or the best one. Each try
+of a job at a step is an *attempt*. A *rollback* is the record that the run goes on from an older
+step: it begins the current *branch*, and the later steps do not count any more. The metrics of a
+step are in its manifest. *Late* metrics were added after the commit, and are in files beside the
+manifest.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ def chosen_step(
 
     Args:
         selector: The selector.
-        roots: The stores of the run, nearest first. ``absence`` is what a store has instead of
-            checkpoints.
+        roots: The stores of the run, nearest first. The ``absence`` of a store says what it has
+            instead of checkpoints.
         modes: Which values of a metric are the best, by its name, as ``keep_best`` says.
 
     Raises:

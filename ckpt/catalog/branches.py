@@ -1,8 +1,8 @@
 """Named branches: pins without an end, whose notes have a name.
 
-A *pin* is an object that keeps a step from being removed until a given time. It consists of the
-step, the time and a token, and a note beside it has a reason for people. An *attempt* is one try of
-a job at a step.
+A *pin* is an object that keeps a step from being removed until a given time. It names the step and
+the time, and has a token. A note beside it tells people the reason. An *attempt* is one try of a
+job at a step.
 
 The name of a branch stands for one attempt at a step, also after a rollback has abandoned the
 attempt. The pin keeps the step, and with it the way back to the branch. The token of the pin

@@ -126,12 +126,10 @@ def candidates(
 class _Listing:
     """One listing of all stores. Stores that fail later are left out from then on.
 
-    ``_positions_of`` has the positions of the stores that have the folder of each attempt, nearest
-    first.
-
-    ``_reachable`` are the positions of the stores that have not failed, and ``_failure`` is the
-    last error of the others. ``_rollback`` is the last rollback that any store knows, and
-    ``_rollbacks`` has the one of each store.
+    ``_positions_of`` maps each attempt to the positions of the stores that have its folder, nearest
+    first. ``_reachable`` are the positions of the stores that have not failed, and ``_failure`` is
+    the last error of the others. ``_rollback`` is the last rollback that any store knows, and
+    ``_rollbacks`` has the rollback of each store.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Read the deltas that lead from one step to a later one.
 
 A delta is a small file of a rank beside its data file. It holds the differences between the chunks
-of this step and those of an earlier step, its base. A difference leads back as well, so the deltas
-of an abandoned branch (steps after the one from which the run went on again) lead to the step from
-which the current branch begins. A *chain* is the deltas of one rank that are applied one after
-another.
+of this step and those of an earlier step, its base. If the run went on again from an earlier step,
+the steps after it are an abandoned branch. A difference leads back as well, so the deltas of such a
+branch lead to the step at which the current branch begins. A *chain* is the deltas of one rank that
+are applied one after another.
 
 Deltas are a shorter way to the bytes of a step, and never the only one: one that is missing,
 damaged or too long means that chunks are read.
@@ -75,8 +75,8 @@ class DeltaReader:
     """Reads deltas, and remembers those of the last steps, since an abandoned step may be removed
     before a reader goes back from it.
 
-    ``_deltas`` has the deltas that are remembered, by their step and rank. ``read_bytes`` is how
-    many bytes the last ``chains`` has read.
+    ``_deltas`` has the remembered deltas by their step and rank. ``read_bytes`` is the number of
+    bytes that the last call of ``chains`` has read.
 
     Thread safety: the owner's thread calls ``chains`` and ``forget``.
     """

@@ -1,7 +1,7 @@
 """Compare the tensors of two checkpoints. Data is read only where checksums cannot decide.
 
-A tensor is stored in chunks, and each chunk has a checksum and is a *box*, a rectangular region of
-the tensor. A `Piece` is a run of a tensor's elements, as they are read one after another.
+A tensor is stored in chunks. Each chunk has a checksum, and holds a *box*, a rectangular region of
+the tensor. A `Piece` is a run of consecutive elements of a tensor.
 """
 
 from __future__ import annotations

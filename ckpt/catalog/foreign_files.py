@@ -1,7 +1,7 @@
-"""Looks whether the files of other programs that an adopted step consists of are there.
+"""Checks that the files of an adopted step are still there.
 
 An *adopted* step is a checkpoint whose data files are files of another program, outside of its
-folder. Its manifest has the *location* of each, which is a path.
+folder. Its manifest has the *location* of each file, which is a path.
 """
 
 from __future__ import annotations

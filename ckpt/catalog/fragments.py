@@ -1,9 +1,9 @@
 """Read the fragments of a committed step, and verify them by the checksums in its manifest.
 
 A *fragment* is the record of what one rank has written: its data file, with the chunks of the file
-and the boxes of tensors that they hold. A stored manifest has a reference to each fragment, and not
-these parts of it. To *fill in* a fragment is to add them. A manifest may also *carry* the
-fragments, which means that it contains copies of all of them.
+and the boxes of tensors that they hold. A stored manifest only refers to the fragments. To *fill
+in* a fragment is to add its contents to the manifest. A manifest *carries* the fragments if it
+contains copies of all of them.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ class Parts:
         return replace(self.manifest, per_rank=_PerRank(self))
 
     def fill_for(self, leaves: Sequence[Leaf] | None, *, key: str) -> Manifest:
-        """Return the manifest with the fragments filled in that hold a part of ``leaves``, which
-        are tensors with the wanted boxes of each (None: with all fragments). Other fragments, which
-        an earlier call has filled in, are not in the result.
+        """Return the manifest with the fragments filled in that hold a part of ``leaves``, or with
+        all fragments for None. A leaf is a tensor with its wanted boxes. The result does not have
+        the other fragments that an earlier call has filled in.
         """
         if leaves is None:
             self.ranks = set(range(self.manifest.world_size))

@@ -7,13 +7,13 @@ remove an older step that is complete.
 
 Each try of a job at a step is an *attempt*, which a `StepRef` names. A *fragment* is the record of
 what one rank has written, and a manifest may *carry* copies of them. An *increment* is a data file
-without the chunks that the file of an older step, its *base*, has too. The *outer* bases are those
-in other roots, and *heirs* of a step are the steps that refer to its files. *Late* metrics were
-added after the commit. A *pin* keeps a step from being removed, and is *live* until it ends. A
-*rollback* is the record that the run goes on from an older step: the later ones are *abandoned*. A
-removal begins with a *claim marker* in the folder, and may leave a *tombstone* in the place of the
-manifest. The *staged* size of a step is that of its data files before any codec. A file of another
-program, which is not in the folder of the step, has a *location*.
+that leaves out the chunks that the file of an older step, its *base*, also has. The *outer* bases
+are those in other roots, and *heirs* of a step are the steps that refer to its files. *Late*
+metrics were added after the commit. A *pin* keeps a step from being removed, and is *live* until it
+ends. A *rollback* is the record that the run goes on from an older step: the later ones are
+*abandoned*. A removal begins with a *claim marker* in the folder, and may leave a *tombstone* in
+the place of the manifest. The *staged* size of a step is that of its data files before any codec. A
+file of another program, which is not in the folder of the step, has a *location*.
 """
 
 from __future__ import annotations
@@ -171,11 +171,10 @@ class Inventory:
     does not remember. Call ``confirm`` before a removal that relies on remembered steps: another
     process may have begun to remove one, whose folder is still listed.
 
-    ``_committed_steps`` are the steps that the inventory remembers. ``_committed_refs`` are the
-    attempts with a manifest that a look for those without one has met. ``_backend`` is the store of
-    the tier, and ``_outer_bases`` knows which steps in other roots still exist. ``_is_partial`` is
-    the argument ``part``, ``_retry`` repeats requests after a transient error, and ``_workers``
-    read steps ``for_display``. The current *branch* has no abandoned steps.
+    ``_committed_steps`` are the steps that the inventory remembers. ``_committed_refs`` are
+    attempts that were found to have a manifest in a search for attempts without one.
+    ``_outer_bases`` knows which steps in other roots still exist. The current *branch* has no
+    abandoned steps.
 
     Args:
         part: Whether the tier may have only a part of each step, because each node has a tier of
@@ -364,7 +363,7 @@ class Inventory:
                     state, reason = "damaged", _reason(error)
         skips_writes = self._for_display and objects
         writes = () if skips_writes else unfinished_of(self._backend, ref)
-        # The size of the claim marker tells whether it is that of a removal.
+        # The size of the claim marker tells whether a removal has put it.
         has_removal_begun = any(
             info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects
         )

@@ -1,8 +1,8 @@
-"""Looks whether the steps and files outside of a root are there that its increments refer to.
+"""Checks that what the increments of a root refer to outside of the root is still there.
 
-An *increment* is a data file without the chunks that the file of an older step, its *base*, has
-too. An *outer* base is in another root. If the base is an *adopted* step, its files are files of
-another program, and the increment names them and the places of the chunks (``adoption``).
+An *increment* is a data file that leaves out the chunks that the file of an older step, its *base*,
+also has. An *outer* base is in another root. The files of an *adopted* base are files of another
+program. The ``adoption`` of the increment names these files and the places of the chunks in them.
 """
 
 from __future__ import annotations

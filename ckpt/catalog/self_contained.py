@@ -5,10 +5,10 @@ writes it in its place: the header, and then the bytes of the tensors without ga
 those of the tensors in the foreign file, with the same checksums. So each byte is verified as it is
 read, and a second copy has the same records as the first one.
 
-A *fragment* is the record of what one rank has written, and ``locations`` is its field with the
-path of the foreign file. A *staged* offset counts in the file as a save writes it. A tensor
-consists of boxes (rectangular regions), each stored as whole chunks. A *leaf* is a tensor with the
-boxes that a rank has.
+A *fragment* is the record of what one rank has written. Its field ``locations`` has the path of the
+foreign file. A *staged* offset counts in the file as a save writes it. A tensor consists of boxes
+(rectangular regions), each stored as whole chunks. A *leaf* is a tensor with the boxes that a rank
+has.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class SelfContainedStep:
 
     It gives what a copy asks a `TieredReader` for.
 
-    ``_source_files`` are the foreign data files, by rank, and ``_new_files`` what stands in their
-    place. ``_records`` are the bytes of the new fragments. A *part* is the fragment of one rank.
+    ``_source_files`` are the foreign data files by rank, and ``_new_files`` are the files that
+    replace them. ``_records`` are the bytes of the new fragments. A *part* is the fragment of one
+    rank.
 
     Args:
         origin: Reads the adopted step.

@@ -6,8 +6,8 @@ step: each is an *attempt*, with a folder of its own that a `StepRef` names. A *
 record that the run goes on from an older step. It begins a *branch*, and the later steps are
 *abandoned*.
 
-A manifest is stored *packed*: it refers to the fragments of the ranks, the records of what each has
-written. To *fill in* a fragment is to add its contents to the manifest.
+A *fragment* is the record of what one rank has written. A stored manifest is *packed*: it only
+refers to the fragments. To *fill in* a fragment is to add its contents to the manifest.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def _is_listed_at_once(backend: StorageBackend, refs: Collection[StepRef]) -> bo
 def objects_by_one_listing(
     backend: StorageBackend, refs: Collection[StepRef]
 ) -> dict[StepRef, tuple[ObjectInfo, ...]]:
-    """Return for each of ``refs`` that has any the objects in its folder that have names of
-    checkpoint files, by one listing of all keys. Return nothing if a listing for each of ``refs``
-    may take fewer requests.
+    """Return the objects with names of checkpoint files in the folder of each of ``refs``, by one
+    listing of all keys. Attempts without such objects are left out. Return an empty dict if a
+    listing for each of ``refs`` may take fewer requests.
     """
     if not _is_listed_at_once(backend, refs):
         return {}
@@ -212,7 +212,7 @@ class Listing:
         check_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._check_open = check_open
-        # Each store with the steps whose manifests were found intact, which are not read again.
+        # Each store with the steps whose manifests were intact. These are not read again.
         self._stores = [(store, set[StepRef]()) for store in stores]
 
     @with_short_traceback

@@ -8,9 +8,9 @@ If the files must be encoded again (see ``mend_step``), the marker stands all th
 manifest is deleted before the new one is put. A process that is killed in between leaves a step
 without a manifest.
 
-A *fragment* is the record of what one rank has written. An *increment* is a data file without the
-chunks that the file of an older step, its *base*, has too. In the list of all stores, the damaged
-one comes first, at position 0.
+A *fragment* is the record of what one rank has written. An *increment* is a data file that leaves
+out the chunks that the file of an older step, its *base*, also has. In the list of all stores, the
+damaged one comes first, at position 0.
 
 The *heirs* of a step are the steps that refer to its files. A ``StepFolder`` is the folder of the
 step on the damaged store, and a ``TieredReader`` reads each chunk from the nearest store that has
@@ -90,7 +90,7 @@ def mend_step(
     if not has_own_manifest:  # Without an intact manifest, ``faults`` has no faults of data files
         data_faults, _ = verify_files(folder, files)
         damaged_keys = {fault.key for fault in data_faults}
-    # ``names_of`` has the keys of the files that a base consists of.
+    # ``names_of`` returns the keys of the files that a base consists of.
     bases = [file.base for file in files if file.base and names_of(file.base) & damaged_keys]
     # The verification of an older step mends its files. Those in another root are never written.
     are_mended = (not base.root and is_committed(folder.backend, base.ref) for base in bases)

@@ -1,9 +1,9 @@
 """Read tensors of a committed step, or boxes of them, as raw bytes, without torch.
 
 Only the chunks that hold wanted bytes are read, and each chunk is verified. A *box* is a
-rectangular region of a tensor, and each chunk is one. A *leaf* is a tensor with its wanted boxes. A
-*target* is the region of a wanted box that a chunk fills, and its ``part`` is the box of this
-region in the tensor.
+rectangular region of a tensor, and each chunk holds one. A *leaf* is a tensor with its wanted
+boxes. A *target* is the region of a wanted box that a chunk fills, and its ``part`` is the box of
+this region in the tensor.
 """
 
 from __future__ import annotations

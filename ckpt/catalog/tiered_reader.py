@@ -11,9 +11,9 @@ failed. A file that is missing is *damage* of the checkpoint.
 
 A *fragment* is the record of what one rank has written. A stored, or *packed*, manifest refers to
 the fragments, and to *fill in* a fragment is to add its contents. The *layout* of a store is the
-manifest that describes how the store encodes the files. An *increment* is a data file without the
-chunks that the file of an older step, its *base*, has too. A *run* is one request for neighbouring
-chunks of a file, and its *misses* are the chunks that the store could not provide.
+manifest that describes how the store encodes the files. An *increment* is a data file that leaves
+out the chunks that the file of an older step, its *base*, also has. A *run* is one request for
+neighbouring chunks of a file, and its *misses* are the chunks that the store could not provide.
 """
 
 from __future__ import annotations
@@ -99,13 +99,12 @@ class TieredReader:
 
     Methods name a store by its position in ``sources``.
 
-    ``_source`` is the manifest that ``manifest`` has found, and its position. ``_manifests`` has
-    the layout of each source that was asked for, and ``_stored_files`` its data files by rank.
-    ``_readers`` reads chunks, with one `ChunkReader` for each source. ``_parts`` reads fragments
-    when they are needed, and ``_parts.ranks`` are the ranks whose fragments are filled in.
-    ``_failures`` says what is not asked for again, and ``_repairs`` what a source should have had
-    intact. ``_lock`` guards these two and ``_manifests``. ``_notes_repairs`` is False while
-    failures are no repairs.
+    ``_source`` is the manifest that ``manifest`` has found, with its position. ``_manifests`` has
+    the layouts that were asked for, and ``_stored_files`` the data files of each layout by rank.
+    ``_parts`` reads fragments when they are needed, and ``_parts.ranks`` are the ranks whose
+    fragments are filled in. ``_failures`` says what is not asked for again, and ``_repairs`` what a
+    source should have had intact. ``_lock`` guards these two and ``_manifests``. While
+    ``_notes_repairs`` is False, a failure is not recorded as a repair.
 
     Thread safety: only the owner's thread calls ``manifest``, ``try_manifests``,
     ``with_fragments``, ``read`` and ``without_notes``. Any thread may call the other methods.

@@ -18,13 +18,14 @@ Each worker needs memory for one part of a file, and for the chunks at the ends 
 whose uploads keep all parts until ``finish``, which the contract of a backend allows, also needs
 memory for the files that are being written.
 
-A *fragment* is the record of what one rank has written. An *increment* is a data file without the
-chunks that the file of an older step, its *base*, has too, and *heirs* of a step are the steps that
-refer to its files in this way. A manifest or fragment is *packed* if it has the form in which it is
-stored. A *tombstone* is an object that stands in the place of the manifest of a removed step.
+A *fragment* is the record of what one rank has written. An *increment* is a data file that leaves
+out the chunks that the file of an older step, its *base*, also has. The *heirs* of a step are the
+steps that refer to its files in this way. A manifest or fragment is *packed* if it has the form in
+which it is stored. A *tombstone* is an object that stands in the place of the manifest of a removed
+step.
 
-A `StoredImage` gives the image of a file that is stored on a source, and a `TailImage` an image
-without its first chunks, after a header of its own, as an increment holds it.
+A `StoredImage` gives the image of a file on a source. A `TailImage` gives what an increment holds:
+a header of its own, and then the image without its first chunks.
 
 ``require_finish`` puts the claim marker, or raises an error if the step is being removed, and
 ``release_finish`` removes the marker. A ``StepFolder`` is the folder of the step at the

@@ -14,9 +14,9 @@ has copies of these files on another node then copies them. A rank without a not
 the process first puts a marker that keeps the rank from removing its files
 (``ckpt.root.claim_marker``). To *bring* files is to copy them in this way.
 
-A *fragment* is the record of what one rank has written. An *increment* is a data file without the
-chunks that the file of an older step, its *base*, has too. A *packed* manifest is one as it is
-stored.
+A *fragment* is the record of what one rank has written. An *increment* is a data file that leaves
+out the chunks that the file of an older step, its *base*, also has. A *packed* manifest has the
+form in which it is stored.
 
 The notes and these markers stay in the folder of the step, and are removed with the step.
 """
@@ -109,9 +109,9 @@ def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
 class RankPart:
     """The files of one rank on a source store, to be copied to other stores.
 
-    ``_part`` is the fragment of the rank at the source, and ``_record`` its bytes. ``_recoding``
-    says what the data file is at a store with the codec, and ``_image`` gives its bytes before any
-    codec.
+    ``_part`` is the fragment of the rank at the source, and ``_record`` has its bytes.
+    ``_recoding`` describes the data file at a store with the codec, and ``_image`` gives its bytes
+    before any codec.
 
     Args:
         source: The folder of the step on the source.

@@ -11,8 +11,8 @@ copy also verifies its chunks (see `ckpt.pipeline.chunk_reader`).
 
 A *fragment* is the record of what one rank has written. A stored manifest refers to the fragments,
 or *carries* copies of all of them, and to *fill in* a fragment is to add its contents. An
-*increment* is a data file without the chunks that the file of an older step, its *base*, has too.
-Its ``lead`` is the size of what it holds before its own chunks. A *run* is one request for
+*increment* is a data file that leaves out the chunks that the file of an older step, its *base*,
+also has. Its ``lead`` is the number of bytes before its own chunks. A *run* is one request for
 neighbouring chunks, and its *misses* are the chunks that could not be read.
 """
 

@@ -2,9 +2,9 @@
 
 A watcher has a name. It puts a small object below ``watchers/NAME/`` on the tier for each step that
 it has handled. So a watcher that is started again continues where the last one ended, also on
-another machine. While a step is being handled, a pin keeps it from being removed. A rollback, the
-record that the run goes on from an older step, abandons the later steps, which are then on no
-current branch any more.
+another machine. While a step is being handled, a pin keeps it from being removed. A rollback is the
+record that the run goes on from an older step. It abandons the later steps, which then are not on
+the current branch.
 """
 
 from __future__ import annotations
@@ -57,9 +57,6 @@ class CommittedStep:
 
 class Watcher:
     """A named watcher of a tier, which finds the committed steps that it has not handled yet.
-
-    ``_folder`` is the prefix of the watcher's objects on the tier. ``_skipped_refs`` are the steps
-    that were passed to ``skip``.
 
     Args:
         backend: The tier.

@@ -121,15 +121,15 @@ def _show(
 ) -> None:
     """Print the advice for each tier, and the numbers that it follows from.
 
-    An interval is marked as "(durable)" if a shorter one would be best, but is not advised, since
-    the tier takes longer until a step is durable (``Advice.is_bound``).
+    The mark "(durable)" says that a shorter interval would be best, but that the tier takes longer
+    to make a step durable (``Advice.is_bound``).
 
     Args:
         measurements: What the journal has measured.
         assumptions: The numbers that the options give.
         advice: The advice for each tier.
-        is_drag_known: Whether ``--drag`` was given, the training time that a save costs while it
-            streams.
+        is_drag_known: Whether ``--drag`` was given. The drag is the training time that a save costs
+            while it streams.
         are_failures_measured: Whether the rate of failures is from the journal.
     """
     rows = [

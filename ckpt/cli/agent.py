@@ -136,8 +136,8 @@ def _status(*, as_json: bool) -> None:
 
 
 def _show(agent_status: AgentStatus) -> None:
-    """Print the agent, a table of its jobs, and the damage that it has found. The agent ``works``
-    once no older agent of this user does, so that it may begin to copy.
+    """Print the agent, a table of its jobs, and the damage that it has found. The field ``works``
+    is False as long as workers of an older agent run.
     """
     remark = "" if agent_status.works or not agent_status.jobs else ", which has not worked yet"
     output.show_line(f"agent {agent_status.version}, process {agent_status.pid}{remark}")
@@ -191,7 +191,7 @@ def _stop(*, at_once: bool, as_json: bool) -> None:
     """Ask the agent to end, and wait for that. With ``at_once``, it leaves what is not finished.
 
     Raises:
-        AgentError: The agent has given up jobs, which it could not finish.
+        AgentError: The agent has given up jobs that it could not finish.
     """
     connection, answer = connect(AgentFolder.of_this_user()), Stopped()
     if connection is not None:

@@ -1,6 +1,7 @@
 """``ckpt bisect``: find the first step for which a command fails.
 
-While the command runs for a step, a *lease*, a pin that is renewed, keeps it from being removed.
+A *lease* is a pin that is renewed. It keeps a step from being removed while the command runs for
+the step.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def bisect(
     tests: list[tuple[int, Outcome]] = []
 
     def test(ref: StepRef) -> Outcome:
-        """Run the command for a step, which a lease keeps meanwhile."""
+        """Run the command for a step under a lease."""
         step = watcher.committed_step(ref)
         with watcher.lease(step):
             outcome = _outcome(ref.step, run_for_step(command, step, signals))

@@ -1,6 +1,6 @@
 """``ckpt branch``: give a step a name, and keep it.
 
-A step names the attempt of the job that saved it, so that a root may have several attempts at one
+Each job that saves a step makes an *attempt* at it, so a root may have several attempts at one
 step. The name of a branch stands for one of them.
 """
 
@@ -78,7 +78,7 @@ def branch(
     if step is None:
         ref, changes = _delete(tiers, name)
     else:
-        # The attempt of a branch, or a number. None stands for no selector only.
+        # The attempt of a branch, or a number. It is None only if there is no selector.
         target = step_id([tier.store for tier in tiers], parse_selector(step), config)
         ref = target if isinstance(target, StepRef) else attempt_at(tiers, target or 0)
         changes = _put(tiers, name, ref, reason)

@@ -112,9 +112,8 @@ def copy(
     if server_of(tiers[0]) == server_of(tiers[1]):
         _check_apart(origin.url, destination.url)
     refs = find_steps(origin, selector, config)
-    destination.call_in_time(
-        partial(is_committed, destination, refs[0])
-    )  # Checks that the store answers
+    # Checks that the store answers
+    destination.call_in_time(partial(is_committed, destination, refs[0]))
     if not all_steps and selector is None:
         refs = refs[:1]
     if not destination.call_in_time(partial(copy_rollbacks, origin, destination)):
@@ -177,8 +176,8 @@ class _Outcome:
 
     @property
     def result(self) -> str:
-        """What the command has done, for the table: an attempt of which the destination had a part
-        is "completed", and one of which it had all bytes, after a check, is "intact".
+        """What the command has done, for the table. An attempt is "completed" if the destination
+        had a part of it, and "intact" if a check has found all its bytes there.
         """
         if self.error:
             return "not copied"

@@ -175,9 +175,8 @@ def _show(
     Args:
         reader_a: The reader of checkpoint A.
         reader_b: The reader of checkpoint B.
-        difference: How the tensors differ: the names that only one checkpoint has, those of another
-            dtype or shape, and those of other bytes.
-        movements: How far the tensors have moved that were read for ``--values``.
+        difference: How the tensors differ.
+        movements: How far each tensor that was read for ``--values`` has moved.
         plain: The text in A and in B of each plain value that differs, by its name.
     """
     output.show_facts({"A": _place(reader_a), "B": _place(reader_b)})

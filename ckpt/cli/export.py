@@ -1,6 +1,6 @@
 """``ckpt export``: write a checkpoint in a format of other programs.
 
-A *lease*, a pin that is renewed, keeps the step from being removed meanwhile.
+A *lease*, which is a pin that is renewed, keeps the step from being removed meanwhile.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _format_of(out: str) -> Format:
 
 
 def _show(report: ExportReport, step: int, kind: Format) -> None:
-    """Print what was written, and the names of which the format holds less, with the reasons."""
+    """Print what was written, and the names that were changed or left out, with the reasons."""
     tensors = output.count(report.tensors, "tensor")
     output.show_line(
         f"step {step}: {tensors}, {output.size(report.nbytes)}, as {kind}", style="green"

@@ -95,7 +95,6 @@ def finalize(
             {"root": backend.url, "steps": [_as_json(outcome) for outcome in outcomes]}
         )
     elif not outcomes:
-        # The steps with their states
         steps = backend.call_in_time(partial(Inventory(backend, for_display=True).look, among=refs))
         damaged_count = sum(stored_step.state == "damaged" for stored_step in steps)
         text = (

@@ -1,8 +1,8 @@
 """``ckpt log``: show the history of a run, with its branches.
 
-A rollback lets the run go on from an older step, and abandons the later ones, which are a branch of
-their own then. The steps that no rollback has abandoned are the current branch. The *mode* of a
-metric says whether its smallest or its largest value is the best.
+A rollback lets the run go on from an older step. It abandons the later steps, which then are a
+branch of their own. The steps that no rollback has abandoned are the current branch. The *mode* of
+a metric says whether its smallest or its largest value is the best.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``ckpt ls``: list the checkpoints.
 
 Each job that saves a step makes an *attempt* at it, and each row of the list is one attempt. A
-*base* is an older step that holds a part of its data; an *outer base* is in another root. The
-*mode* of a metric says whether its smallest or its largest value is the best. A *rollback* lets the
-run go on from an older step, and *abandons* the later attempts.
+*base* of a step is an older step that holds a part of its data, and an *outer base* is in another
+root. The *mode* of a metric says whether its smallest or its largest value is the best. A
+*rollback* lets the run go on from an older step, and *abandons* the later attempts.
 """
 
 from __future__ import annotations
@@ -581,10 +581,10 @@ def _size_and_state(step: StoredStep) -> tuple[str, str]:
 def _size(step: StoredStep) -> str:
     """Return as text the size of a committed step on the tier.
 
-    For an encoded step the text also has the codecs and the size before encoding, and for an
-    adopted step, which files of another program stand for, the size of these files. If a part of
-    the step is in older steps, the text names them. Deltas, small files with the differences from
-    an earlier step, are no part of the step, and have a size of their own.
+    For an encoded step, the text also has the codecs and the size before encoding. An adopted step
+    consists of files of another program, and the text has their size. If a part of the step is in
+    older steps, the text names them. Deltas are small files with the differences from an earlier
+    step. They are no part of the step, and have a size of their own.
     """
     deltas = sum(info.size for info in step.objects if info.key.endswith(".delta"))
     text = output.size(step.nbytes - deltas)

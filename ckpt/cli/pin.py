@@ -1,8 +1,8 @@
 """``ckpt pin`` and ``ckpt unpin``: keep a step from being removed for some time.
 
-The note of a pin says who has put it, and why. Two kinds of pins do not end by themselves: that of
-a named branch, whose end is ``ENDLESS``, and that of another run which needs the step as a base of
-its own steps, whose end is ``BASE_END``.
+The note of a pin says who has put it, and why. Two kinds of pins do not end by themselves. A pin
+with the end ``ENDLESS`` stands for a named branch. A pin with the end ``BASE_END`` belongs to
+another run, whose steps need this step as a base.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``ckpt prove``: show by a replay that a resume from a step is right.
 
-A *course* is a row of steps of a run, or the replay of these steps: it begins after its *origin*,
-the step to prove, and the state is compared at its *target*. A *contrast* says how two differ; its
-``tensors`` are None if no state was compared. The *journal* of a run is a record of its saves with
-their metrics. After a *rollback* to an older step the run goes on on a new *branch*, and another
-*attempt* may have the number of an abandoned step.
+A *course* is a series of steps of a run, or the replay of these steps. It begins after its
+*origin*, the step to prove, and the state is compared at its *target*. A *contrast* says how two
+courses differ. Its ``tensors`` are None if no state was compared. The *journal* of a run is a
+record of its saves with their metrics. After a *rollback*, the run goes on from an older step on a
+new *branch*. There, another *attempt* may have the number of an abandoned step.
 """
 
 from __future__ import annotations

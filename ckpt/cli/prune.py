@@ -1,6 +1,6 @@
 """``ckpt prune``: remove checkpoints that need not be kept, and the remains of failed saves.
 
-A *verdict* on a step has the reasons why it stays; without a reason, the step is removed. A *guard*
+A *verdict* on a step has the reasons why it stays. A step without a reason is removed. A *guard*
 names further steps that must stay. The pruning of a tier may not remove what a *farther* tier of
 the same job still has to copy from there. The *owner* of a root is the job that may write to it.
 """
@@ -151,7 +151,7 @@ def prune(
     tier = resolve_tier(root, config)
     rule = _rule(tier, keep_last, keep_every, keep_best)
     backend = open_watched(tier.url, tier.options, timeout)
-    # A tier that is local to each node may have a part of each step only
+    # A tier that is local to each node may have only a part of each step
     inventory = Inventory(backend, part=tier.local is True)
     owner, steps = backend.call_in_time(lambda: (read_owner(backend), inventory.look()))
     if not steps:
@@ -202,7 +202,7 @@ def prune(
 def _rule(
     tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: str | None
 ) -> Retention:
-    """Return the rule that says which steps stay: as the options say, or else as the settings of
+    """Return the rule that says which steps stay, from the options, or else from the settings of
     the tier. Its ``best_counts`` says whether the best steps are among the last N, or beside them.
 
     Raises:
@@ -235,7 +235,7 @@ def _best_of_job(backend: WatchedStore) -> Best | None:
     """
 
     def read() -> Sequence[Best]:
-        with backend.request():  # So that a file system that does not answer is given up in time
+        with backend.request():  # Notes the time, so that a silent file system is given up
             return best_rules_at(backend.url)
 
     rules = backend.call_in_time(read)
@@ -331,8 +331,8 @@ def _warn_of_unknown_metric(rule: Retention, steps: Sequence[StoredStep]) -> Non
 
 
 def _show(removals: Sequence[Removal], kept_steps: Sequence[Verdict], *, dry_run: bool) -> None:
-    """Print the steps that go, with ``dry_run`` also those that stay, and the number of saves whose
-    remains are too ``YOUNG`` to be removed.
+    """Print the steps that go, and the number of saves whose remains are too ``YOUNG`` to be
+    removed. With ``dry_run``, also print the steps that stay.
     """
     fates: list[_Fate] = [(removal, "goes") for removal in removals]
     fates += [

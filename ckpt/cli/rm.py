@@ -1,8 +1,8 @@
 """``ckpt rm``: remove steps that a person names, on all tiers of a run.
 
 A *base* is a step that holds a part of other steps, its *heirs*. An *outer base* is in another
-root, where a pin, the *base pin*, keeps it for this run: its end is ``BASE_END``. A *lease* is a
-pin that a running job renews, and that may go once the job has ended.
+root. A *base pin* there, whose end is ``BASE_END``, keeps it for this run. A *lease* is a pin that
+a running job renews. It may go once the job has ended.
 """
 
 from __future__ import annotations

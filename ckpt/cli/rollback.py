@@ -1,8 +1,8 @@
 """``ckpt rollback``: let a run go on from an older step.
 
-A rollback abandons the later steps, which a rollback to one of them resumes. A step may have
-several attempts, each by another job: *rivals* of an attempt are the other committed ones at its
-step, and a *head* is the newest step of an attempt.
+A rollback abandons the later steps. A further rollback to one of these steps resumes it. A step may
+have several attempts, each by another job. *Rivals* of an attempt are the other committed attempts
+at its step, and a *head* is the newest step of an attempt.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rollback(
     )
     if not (force or dry_run):
         check_idle(tiers, consequence="may save later steps again")
-    # The attempt of a branch, or a number. None stands for no selector only.
+    # The attempt of a branch, or a number. It is None only if there is no selector.
     target = step_id([tier.store for tier in tiers], selector, config)
     ref = target if isinstance(target, StepRef) else attempt_at(tiers, target or 0)
     steps = [step for tier in tiers for step in tier.steps]
@@ -117,8 +117,8 @@ def _show(
     dry_run: bool,
     json: bool,
 ) -> None:
-    """Print the steps that the new rollback to ``ref`` abandons and resumes. It is None if the run
-    stands at ``ref`` already.
+    """Print the steps that the new rollback to ``ref`` abandons and resumes. ``new_rollback`` is
+    None if the run stands at ``ref`` already.
     """
     committed = {step.ref for tier in tiers for step in tier.steps if step.state == "committed"}
     old_branch = set(on_branch(rollback_of(tiers), committed))

@@ -1,7 +1,7 @@
 """What the tiers of a run have, for the commands that work on the whole run.
 
-The journal of a run is beside one of its roots. In it, a job that lives leaves a *beat*, the time
-at which it was alive last, every few seconds.
+The journal of a run is beside one of its roots. A *beat* is the time at which a job was last alive.
+A job that lives leaves one in the journal every few seconds.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def look_at_run(urls: Sequence[str], config: str | None, timeout: float) -> list
     )
 
     def look(store: WatchedStore) -> RunTier:
-        # A tier that is local to each node may have a part of each step only
+        # A tier that is local to each node may have only a part of each step
         is_part = scheme_of(store.url) == "shm" or tier_at(store.url, tiers).local is True
         inventory = Inventory(store, part=is_part)
         steps, owner = inventory.look(), read_owner(store)
@@ -205,7 +205,7 @@ def _journal_of(store: WatchedStore) -> RunJournal:
     with store.request():
         history, beats = history_of(reader.read()), reader.beats()
         root = os.path.realpath(local_path(store.url))
-        is_own = history.is_of(root)  # Not so if the root was copied with its journal
+        is_own = history.is_of(root)  # False if the root was copied with its journal
     starts = [job.start for job in history.jobs.values()]
     # Other paths to the root, by which jobs have named it
     links = {start.named_root for start in starts if start.named_root and start.root == root}

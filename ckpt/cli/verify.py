@@ -286,7 +286,7 @@ def _show_tier_reports(tiers: list[_Tier]) -> None:
                 fault_rows.append((tier.url, *cells, intact_urls or "no other tier"))
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _error_text(tier)))
-    report_titles, fault_titles = (  # Of the two tables
+    report_titles, fault_titles = (
         ("tier", "step", "attempt", "verified", "state"),
         ("tier", "file", "bytes", "what", "intact on"),
     )

@@ -74,7 +74,7 @@ def _open_folder(url: str, options: Mapping[str, object] | None, timeout: float)
     """Open a folder on a thread of its own. Opening it already waits for its file system, which may
     be on a server that does not answer. The backends of other stores send no request yet.
     """
-    future = Workers("open", 1).submit(open_backend, url, options)  # Not closed: it may wait on
+    future = Workers("open", 1).submit(open_backend, url, options)  # Not closed: it may still wait
     wait([future], min(timeout, SILENT_SECONDS))
     root = os.path.abspath(local_path(url))
     if not future.done() and timeout > SILENT_SECONDS:
@@ -135,9 +135,9 @@ class WatchedStore:
     """A ``StorageBackend`` that wraps another backend, and records for how long that backend has
     not answered.
 
-    An answer is due since ``_due_since``; None if no request is under way. ``_failure`` is the
-    error of the last request. If the store did not answer within ``--timeout``, it is given up: all
-    later requests raise ``_timeout_error``. ``_warned_at`` is the time of the last warning.
+    An answer has been due since ``_due_since``, which is None if no request is under way.
+    ``_failure`` is the error of the last request. A store that does not answer within ``--timeout``
+    is given up: all later requests raise ``_timeout_error``.
 
     Thread safety: the threads that may use the other backend may use this object too. ``_lock``
     guards all attributes that change.

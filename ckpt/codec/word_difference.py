@@ -5,8 +5,8 @@ minus the old one, as integers. A small step of a floating-point number changes 
 two, so the changes compress well. A gap is the number of unchanged words before a changed one. It
 is one byte if it is below 255. Otherwise a byte of 255 (``_LONG_GAP_BYTE``) stands for as many
 words, and the gap goes on in the next byte. The changes are cut into byte planes: plane *k* has
-byte *k* of every change. Gaps and planes are a zstd frame each. docs/format.md describes the
-layout.
+byte *k* of every change. The gaps are one zstd frame, and the planes are another. docs/format.md
+describes the layout.
 
 Thread safety:
     Any thread may call the functions. zstd and NumPy release the GIL while they work.
@@ -100,9 +100,7 @@ def _words(data: memoryview, width: int) -> Words:
 
 
 def _pack_gaps(positions: Positions) -> Bytes:
-    """Return the numbers of words between the changed ones, in bytes. A ``_LONG_GAP_BYTE`` stands
-    for as many words, and the gap goes on in the next byte.
-    """
+    """Return the gaps before the changed words, in bytes."""
     gaps = np.diff(positions, prepend=-1) - 1
     long_counts = gaps // _LONG_GAP_BYTE
     total = int(long_counts.sum())

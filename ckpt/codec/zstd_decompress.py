@@ -14,8 +14,8 @@ _local = threading.local()
 
 
 def decompress_frame(frame: memoryview, size: int) -> bytes:
-    """Decompress a zstd frame, and return its content, which must have ``size`` bytes.
-    Raise ``ValueError`` before memory is allocated if the frame claims another size.
+    """Return the content of a zstd frame, which must have ``size`` bytes. Raise ``ValueError``
+    before memory is allocated if the frame claims another size.
 
     Raises:
         ValueError: The content has another size.

@@ -1,4 +1,4 @@
 """Agreement between ranks without collectives: coordinators, exchanges and the commit protocol.
 
-Only ``torch_store`` and ``joined`` import torch.
+Only ``torch_store`` and ``join`` import torch.
 """

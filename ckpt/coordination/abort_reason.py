@@ -1,6 +1,6 @@
 """The reason why a save was aborted, as a message that carries an error to all ranks.
 
-The *verdict* on a save says whether it has become a checkpoint, which has a manifest.
+The *verdict* on a save says whether the save has become a checkpoint.
 """
 
 from __future__ import annotations

@@ -248,17 +248,17 @@ class CommitMachine:
     """The commit of one save on one tier, as a state machine of one rank.
 
     ``begin`` returns the first action. ``handle`` takes the result of the last action as an event,
-    with the current time, and returns the next action. Times are those of ``time.monotonic``.
-    ``stagger`` are the seconds after which a rank checks whether the leader is silent. A rank waits
-    at most ``timeout + stagger`` seconds for an intent. It then waits at most as long again for the
-    outcome, if it cannot complete the commit itself.
+    with the current time, and returns the next action. Times are those of ``time.monotonic``. After
+    ``stagger`` seconds, a rank checks whether the leader is silent. A rank waits for an intent for
+    at most ``timeout + stagger`` seconds. It then waits at most as long again for the outcome, if
+    it cannot complete the commit itself.
 
-    ``_missing_ranks`` have not voted yet, and ``_fragments`` has those of the ranks that have.
-    ``_go_intent`` is the intent once this rank knows that it is `Go`, and ``_merged_checksum`` is
-    the checksum of the manifest that this rank has made. ``_fault`` is the reason why this rank
-    cannot complete the commit. After ``_deadline`` the rank waits for no other one. Before it,
-    ``_follow`` waits ``_first_pause`` seconds, then twice as many, and so on. ``_is_only_putter``
-    is True as long as no other rank may put the manifest.
+    ``_missing_ranks`` have not voted yet, and ``_fragments`` are those of the ranks that have
+    voted. ``_go_intent`` is the intent once this rank knows that it is `Go`, and
+    ``_merged_checksum`` is the checksum of the manifest that this rank has made. ``_fault`` is the
+    reason why this rank cannot complete the commit. After ``_deadline``, the rank waits for no
+    other rank. Until then, ``_follow`` waits ``_first_pause`` seconds, then twice as long, and so
+    on. ``_is_only_putter`` is True as long as no other rank may put the manifest.
     """
 
     def __init__(

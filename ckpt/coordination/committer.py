@@ -290,12 +290,11 @@ class Committer:
 class _Commit:
     """Carries out the actions of the commit machine for one save.
 
-    ``_coordinator`` carries the messages: ``post`` and ``collect`` those of single ranks on a
-    *subject*, the name of an exchange, and ``set_once`` and ``verdict`` the one value on which all
-    ranks agree. ``_subject`` is that of the votes and the outcome. ``_store`` reads the fragments
-    and puts the manifest of the step ``_ref``, and ``_manifest`` has the bytes once this rank has
-    merged them. ``_bounds.takeover`` is after how many seconds a rank looks again whether another
-    one acts.
+    A *subject* is the name of an exchange between ranks. The methods ``post`` and ``collect`` of
+    ``_coordinator`` carry the messages of single ranks on a subject. Its methods ``set_once`` and
+    ``verdict`` carry the one value on which all ranks agree. ``_subject`` is the subject of the
+    votes and the outcome. ``_manifest`` has the bytes of the manifest once this rank has merged the
+    fragments. After ``_bounds.takeover`` seconds, a rank looks again whether another rank acts.
     """
 
     def __init__(self, committer: Committer, ref: StepRef) -> None:
@@ -387,7 +386,7 @@ class _Commit:
         try:
             contents = self._read_all(partial(self._read, fragment) for fragment in fragments)
             manifest = merge(zip(contents, fragments, strict=True), self._merge_cache)
-            if manifest.increments:  # Files that need chunks in files of older steps, the bases
+            if manifest.increments:  # They need chunks in files of older steps, the bases
                 self._store.keep(manifest.bases)
             self._manifest = pack(manifest)
             self._store.confirm()

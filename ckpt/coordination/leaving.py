@@ -59,8 +59,6 @@ class DepartingCoordinator:
     has the same effect on all clones. If this rank has not reported its part of a save as durable
     before ``leave``, the part never belongs to a checkpoint.
 
-    ``_inner`` is the wrapped coordinator, and ``_departure`` is set by ``leave``.
-
     Attributes:
         look_seconds: How many seconds a wait takes at most before it checks whether ``leave`` was
             called.

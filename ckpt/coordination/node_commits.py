@@ -12,9 +12,8 @@ manifest to the other nodes, where the lowest rank of each node puts the same by
 succeeded when all nodes have the manifest.
 
 A *subject* is the name of an exchange: each rank may post one message on it, and one *verdict* is
-set for all ranks. ``nodes.of`` has the number of the node of each rank.
-
-``leader_decides`` gives all ranks what the leader has decided.
+set for all ranks. ``nodes.of`` has the number of the node of each rank. ``leader_decides`` gives
+the leader's decision to all ranks.
 """
 
 from __future__ import annotations
@@ -247,9 +246,9 @@ class NodeLocalStore:
     """The `CommitStore` of a tier that is local to each node. Ranks send the fragments to each
     other, and the manifest is put on all nodes.
 
-    ``_store`` is the tier on this node. ``_has_done_put`` is True once this rank need not put the
-    manifest any more: it has put it, or is not the lowest rank of its node. ``_fragment_pieces``
-    are the messages that carry this rank's fragment.
+    ``_has_done_put`` is True once this rank need not put the manifest any more. Then it has put the
+    manifest, or is not the lowest rank of its node. ``_fragment_pieces`` are the messages that
+    carry this rank's fragment.
 
     Args:
         store: The tier on this node.
@@ -315,7 +314,7 @@ class NodeLocalStore:
         """
         self._store.put(ref, manifest)
         self._has_done_put = True
-        # If this rank dies after this point, the rank that goes on with the commit waits for this.
+        # If this rank dies after this point, the rank that goes on waits for this message.
         if self._coordinator.rank in self._nodes.lowest_ranks:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)

@@ -2,8 +2,8 @@
 ranks learn the result.
 
 All ranks make the same calls in the same order. Each call waits for all ranks, within a bound. No
-process group is used. A *subject* is the name of an exchange between ranks. A rank
-that has lost the connection to another rank has *parted*.
+process group is used. A *subject* is the name of an exchange between ranks. A rank that has lost
+the connection to another rank has *parted*.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 files. Every process that does one of them calls this module.
 
 A *tombstone* takes the place of the manifest of a step that was removed. A *claim marker* is an
-object in a step's folder that lets either a finisher of its commit or a remover proceed.
+object in the folder of a step. It decides whether a process may finish the commit of the step, or
+another one may remove the step.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ finds the tombstone and fails. The tombstone is removed with the remains of the 
 or as soon as the job of the step is known to have ended (``retention.policy``).
 
 A process that copies the step to the tier again deletes the tombstone right before it puts the
-manifest, while its *claim marker* (an object in the folder of the step, which keeps removers away)
-stands and all files are there. A late put of the rank does no harm
-then, since it puts the manifest of the same attempt.
+manifest. All files are there by then, and the *claim marker* of the process, an object in the
+folder of the step, keeps removers away. A late put of the rank does no harm then, since it puts the
+manifest of the same attempt.
 """
 
 from __future__ import annotations

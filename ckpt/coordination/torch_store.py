@@ -1,7 +1,7 @@
 """Coordinate the ranks of a job over its TCPStore.
 
 The coordinator works with any store that ``init_process_group`` uses (that of torchrun, ``tcp://``
-or ``file://``), and with the stores that ``joined`` makes. It uses keys of its own, and makes no
+or ``file://``), and with the stores that ``join`` makes. It uses keys of its own, and makes no
 process group. A *subject* is the name of an exchange: each rank may post one message on it, and one
 *verdict* is set for all ranks. The coordinator clones the connection to the store, so a wait in the
 background never delays calls of the trainer to the store.

@@ -21,8 +21,8 @@ class _OwnGenerator(torch.Generator):
 
 
 def give_generator(loader: Any, *seed_numbers: int) -> None:
-    """Give ``loader`` a generator of its own, unless its caller has. Its seed depends on
-    ``seed_numbers``, such as the rank and the epoch.
+    """Give ``loader`` a generator of its own, unless its caller has given it one. The seed of the
+    generator depends on ``seed_numbers``, such as the rank and the epoch.
 
     Values that are no ``DataLoader`` are left as they are.
     """

@@ -5,9 +5,9 @@ then ends as the signal would have ended it. After a request, the ranks have tim
 of the request, if it has one.
 
 Signal handlers and other threads write one byte for each signal, request or close into a pipe,
-which a *watcher* thread reads. It lets an *agreer* thread agree with the other ranks on the last
-step (see ``last_step_agreement``), and ends the process when its time is over. A *listener* thread
-waits for the signals and requests of other ranks.
+which a *watcher* thread reads. The watcher lets an *agreer* thread agree with the other ranks on
+the last step (see ``last_step_agreement``). It ends the process when its time is over. A *listener*
+thread waits for the signals and requests of other ranks.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ class StopSignals:
         _active = self
         for signum in self._signals:
             self._earlier_handlers[signum] = signal.signal(signum, self._handle)
-        # By the wakeup file descriptor, Python's C code writes the number of a signal into the pipe
-        # even while the main thread is stuck in a collective.
+        # Python's C code writes the number of a signal to the wakeup file descriptor, even if the
+        # main thread is stuck in a collective.
         wakeup_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._has_wakeup_fd = wakeup_fd == -1
         if not self._has_wakeup_fd:  # It is that of another library, such as asyncio

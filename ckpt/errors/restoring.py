@@ -84,7 +84,7 @@ def _dotted_rename(sources: Mapping[str, str], present: Collection[str]) -> str:
     have a dot there instead of a slash. It is empty if no such module is among the first of
     ``sources``: there may be many, and each is compared with all names.
 
-    ``sources`` has the name in the checkpoint that was looked for, by the name in the target.
+    ``sources`` maps each name in the target to the name that was looked for in the checkpoint.
     ``present`` are the names in the checkpoint.
     """
     for name, source in islice(sources.items(), 3):

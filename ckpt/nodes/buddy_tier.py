@@ -64,9 +64,9 @@ class BuddyTier:
     """One tier with replicas as one node sees it: the other nodes, and the copies of their files
     that this node keeps. Nodes are named by their numbers in ``nodes``.
 
-    ``_copied_keys`` are the files that this node has copied, by their step. Since the last copy
-    that has succeeded, ``_failure_count`` copies have failed, the last one that of the step
-    ``_failed_ref``.
+    ``_copied_keys`` has the files that this node has copied, by their step. ``_failure_count``
+    copies have failed since the last one that has succeeded, and ``_failed_ref`` is the step of the
+    last failure.
 
     Attributes:
         tier: The tier.

@@ -78,9 +78,9 @@ class NodeSurvey:
     nodes, it also starts a server. The leader reads the posted records. On exit, the servers are
     closed.
 
-    ``_own_tiers`` are the local tiers for which this rank speaks, since it is the lowest one of its
-    node. The other ranks post nothing, and have no server. The listing of a tier has the attempts
-    there (``refs``) and its rollback, and a ``Peer`` is the record that a node posts.
+    ``_own_tiers`` are the local tiers for which this rank speaks, since it is the lowest rank of
+    its node. The other ranks post nothing, and have no server. A ``Peer`` is the record that a node
+    posts.
 
     Args:
         tiers: The tiers of the job, nearest first.

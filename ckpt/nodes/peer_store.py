@@ -57,7 +57,7 @@ class NodeStore:
     counts as missing, since perhaps the node cannot read it.
 
     A node is named by its lowest rank. ``_silent_ranks`` are the nodes that get no more requests,
-    and ``_logged_failures`` what was already logged about a node.
+    and ``_logged_failures`` says what was already logged about each node.
 
     Args:
         tier: The index of the tier.

@@ -65,9 +65,8 @@ class NodeReplicas:
     A tier in memory has a function ``outdate``. Its call means that the steps of earlier jobs may
     be removed, since all nodes have copied a step of this job.
 
-    ``_buddy_tiers`` has the `BuddyTier` of each tier, by its index. ``_copy_thread`` makes one copy
-    after another, with ``_write_thread`` for the writes, and ``_pace`` keeps the copies to the
-    rate.
+    ``_buddy_tiers`` has the `BuddyTier` of each tier by its index. ``_copy_thread`` makes one copy
+    after another, and leaves the writes to ``_write_thread``.
 
     Args:
         tiers: The tiers with replicas on which this rank is the lowest rank of its node.

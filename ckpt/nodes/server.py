@@ -98,10 +98,10 @@ class NodeServer:
     *caller* is the other end of a connection whose request is not complete yet.
 
     ``_callers`` has the callers by their sockets, and ``_open_connections`` are the connections
-    that are answered. ``_listeners`` are the listening sockets, ``_workers`` all threads of the
-    server, and a byte at ``_wake_receiver`` ends the wait of the listening thread.
-    ``_allowed_folders`` are the steps that may be read. ``_condition`` guards the fields that
-    several threads use, and is notified when the server closes (``_is_closed``).
+    that are being answered. ``_workers`` has all threads of the server. A byte at
+    ``_wake_receiver`` ends the wait of the listening thread. ``_allowed_folders`` are the steps
+    that may be read. ``_condition`` guards the fields that several threads use, and is notified
+    when the server closes.
 
     Args:
         stores: The stores of the tiers, by the index of the tier.

@@ -4,8 +4,8 @@ All chunks of a file are checked before the copy of the file becomes visible. A 
 the data file of one rank. It is written after its data file, because it states that the data file
 is durable.
 
-A ``Peer`` is another node, with the address of its server and its steps, and ``peer_store`` returns
-the store that reads from it. A ``StepFolder`` is the folder of the step on this node.
+A ``Peer`` is another node, with the address of its server and its steps. ``peer_store`` returns a
+store that reads from it. A ``StepFolder`` is the folder of the step on this node.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def history_of(records: Sequence[Record]) -> History:
         match record.event:
             case "SaveStaged":
                 if job is not None and not job.has_saved:
-                    # The job before has ended, and so what it had staged gets to no tier
+                    # The previous job has ended, so no tier gets what it had staged
                     job.has_saved = True
                     mark_cut(history.saves[step] for step in staged_steps)
                     staged_steps.clear()

@@ -1,6 +1,6 @@
 """Whether the job of a run lives, from its journal and from its process. It does almost no I/O.
 
-A *beat* is the time at which a job, in its journal, last showed that it is alive.
+A *beat* is the time at which a job last showed in its journal that it is alive.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def lives_of(
 
 
 def _life_of_job(job: Job, beat: float | None, current_time: float, *, evaluates: bool) -> JobLife:
-    """Return whether a job lives: whether its process does on this machine, and by its beat on
-    another machine.
+    """Return whether a job lives. On this machine, its process tells; on another machine, its beat.
 
     Args:
         job: The job.

@@ -6,7 +6,7 @@ restore took from a farther tier, and whether the job lives.
 
 A thread of the journal writes it, so that a file system that does not answer delays no save.
 Nothing depends on the journal, and an error of it is only logged. While a job lives, rank 0 renews
-the time of a small file in the folder every few seconds, which is a *beat*.
+the time of a small file in the folder, its *beat*, every few seconds.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Journal:
     the first save, so that a job that only restores leaves no journal where there was none. Make a
     new `Journal` object for each job, since an object records the start of one job only.
 
-    ``_file`` is the descriptor of the open file; None if there is none. ``_has_warned`` is True if
-    the log says already that the journal cannot be written.
+    ``_file`` is the descriptor of the open file, and None if no file is open. ``_has_warned`` is
+    True if the log already says that the journal cannot be written.
 
     Args:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``
@@ -112,9 +112,9 @@ class Journal:
     Raises:
         ConfigError: ``root`` is neither a path nor a ``file://`` URL.
 
-    The thread runs ``_task`` and takes the records from ``_queue``. The records from before there
-    was a folder are in ``_early_records``. ``_has_open_record`` says whether the file has the first
-    record of the job, and ``_has_begun`` whether the job has saved, or goes on from a step.
+    The thread runs ``_task`` and takes the records from ``_queue``. ``_early_records`` has the
+    records from before there was a folder. ``_has_open_record`` is True once the file has the first
+    record of the job. ``_has_begun`` is True once the job has saved, or goes on from a step.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_task``. Only the
     thread of the journal uses the attributes from ``_file`` on.
@@ -190,7 +190,7 @@ class Journal:
         with self._lock:
             if self._task is not None:
                 return
-            if has_script_ended():  # ``submit`` may run the call on this thread: let it end
+            if has_script_ended():  # ``submit`` may run the call on this thread, so let it end
                 self._queue.put(None)
             try:
                 self._task = Workers("journal", 1).submit(self._run)

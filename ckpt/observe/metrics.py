@@ -3,9 +3,6 @@
 A save is *staged* when its state is copied to host memory, into one of the buffers that are called
 slots. Then it waits for its tiers, as a part of their *backlog*, until they have committed it. A
 *replica* is a copy of the files of another node.
-
-``Metrics`` has a *series* for each metric (``_series``). ``_staged_at`` is when a save was last
-staged, ``_server`` serves the metrics over HTTP, and ``_sender`` sends them as OTLP.
 """
 
 from __future__ import annotations

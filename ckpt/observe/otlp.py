@@ -77,9 +77,9 @@ class Sender:
     failures are not logged. A receiver that does not answer delays ``close`` by 5 s at most. It
     delays neither training nor the end of a process that does not call ``close``.
 
-    ``_sdk`` has the classes of the OpenTelemetry packages, and ``_exporter`` sends. The exporter
-    only logs why it has failed, and ``_log_messages`` keeps its first message. ``_task`` is the
-    running loop, and ``_stop`` ends it.
+    ``_sdk`` has the classes of the OpenTelemetry packages. The exporter only logs why it has
+    failed, and ``_log_messages`` keeps its first message. ``_stop`` ends the loop that runs as
+    ``_task``.
 
     Args:
         registry: The `prometheus_client.CollectorRegistry`.

@@ -171,11 +171,10 @@ class RunView:
 class TierWatch:
     """Lists one tier whenever ``ask`` is called, on a thread of its own.
 
-    If the store does not answer, only that thread is blocked, and ``error`` says so. ``_query`` is
-    the listing that is under way.
+    If the store does not answer, only that thread is blocked, and ``error`` says so.
 
-    ``_open_call`` is the opening of the tier, on the thread ``_worker``, and ``_inventory`` lists
-    the tier once it is open. ``_asked_at`` is when the listing that is under way began.
+    ``_open_call`` is the call that opens the tier, and ``_inventory`` lists the tier once it is
+    open. ``_query`` is the listing that is under way, and ``_asked_at`` is when it began.
 
     Args:
         url: The URL of the store. It is the URL of a store in memory if ``tier.url`` is "memory".

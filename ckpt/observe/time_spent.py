@@ -1,7 +1,7 @@
 """Where the time of a run went, from its journal. No function does I/O.
 
-An *interval* is the begin and the end of a time, in seconds since 1970. A restore takes the
-training back to the save of its step, and what was trained since then is *repeated*.
+An *interval* is a span of time, by its beginning and its end in seconds since 1970. A restore takes
+the training back to the save of its step, and what was trained since then is *repeated*.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Restore, verify, read-through, copies between tiers and export use this module. A *chunk* is the
 unit of checksums in a data file. A *run* is the chunks that one request reads, and a *sink* is the
-memory that they go to. An *increment* is a data file without its first chunks, which another file,
-its *base*, has. An *adopted* file is a file of another program that a manifest names.
+memory that they go to. An *increment* is a data file that leaves out its first chunks, since
+another file, its *base*, has them. An *adopted* file is a file of another program that a manifest
+names.
 
 Chunks that are neighbours in the file are read with one request. There are three ways to read them:
 
@@ -145,10 +146,9 @@ def read_plan(
 class ChunkReader:
     """Reads chunks from the files of one store.
 
-    ``_backend`` is the store, and ``_retry`` repeats requests after a transient error.
-    ``_outer_readers`` has a reader for each other root, or program, whose files were read.
-    ``_alignment`` is that of the offsets at which the store reads best. ``_buffers`` and
-    ``_decode_buffers`` give each thread its buffers.
+    ``_outer_readers`` has a reader for each other root or program whose files were read. The store
+    reads best at offsets that are multiples of ``_alignment``. ``_buffers`` and ``_decode_buffers``
+    give each thread its buffers.
 
     Thread safety: any thread may call ``read``.
     """
@@ -267,7 +267,7 @@ class ChunkReader:
             else memoryview(b"")
         )
         outs: list[memoryview] = []
-        end = 0  # Of the bytes of the run that ``outs`` already has memory for
+        end = 0  # How many bytes of the run already have memory in ``outs``
         for read, place in zip(run.reads, places, strict=True):
             if place is not None:
                 begin = read.offset - run.offset

@@ -103,9 +103,9 @@ def write_encoded(
 class _Job:
     """The encoding of one image.
 
-    ``_chunk_starts`` are the offsets of the chunks in the image ``_source``, and its size.
-    ``_hashed_chunks`` has their checksums if they are known already. ``_on_bytes`` is called with
-    the raw bytes of each chunk that was appended.
+    ``_chunk_starts`` are the offsets of the chunks in the image, followed by the size of the image.
+    ``_hashed_chunks`` has the checksums of the chunks if they are known already. ``_on_bytes`` is
+    called with the raw size of each chunk that was appended.
 
     Args:
         write: The image and the key of the file.
@@ -164,9 +164,9 @@ class _Job:
 class _File:
     """The encoded file: it collects the encoded bytes in parts and writes these to an upload.
 
-    A thread has the *turn* while it appends a chunk: chunks are appended in the order of their
-    indices, and ``_next_index`` is that of the next one. ``_turn_end`` is notified when a turn has
-    ended. ``_part`` is the memory of the part that is being filled, and ``_free_parts`` is the
+    A thread has the *turn* while it appends a chunk. Chunks are appended in the order of their
+    indices, and ``_next_index`` is the index of the next one. ``_turn_end`` is notified when a turn
+    has ended. ``_part`` is the memory of the part that is being filled, and ``_free_parts`` is the
     memory of parts that were written.
 
     Args:

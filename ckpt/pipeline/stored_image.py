@@ -36,9 +36,9 @@ class StoredImage:
     The parts of an upload need not begin where chunks begin. So if ``view`` returns only a part of
     a chunk, the whole chunk stays in memory until ``view`` has returned all its bytes.
 
-    ``_starts`` are the offsets of the chunks in the image, and its size. ``_cache`` has the chunks
-    of which ``view`` has returned only a part, and ``_locks`` keep two threads from reading one
-    chunk twice.
+    ``_starts`` are the offsets of the chunks in the image, followed by its size. ``_cache`` has the
+    chunks that ``view`` has returned only in part. ``_locks`` keep two threads from reading the
+    same chunk.
 
     Thread safety: any thread may call all methods.
 
@@ -55,7 +55,7 @@ class StoredImage:
         self._chunks, self._read = chunks, read
         self.lengths = [chunk.box.shape[0] for chunk in chunks]
         self._starts = list(accumulate(self.lengths, initial=0))
-        # Each chunk has separate memory, so no bound but the size limits a part of an upload.
+        # Each chunk has memory of its own, so a part of an upload may be as large as the image.
         self.size = self.capacity = self._starts[-1]
         self._locks = [threading.Lock() for _ in range(_LOCK_COUNT)]
         self._cache: dict[int, tuple[memoryview, int]] = {}

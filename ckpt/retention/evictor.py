@@ -54,10 +54,8 @@ class Evictor:
     itself, and a step that a farther tier waits for must stay on every rank until all ranks have
     written it to the farther tier.
 
-    ``_inventory`` lists the steps of the tier with their sizes, and ``_usage`` counts the bytes of
-    all its objects without reading a manifest. ``_rule`` is the retention policy, and ``_retry``
-    repeats requests after a transient error. ``_was_never_full`` is True as long as these bytes
-    alone have shown that nothing need be removed.
+    ``_usage`` counts the bytes of all objects of the tier without reading a manifest.
+    ``_was_never_full`` is True as long as this count alone has shown that nothing need be removed.
 
     Args:
         tier: The tier to free room on.

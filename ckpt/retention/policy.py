@@ -8,9 +8,9 @@ Each try of a job at a step is an *attempt*, which a `StepRef` names, and a chec
 *committed* one. A *rollback* is the record that the run goes on from an older step, which begins a
 *branch*: the later steps are *abandoned*. The *heirs* of a step are the steps that refer to its
 files. An *outer* base is a step in another root that a step here refers to. On a tier that is local
-to a node, a step may be a *part*: only the files of some ranks. A pin whose end is ``BASE_END`` is
-that of another run, whose increments refer to the step. The *claim* of a job decides which steps of
-a root it may remove.
+to a node, a step may be a *part*: only the files of some ranks. A pin with the end ``BASE_END``
+belongs to another run, whose increments refer to the step. The *claim* of a job decides which steps
+of a root it may remove.
 """
 
 from __future__ import annotations

@@ -234,9 +234,6 @@ class Pruner:
     If the policy keeps everything, the remains of failed saves are removed once, after the first
     commit.
 
-    ``_rule`` is the retention policy, and ``_inventory`` lists the steps of the tier with their
-    states. ``_is_queued`` is True while a run of the pruning thread is asked for.
-
     Args:
         tier: The tier to prune.
         claim: The claim of the job on the root.

@@ -43,8 +43,6 @@ _GRACE_SECONDS: Final = 30.0
 class Quota:
     """Keeps one tier within its capacity. All ranks that share the store of the tier take part.
 
-    ``_evictor`` removes steps of the tier.
-
     Args:
         tier: A tier with a capacity.
         coordinator: The connection to the ranks that share the store of the tier.

@@ -11,12 +11,12 @@ step that lacks files is never listed as a checkpoint.
 * ``restore.read_through`` deletes files that a restore has just put into a cache that is full.
 * ``catalog.transfer`` deletes damaged manifests, and files in an encoding that was replaced.
 
-A *claim marker* is an object in the folder of a step that lets either a remover or a finisher, a
-process that commits the step, go on. A *tombstone* is an object that takes the place of the
-manifest. The *claim* of a job (``listing``: the attempts that were there when it took the root)
-decides which steps of a root it may remove. A *fragment* is the record of what one rank has
-written, and *remains* are what is left of a save that was not committed. *Orphans* are unfinished
-writes of jobs that have ended.
+A *finisher* is a process that completes the commit of a step. A *claim marker* is an object in the
+folder of a step that lets either a remover or a finisher go on. A *tombstone* is an object that
+takes the place of the manifest. The *claim* of a job decides which steps of a root it may remove.
+Its ``listing`` has the attempts that were there when the job took the root. A *fragment* is the
+record of what one rank has written, and *remains* are what is left of a save that was not
+committed. *Orphans* are unfinished writes of jobs that have ended.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Claim:
     The remains of a save may be removed at once if the owner of the root knows that the job of the
     save has ended. Other remains stay for a day (``retention.policy``).
 
-    ``_takeover`` is what this process has found when it first took the root, and ``_copied_refs``
-    are the steps of other jobs that this job copies to the root. Of the jobs that owned the root
+    ``_takeover`` is what this process found when it first took the root, and ``_copied_refs`` are
+    the steps of other jobs that this job copies to the root. Of the jobs that owned the root
     before, ``_ended_jobs`` are known to have ended, and ``_unseen_jobs`` may be alive.
     ``_last_owner`` is the attempt that owned the root at the last ``take`` or ``use``.
 
@@ -333,9 +333,7 @@ class TakeoverPost:
     def takeover(self) -> Takeover | None:
         """Return what the leader posted; None if it has not posted it yet."""
         if self._takeover is None:
-            message = self._coordinator.verdict(
-                self._subject, timeout=0
-            )  # As ``set_once`` has set it
+            message = self._coordinator.verdict(self._subject, timeout=0)
             if message is not None:
                 folders, date = msgspec.json.decode(message, type=tuple[list[str], float | None])
                 refs = map(parse_folder, folders)

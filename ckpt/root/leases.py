@@ -1,7 +1,7 @@
 """Leases: pins that a process renews as long as it needs their steps.
 
 A *tier* is a store with the steps of a run. A *pin* is an object there that keeps a step from being
-removed until a given time, so if a process is killed, its leases end by themselves.
+removed until a given time. So the leases of a killed process end by themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The owner of a root: one job at a time writes to it, and the newest job wins.
 
-A *root* is the place of a store where the steps of a run are. An *attempt* is one incarnation of a
-job, by its id.
+A *root* is the place of a store where the steps of a run are. An *attempt* is the id of one
+incarnation of a job.
 
 The file ``writer.json`` in the root names the owner's attempt and process. A new attempt takes the
 root over. If the owner is alive on the same machine, the new attempt gets ``RootInUse`` instead. An
@@ -18,12 +18,11 @@ again. There the newest manager wins too: one that is garbage collected, or has 
 gives its root up (``attend``), and so does a program that has called ``os.execv``. The newest
 manager waits for the saves that an older one has under way.
 
-The record also says where the root is: its *place*, by which two URLs of one root are recognized. A
-copy of the root, which somebody made while the owner was alive, has a copy of the record, and has
-no owner.
+The record also has the *place* of the root, by which two URLs of one root are recognized. A copy of
+the root, which somebody made while the owner was alive, has a copy of the record, and has no owner.
 
-The saves of a manager are its *work*: ``places`` has the URL of each root that they go to, by its
-place, and ``wait_kept`` waits until one of the roots has each save that is under way.
+The saves of a manager are its *work*. ``places`` has the URLs of the roots that the saves go to, by
+their places. ``wait_kept`` waits until each save that is under way is on one of these roots.
 """
 
 from __future__ import annotations

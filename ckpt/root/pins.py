@@ -158,8 +158,8 @@ def renew_pin(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "
 def _put_and_check(
     backend: StorageBackend, ref: StepRef, seconds: float, reason: str, *, look_for_removal: bool
 ) -> Pin:
-    """Put a pin on ``ref``. If ``look_for_removal``, the claim marker of a removal refuses it.
-    Raises the errors of ``put_pin``.
+    """Put a pin on ``ref``. With ``look_for_removal``, the claim marker of a removal prevents the
+    pin. Raises the errors of ``put_pin``.
     """
     pin = _put_unchecked(backend, _new_pin(ref, seconds), reason)
     _check_presence(backend, pin, look_for_removal=look_for_removal)

@@ -5,8 +5,8 @@ time. The backend opens a few connections, and a request waits for a free one. E
 some time with ``TransientStorageError``.
 
 An object is written under a temporary name in its folder and then renamed, so no reader sees a part
-of it, and a crash leaves only the temporary file, which is *abandoned* then. The protocols have no
-rename that only one of two clients can win, so ``capabilities.put_if_absent`` is False. This is
+of it. A crash leaves only the temporary file, which then counts as *abandoned*. The protocols have
+no rename that only one of two clients can win, so ``capabilities.put_if_absent`` is False. This is
 enough if only one process writes the key.
 """
 

@@ -1,7 +1,8 @@
 """Connections to a WebDAV server, over webdav4.
 
-A folder is renamed before it is removed, so that nobody sees a part of it. A folder whose client
-was killed in between is *abandoned*, and the next removal beside it removes it too.
+A folder is renamed before it is removed, so that nobody sees a part of it. If the client is killed
+in between, the renamed folder is *abandoned*. The next client that removes a folder beside it
+removes it too.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     the file system has refused to read the next bytes directly. The caller then reads these bytes
     through the page cache.
     """
-    # What addresses in memory, and offsets in the file, must be multiples of
+    # Addresses must be multiples of the first number, and offsets in the file of the second one.
     address_block_bytes, block_bytes = blocks_of(fd)
 
     def is_straight(part: tuple[memoryview, int]) -> bool:

@@ -1,7 +1,6 @@
 """The place and the mark of a folder, which tell it from its copies and from what replaces it.
 
-A *place* has the form ``DEVICE:INODE:MOUNT_DEVICE:PATH_HASH``. A *kind* is the type of a file
-system. Where inode numbers do not last, a place has the hash of the path instead.
+A *kind* is the type of a file system.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ _MOST_REMEMBERED: Final = 16
 def place_of(path: str) -> str:
     """Return a text that describes where the existing folder ``path`` is (see `are_apart`).
 
-    The text is ``DEVICE:INODE:MOUNT_DEVICE:PATH_HASH``. ``INODE`` is the inode number.
-    ``MOUNT_DEVICE`` is the device, and ``PATH_HASH`` the hash of the path inside of the file
-    system, which stays the same for all mounts of it. Parts that do not identify the folder are
-    empty: the device on a network file system, which may be mounted twice, the inode number where
-    it does not last, and the path where the number lasts, since the folder may be renamed.
+    The text is ``DEVICE:INODE:MOUNT_DEVICE:PATH_HASH``. ``PATH_HASH`` is the hash of the path
+    inside of the file system, which is the same for all mounts. ``MOUNT_DEVICE`` is the device that
+    this path belongs to. A part that does not identify the folder is empty. ``DEVICE`` is empty on
+    a network file system, which may be mounted twice. ``INODE`` is empty where inode numbers do not
+    last. ``MOUNT_DEVICE`` and ``PATH_HASH`` are empty where the numbers last, since the folder may
+    be renamed.
     """
     path = os.path.realpath(path)
     status = os.stat(path)

@@ -103,9 +103,10 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
 class PosixBackend:
     """A folder as a store.
 
-    The backend remembers a text that identifies the folder, its *mark*, to notice when its path
-    names another folder later (see ``is_replaced``). Only unfinished uploads keep descriptors open
-    between calls. A thread that reads may keep a buffer of 2 MiB until the thread ends.
+    The backend remembers the *mark* of the folder, a text that identifies it. So it notices when
+    its path names another folder later (see ``is_replaced``). Only unfinished uploads keep
+    descriptors open between calls. A thread that reads may keep a buffer of 2 MiB until the thread
+    ends.
 
     Thread safety: several threads may call all methods at the same time.
     """

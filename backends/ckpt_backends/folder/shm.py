@@ -1,10 +1,10 @@
 """The backend for stores in the memory of this machine.
 
-Such a store is a folder in ``/dev/shm``, which outlives the process. A *slot* is a reusable buffer
-for an *image*, which is a rank's part of the state. It is already a file in ``/dev/shm``. To store
-its image, the backend gives the file a second name. Nothing is copied. The
-next image in the slot overwrites these bytes, so the slot pool removes the step from the store
-before it lets a save use the slot again.
+Such a store is a folder in ``/dev/shm``, which outlives the process. An *image* is a rank's part of
+the state, and a *slot* is a reusable buffer for an image. A slot is already a file in ``/dev/shm``.
+To store its image, the backend gives the file a second name, and copies nothing. The next image in
+the slot overwrites these bytes, so the slot pool removes the step from the store before it lets a
+save use the slot again.
 
 Every user of the machine may write to ``/dev/shm``, and the name of the folder can be guessed. The
 backend therefore creates the folder when the store is opened, and keeps it open by a descriptor.
