@@ -59,9 +59,9 @@ def text_of(value: object) -> str:
 
 
 def as_place(name: str, value: object, purpose: str) -> str:
-    """Return the folder or URL ``value`` as a string. Raise if it is none.
+    """Return ``value``, a folder or URL, as a string. Raise ``ConfigError`` if it is neither.
 
-    ``purpose`` says in the error what needs a folder or a URL.
+    The error says with ``purpose`` what needs the folder or URL.
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)

@@ -4,12 +4,12 @@ The work of a close runs exactly once, however often ``close`` is called.
 
 The *agent* is a process of the node that can finish what a job leaves. To *detach* is to leave the
 rest of the work to it. A rank *leaves* the other ranks if an error ends its process while they go
-on. The *coordinator* is the connection to the other ranks, the *saver* writes to the tiers in the
-background, the *ledger* knows each save and its error, the *fence* holds the steps of optimizers
-while tensors are copied, and *slots* are buffers in host memory. The *plans* and the *last walk*
-are what earlier saves have computed. The *guard* knows which calls are under way, and refuses those
-that are not possible. The attribute ``stop`` listens for a planned stop, and the *journals* record
-the run.
+on. The *coordinator* is the connection to the other ranks. The *saver* writes to the tiers in the
+background, and the *ledger* knows each save and its error. The *fence* holds the steps of
+optimizers while tensors are copied. *Slots* are buffers in host memory. The *plans* and the *last
+walk* are what earlier saves have computed. The *guard* knows which calls are under way, and refuses
+those that are not possible. The attribute ``stop`` listens for a planned stop, and the *journals*
+record the run.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Closer:
     """Closes one manager.
 
     ``_shutdown`` runs the work of the close on a thread, once, and ``_shutdown.outcome`` is the
-    future of that work. ``_has_ended`` is True once a call of ``close`` is over, and
-    ``_is_interrupted`` if Ctrl-C has ended it while the work went on.
+    future of that work. ``_has_ended`` is True once a call of ``close`` is over.
+    ``_is_interrupted`` is True if Ctrl-C has ended a call while the work went on.
 
     Args:
         holdings: What the manager holds.
@@ -144,7 +144,7 @@ class Closer:
             if in_time:
                 self._shutdown.end()
                 future.result()
-            ledger.raise_unreported(includes_kept=False)  # Of steps that no tier has
+            ledger.raise_unreported(includes_kept=False)  # Errors of steps that no tier has
             agent_finishes = in_time and detach
             missing_steps = None if agent_finishes else missing_at_the_end(ledger.pending, timeout)
             if (error := ledger.closing_error(missing_steps)) is not None:

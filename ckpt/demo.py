@@ -57,8 +57,8 @@ class DemoResult:
 def train(root: str, log: str, width: int) -> None:
     """Train on the CPU, save each fourth step, and write each loss as a line of ``log``.
 
-    A line of a step that is saved also has its ``stall``, the seconds that the save has taken from
-    the training. ``width`` is the number of features of the two layers.
+    The line of a saved step also has its ``stall``: how many seconds the save has held up training.
+    ``width`` is the number of features of the two layers.
     """
     torch.set_num_threads(1)
     torch.manual_seed(1)

@@ -6,29 +6,27 @@ call has raised it; a save is *kept* once a tier has its step. The *fence* holds
 until the copies of its tensors have ended. The *origin* is the step from which the job continues.
 The *guard* refuses calls that are not possible now. *Listers* are threads that list tiers.
 
-An *attempt* is the id of one run of the job. The *trial* is the number of its further try at the
-same step, else 0. A ``StepRef`` names a step of one attempt and trial. A *plan* says where each
-tensor stands in the *image*, this rank's part of the state in host memory, and a *slot* is a buffer
-for an image. A *walk* collects the tensors of a state, and the *live* part of a state is the part
-in which it may find some. The *owner* of a root, the folder or URL of a tier, is the job that may
-write to it, and a *claim* is what a job knows of that. If a job goes on from an older step, a
-*branch* begins, and the later steps are *abandoned*. A *rollback* is the record of this on the
-tiers.
+An *attempt* is the id of one run of the job. A run may try a step again: the *trial* is the number
+of such a further try, and 0 for the first try. A ``StepRef`` names a step of one attempt and trial.
+A *plan* says where each tensor stands in the *image*, this rank's part of the state in host memory,
+and a *slot* is a buffer for an image. A *walk* collects the tensors of a state, and the *live* part
+of a state is the part in which it may find some. The *owner* of a root, the folder or URL of a
+tier, is the job that may write to it, and a *claim* is what a job knows of that. If a job goes on
+from an older step, a *branch* begins, and the later steps are *abandoned*. A *rollback* is the
+record of this on the tiers.
 
-``_requests`` makes the request of a save, which tells the saver what to write, and ``_plans`` makes
-its plan or takes that of an earlier save. ``_collect`` is the walk, and ``_last_walk`` the results
-of the last one. ``_reserver`` makes slots before a save needs them. ``_last_step`` is the number of
-the last step that was saved or restored, and ``_newest_ref`` the newest save that the saver has
-begun. In ``saver.steps``, ``rollback`` is the rollback that counts, ``awaited_refs`` returns steps
-that must stay on their tiers, and ``last_step`` is the number of the last step of the run, once it
-is known. ``_goes_on_from_parts`` is True for a subclass that continues from a step of which it has
-restored only a part. ``_stop`` listens for a planned stop, and ``_closer`` ends all of this.
+``_requests`` makes the request of a save, which tells the saver what to write. ``_plans`` makes the
+plan of a save, or takes the plan of an earlier save. ``_reserver`` makes slots before a save needs
+them. ``_last_step`` is the number of the last step that was saved or restored, and ``_newest_ref``
+the newest save that the saver has begun. ``_goes_on_from_parts`` is True for a subclass that
+continues from a step of which it has restored only a part. ``_stop`` listens for a planned stop,
+and ``_closer`` ends all of this.
 
 The walk gives the ``parts`` of a state, its ``optimizers``, and the patterns that fit no name
-(``idle_patterns``). ``_plans`` prepares the plan for them, and with it the *snapshot*, the copy of
-the state into a slot. A *hand-over* passes the snapshot on to the threads of the saver, and can be
-called off until they have begun to write. ``saver.suspicions`` looks for saves of a training that
-is *dead*, such as one whose tensors do not change. *Deltas* are the differences to the last step. A
+(``idle_patterns``). ``_plans`` prepares the plan for them, and the *snapshot*, which copies the
+state into a slot. A *hand-over* passes the snapshot on to the threads of the saver, and can be
+called off until they have begun to write. ``saver.suspicions`` looks for signs that training is
+*dead*, such as tensors that do not change. *Deltas* are the differences to the last step. A
 *selector* names a step by its number, its place in the history, or a metric.
 """
 

@@ -5,10 +5,9 @@ there. The tiers on which the save has not ended yet are its open tiers.
 
 A ``PendingSave`` has two URLs for each tier: its own, and the one that the user gave
 (``_user_urls`` maps the first to the second). ``_outcomes`` says how the save has ended on each
-tier, ``_failures`` has those of its errors that fail the save, and ``_open_tiers`` the URLs of the
-open tiers. The save is over (``_is_finished``) once it has ended on all tiers, or was given up, and
-``_error`` is its error. The *snapshot* copies the state into host memory. ``_change`` is notified
-of each change.
+tier, and ``_failures`` has the errors that fail the save. The save is over (``_is_finished``) once
+it has ended on all tiers, or was given up, and ``_error`` is its error. The *snapshot* copies the
+state into host memory. ``_change`` is notified of each change.
 """
 
 from __future__ import annotations

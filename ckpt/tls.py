@@ -72,10 +72,6 @@ class Encryption:
 
     Certificates can be renewed while a job runs, since files that have changed are read again.
 
-    ``_contexts`` are made from the files that were read last, whose state is ``_used_files``.
-    ``_unfit_files`` is the state of the last files that could not be used. ``_logged_reasons`` and
-    ``_log_count`` say what was logged (see ``is_new``).
-
     Raises:
         ConfigError: A file cannot be read, or the files do not fit each other.
 

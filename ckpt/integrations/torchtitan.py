@@ -298,8 +298,7 @@ class _ModelParts(ModuleStandIn):
         """Return the parameters and persistent buffers of all parts, with the path ``path`` of the
         model in the state.
 
-        ``fqn`` is the name of an entry without the additions of wrappers. ``holders`` are the ranks
-        that hold a parameter.
+        ``fqn`` is the name of an entry without the additions of wrappers.
         """
         if self._items is None:
             entries = [

@@ -8,8 +8,7 @@
 In verl, the workers of the *actor* train, and the *rollouts* generate with the trained weights.
 They need no common process group: they need the store. Each update is a committed step. A rollout
 follows the steps, and reads only the values that have changed since its last one (``deltas``). A
-*version* is the weights of one step. Importing this module imports verl
-and registers the engine.
+*version* is the weights of one step. Importing this module imports verl and registers the engine.
 """
 
 from __future__ import annotations

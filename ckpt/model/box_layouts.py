@@ -78,8 +78,8 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
         return ()
     keys: list[Any] = [tuple(row) for row in np.unique(shapes, axis=0).tolist()]
     key_index = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
-    # The rank and the offsets of each box. ``_join_rows`` joins repetitions of a box to one row,
-    # whose key is then no shape, but ``(key, count, distance)``.
+    # The rank and the offsets of each box. ``_join_rows`` joins repetitions of a box to one row.
+    # The key of that row is ``(key, count, distance)`` in place of a shape.
     places = np.concatenate([ranks[:, None], offsets], axis=1)
     for _ in range(MAX_LEVELS):
         size = len(places)
@@ -164,7 +164,7 @@ def _boxes_at(
             yield Box(offsets, shape)
         return
     level, rest = levels[0], levels[1:]
-    # The other levels add ``low`` to ``high`` to the rank.
+    # The other levels add at least ``low`` and at most ``high`` to the rank.
     low, high = _added_range([(inner.count, inner.rank_step) for inner in rest])
     for index in _repetitions(level.count, level.rank_step, rank_offset - high, rank_offset - low):
         next_offsets = tuple(
@@ -278,7 +278,7 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
         if any(level.count > 1 and not any(level.offset_steps) for level in run.levels):
             return "a box that is there more than once"
         box_count += run.count
-        # The levels add ``low`` to ``high`` to a rank, and below to an offset.
+        # The levels add at least ``low`` and at most ``high``: here to a rank, below to an offset.
         low, high = _added_range([(level.count, level.rank_step) for level in run.levels])
         if run.rank + low < 0 or run.rank + high >= world_size:
             return "a run beyond the ranks of the world"

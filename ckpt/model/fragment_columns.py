@@ -10,11 +10,12 @@ unpacks the few fragments that it needs to objects (``fragment_of``).
 
 A *fragment* is the record of what one rank has written, and a *shard* is a box (a rectangular
 region of a tensor) in its file. A *column* is an array of 64-bit integers, and a *frame* is zstd
-data. The *heading* of a tensor is its name, dtype, shape and *order*, which is that of its
-dimensions in memory. A *tied* name is one more name of a tensor, and *views* are tensors that share
-memory with others. An *increment* is a data file without the first chunks, which the file of an
-older step, its *base*, has too. Its ``lead`` is the size of what it holds before its own chunks. An
-*adopted* base consists of files of another program, and the *positions* say where its chunks are.
+data. The *heading* of a tensor is its name, dtype, shape and *order*. The order says how its
+dimensions are sorted in memory. A *tied* name is one more name of a tensor, and *views* are tensors
+that share memory with others. An *increment* is a data file without the first chunks, which the
+file of an older step, its *base*, has too. Its ``lead`` is the size of what it holds before its own
+chunks. An *adopted* base consists of files of another program, and the *positions* say where its
+chunks are.
 """
 
 from __future__ import annotations
@@ -480,9 +481,8 @@ def _chunks_of(
 
 
 def _make_table(raw: msgspec.Raw, dims: int, key: str) -> Table:
-    """Return the table for the tensors ``raw`` of a form, after a check of the tensors: their
-    headings, and for each the bytes of an element, the padded shape, and the least shape that a
-    shard may have.
+    """Check the tensors ``raw`` of a form, and return their table. The table has the headings, and
+    for each tensor the bytes of an element, the padded shape and the least shape of a shard.
     """
     try:
         headings = _headings.decode(raw)

@@ -6,10 +6,11 @@ rollback says for each attempt which of its steps are on the branch. The last ro
 counts. The earlier ones describe the branches that existed before it.
 
 An *attempt* is one try of a job at a step. A *trial* is the number of a try, which grows over the
-life of a job. What a rollback keeps of a job are *segments*, pairs (trial, last step): the tries
-from this trial on, up to that of the next pair, are on the branch up to the last step, or all of
-them if it is None. The *heads* of a run are the newest steps of all attempts. The *rivals* of a
-step are other committed attempts at it.
+life of a job. A rollback describes the steps of a job by *segments*, which are pairs (trial, last
+step). Each pair is about the tries from its trial on, up to the trial of the next pair. Of these
+tries, the steps up to the last step are on the branch. If the last step is None, all of them are.
+The *heads* of a run are the newest steps of all attempts. The *rivals* of a step are other
+committed attempts at it.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ A *fragment* is the record of what one rank has written. A manifest refers to al
 *carry* copies. A *layout* says which rank has which box of a tensor. A *tied* name is one more name
 of a tensor, and *views* are tensors that share memory with others. An *increment* is a data file
 without the first chunks (``count`` of them), which the file of an older step, its *base*, has too.
-Its ``lead`` is the size of what it holds before its own chunks, and ``base_lead`` that of the first
-chunk of a base in another root. In that case the increment has the *image header*, which is the
-first chunk. An *adopted* base consists of files of another program, and ``adoption`` says where
-they are. A *location* is the path of such a file.
+Its ``lead`` is the size of what it holds before its own chunks. If the base is in another root,
+``base_lead`` is the size of the first chunk of the base. The increment then has the *image header*,
+which is the first chunk of its own image. An *adopted* base consists of files of another program,
+and ``adoption`` says where they are. A *location* is the path of such a file.
 """
 
 from __future__ import annotations

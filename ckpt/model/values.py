@@ -252,8 +252,8 @@ def _budget(nbytes: int) -> int:
 
 
 def _most_name_chars_of_json(data: bytes) -> float:
-    """Return a number that the names in the tree with the JSON ``data``, which ``dumps`` has made,
-    have at most as characters. It is infinite if the tree may be nested too deeply.
+    """Return an upper bound for the number of characters in the names of a tree. ``data`` is the
+    JSON of the tree, made by ``dumps``. The bound is infinite if the tree may be nested too deeply.
 
     Each part of a name is an index or is in ``data``, and a comma or a container comes before each
     value. This takes three passes at the speed of C.
@@ -425,8 +425,8 @@ def check_bounded(value: object, path: str) -> None:
 
 def _is_small(value: dict[Any, Any]) -> bool:
     """Return True if ``value`` has fewer than ``LARGE`` values, those in its lists and tuples
-    included, and no other containers, such as the settings of an optimizer. The levels of
-    ``node_of`` would take longer than the values of such a dict.
+    included, and no other containers, such as the settings of an optimizer. For such a dict,
+    ``node_of`` would be slower than a call for each value.
     """
     number = len(value)
     if number >= LARGE:

@@ -87,8 +87,8 @@ class TupleNode(msgspec.Struct, tag_field="$", tag="tuple", gc=False):
 
 class WalkSize:
     """Counts the values of a walk over nested containers, and finds containers that occur twice, on
-    the few levels where it matters. A list that holds another one twice, and so on, has twice as
-    many values on each level.
+    the few levels where it matters. If each list holds the next one twice, each level has twice as
+    many values as the one before.
 
     Attributes:
         value_count: The number of values in the nodes of the levels, or more.
@@ -400,7 +400,8 @@ def _plain_container_nodes(
     is_compact: bool,
 ) -> Sequence[Any]:
     """Return the nodes of lists, tuples or dicts without pairs. ``items`` has the nodes of all
-    values inside of them. It takes no step if ``items_are_nodes``: these are their own nodes.
+    values inside of them. It is not used if ``items_are_nodes``: the values are then their own
+    nodes.
     """
     if kind is tuple and items_are_nodes:
         if is_compact:
@@ -492,8 +493,8 @@ def _containers(
     kind: type, members: Sequence[Any], items: Iterator[Any], *, items_are_values: bool
 ) -> Sequence[Any]:
     """Return containers of this kind with the lengths, or keys, of ``members``. ``items`` has the
-    values inside of all of them. It takes no step if these are the items of ``members``
-    (``items_are_values``).
+    values inside of all of them. It is not used if ``items_are_values``: the items of ``members``
+    are then these values.
     """
     if items_are_values:
         return list(map(kind, members))

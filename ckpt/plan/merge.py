@@ -8,8 +8,8 @@ differ, or the boxes of a tensor overlap or leave a hole, the merge raises an er
 tensor.
 
 A fragment describes what one rank has made durable. A *tree* is the state of a rank without its
-tensors, as JSON, and a *node* is a value in it. The node of a value that JSON lacks, such as a
-module, has its kind under the key "$" (see `ckpt.model.values`).
+tensors, as JSON, and a *node* is a value in it. The node of a value that JSON cannot represent,
+such as a module, has its kind under the key "$" (see `ckpt.model.values`).
 """
 
 from __future__ import annotations

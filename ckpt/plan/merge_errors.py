@@ -1,8 +1,8 @@
 """Compose the texts of errors about fragments that contradict each other.
 
 A fragment has a *tree*, which is the state of its rank without its tensors, as JSON. A *node* is a
-value in it. The node of a value that JSON lacks, such as a module, has its kind under the key
-"$".
+value in it. The node of a value that JSON cannot represent, such as a module, has its kind under
+the key "$".
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ def tail_header(
 
 
 def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> tuple[Tensor, ...]:
-    """Return the tensors of ``leaves`` with the shards that ``items`` write, but for spare ones. A
-    shard is one box, and its place in the file of ``rank``.
+    """Return the tensors of all ``leaves`` that are not spare, with the shards that ``items``
+    write. A shard is one box and its place in the file of ``rank``.
     """
     shards: dict[int, list[Shard]] = defaultdict(list)
     for item in items:

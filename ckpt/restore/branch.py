@@ -7,9 +7,8 @@ put only when this job takes the root, which it does with its first save.
 
 A *rollback* is the record on a tier that the run goes on from an older step. The last rollback
 counts: the steps that it does not abandon are *on the branch*. The *heads* are the newest step of
-each attempt. The *rivals* of a step are other committed attempts at it.
-``listers`` are threads that work on tiers, since a tier that does not answer may hold a thread for
-long.
+each attempt. The *rivals* of a step are other committed attempts at it. ``listers`` are threads
+that work on tiers, since a tier that does not answer may hold a thread for long.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def begin_branch(
 
     Args:
         context: The tiers, connections and threads of the restore.
-        point: The step, and what is known about the run. On the leader, ``is_certain`` says whether
-            the step was restored into the state of the job. If not, no branch begins.
+        point: The step, and what is known about the run.
         subject: The subject of the message, which no other call uses.
         discards: Whether the steps that are abandoned are removed now, if a tier has the rollback.
 
@@ -186,7 +184,7 @@ def _error_text(step: int, error: object) -> str:
 
 
 def _describe_losses(rollback: Rollback, point: BranchPoint) -> str:
-    """Return which steps ``rollback``, to ``point``, abandons, as a part of a sentence.
+    """Return a phrase that says which steps ``rollback`` to ``point`` abandons.
 
     ``point.last_rollback`` is the one that counted before.
     """
@@ -210,8 +208,6 @@ def _roll_back(
 ) -> Rollback | None:
     """Return a new rollback to ``point``, which no tier has yet; None if the step is the newest one
     already.
-
-    ``point.trial`` is the first try of this job at a step on the new branch; 0 if there is none.
     """
     if is_newest(point.last_rollback, point.ref, point.heads, point.rivals):
         return None  # No tier is asked
@@ -264,8 +260,8 @@ def _put_everywhere(
 def _answers(
     tiers: Sequence[OpenTier], listers: Workers, work: Callable[[StorageBackend], T]
 ) -> dict[str, T | StorageError]:
-    """Return the result of ``work`` for each tier, by its URL; or its error, or that it is slow.
-    The threads ``listers`` do the work, each for one tier.
+    """Return for each tier, by its URL, the result of ``work``, its error, or that the tier is
+    slow. The threads ``listers`` do the work, each for one tier.
     """
     futures = {tier.url: listers.submit(_answer, tier.backend, work) for tier in tiers}
     wait(futures.values(), LISTING_SECONDS)

@@ -4,8 +4,8 @@ The rollback is on the tiers before the first step is removed. So a removal that
 abandoned steps, which retention removes later.
 
 A *claim* is what this job knows about a root and its owner, and says what the job may remove. A
-*verdict* has the reasons to keep a step, and ``carry_out`` removes the steps without a reason.
-A *pin* keeps a step from being removed.
+*verdict* has the reasons to keep a step, and ``carry_out`` removes the steps without a reason. A
+*pin* keeps a step from being removed.
 """
 
 from __future__ import annotations

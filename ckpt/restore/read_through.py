@@ -92,7 +92,7 @@ class _CacheGuard(StepGuard):
         return self.context.steps_in_use()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        """Return True if the step ``ref`` is committed on another tier, which is not in memory."""
+        """Return True if the step ``ref`` is committed on another tier that is not in memory."""
         for other_position, tier in enumerate(self.tiers):
             if (
                 other_position != self.position

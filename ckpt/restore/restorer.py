@@ -185,10 +185,8 @@ class Restorer:
     ``_is_broadcast`` is True if one rank reads what several ranks want.
 
     With ``_rounds``, all ranks get the leader's next proposal, or do the same work: if it fails on
-    one rank, it fails on all. ``_listers`` are the threads that list tiers. ``_set_chosen`` tells
-    the manager the step before the ranks restore it, ``_claim_of`` returns the claim of the running
-    job on a root, ``_steps_in_use`` the steps that saves still read, and ``_known_rollback`` is the
-    rollback that this job knows of (see `RestoreContext`).
+    one rank, it fails on all. ``_listers`` are the threads that list tiers. See `RestoreContext`
+    about the fields that are taken from it.
 
     The methods get ``node_survey``, what all nodes know of the steps on tiers of their own (None if
     there are no such tiers), and ``origin``, which reads the chunks of a step from the nearest tier
@@ -424,8 +422,9 @@ class Restorer:
     ) -> tuple[StateMatch, RestoreReport]:
         """Match the proposed step with the state on all ranks, and then read it on all ranks.
 
-        The sources are the stores that this rank may read from, those of other nodes among them,
-        and the fit has what it reads: the manifest, the matched state, the plan and the cache.
+        The sources are the stores that this rank may read from, including the stores of other
+        nodes. The fit says what this rank reads: it has the manifest, the matched state, the plan
+        and the cache.
 
         Returns:
             The matched state, whose plain values and objects are still to be set, and the report

@@ -53,11 +53,10 @@ class AdoptedFiles:
     """The files of an adopted step, for the increments of one rank.
 
     A *position* is an offset in one of the files, plus the index of the file times ``FILE_SPACE``.
-    ``_places`` has the position of each chunk, ``_boxes`` those of the boxes of each tensor, and
-    ``_names`` the tensor of the files that was equal to a tensor of the image, by its name.
-    ``_times`` are those of the last changes of the files at the last check, and ``_adopted_at`` is
-    the time of the adoption. ``_intact_chunks`` are the chunks that were read and compared since
-    the last change. ``_store`` reads the files, and ``_file`` stands for all of them.
+    ``_places`` has the position of each chunk, and ``_boxes`` the positions of the boxes of each
+    tensor. ``_names`` maps a tensor of the image to the equal tensor of the files. ``_times`` has
+    the time at which each file was last changed, as of the last check. ``_intact_chunks`` are the
+    chunks that were read and compared since the last change.
 
     Thread safety: one thread at a time.
 
@@ -113,7 +112,8 @@ class AdoptedFiles:
 
     def recheck(self) -> None:
         """Check that the files are there. If one was written to since the last check, or since the
-        adoption, the chunks that increments refer to are read again; all, if there are none yet.
+        adoption, read the chunks again that increments refer to. If there are no increments yet,
+        read all chunks again.
 
         Raises:
             ForeignFileMismatch: A file is gone, or has other bytes than at the adoption.

@@ -3,11 +3,11 @@ only, however many jobs have ended since.
 
 The backfill begins after the first commit of this job, because the roots belong to this job only
 from then on. It copies nothing unless this job has restored a step. The steps to copy follow from
-what the tiers have and take, not from what any job has noted: all steps that led to the restored
-step (its *lineage*, by ``retention.policy.history``) and that a farther tier wants and lacks: they
-are *owed* to that tier. The leader copies the files of all ranks, newest step first, to each
-farther tier at most ``backlog`` steps. Steps of the running job have priority. If the earlier job
-had an agent, the agent has copied these steps right after the end of that job
+what the tiers have and take, not from what any job has noted. The steps that led to the restored
+step are its *lineage* (``retention.policy.history``). Those that a farther tier wants and lacks are
+*owed* to that tier. The leader copies the files of all ranks, newest step first, to each farther
+tier at most ``backlog`` steps. Steps of the running job have priority. If the earlier job had an
+agent, the agent has copied these steps right after the end of that job
 (``ckpt.agent.finish_worker``).
 
 Until a farther tier has such a step, retention keeps it on the nearer ones. Before a farther tier

@@ -210,7 +210,7 @@ class OtherRoot:
         ]
         files = AdoptedFiles(self._backend, BaseRef(self._path, ref), manifest, fragments)
         files.recheck()
-        # Chunk 0 is the header, and chunk 1 the begin of the first tensor.
+        # Chunk 0 is the header, and chunk 1 the start of the first tensor.
         if not files.has_part(first_chunk(request), *boxes_of_chunks(request.plan, 2)[1]):
             return f"has no tensor like the first frozen parameter of rank {self._rank}"
         encoding = Encoding(self._rank, self._codec, ()) if self._codec else None

@@ -11,10 +11,10 @@ file in another root has the header of its image itself, and only what follows i
 
 The step of another program is *adopted* if a manifest names its files, which then serve as a base.
 An increment of such files has an *adoption*, the places of the chunks in them. The *lead* of a file
-is the bytes at its begin that are not of its own chunks: those of its header.
-An *image* is a rank's part of the state, laid out as its file, and a *plan* of a save says where
-each tensor is in it. An image gets notes which of its bytes were hashed and written, and of the
-loss of a part (``note_loss``) if an error ends the work on it.
+is the bytes before its own chunks, which are its headers. An *image* is a rank's part of the state,
+laid out as its file, and a *plan* of a save says where each tensor is in it. The image is told
+which of its bytes were hashed and written. If an error ends the work on a part, the image is told
+that the part is lost (``note_loss``).
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Tail:
     image_header: bytes = b""
 
     def own_widths(self, widths: Sequence[int]) -> Sequence[int]:
-        """Return the entries of ``widths``, the bytes of a number in each chunk of the image, that
-        are of chunks in the file.
+        """Return those entries of ``widths`` that belong to chunks in the file. ``widths`` has the
+        bytes of a number for each chunk of the image.
         """
         return [*(widths[:1] if self.image_header else ()), *widths[self.count :]]
 
@@ -263,9 +263,8 @@ def tail_of(
 def _adopted_base_of(
     request: SaveRequest, base: BaseFile, files: AdoptedFiles, limit: int
 ) -> BaseFile:
-    """Return an adopted base with the first chunks of the image of ``request``: the header of the
-    image, and those of the next ones up to ``limit`` that ``files`` hold, until the first that they
-    do not hold.
+    """Return an adopted base for the image of ``request``. It has the header of the image and the
+    chunks before the first one that ``files`` do not hold, at most ``limit`` in all.
     """
     header, hashed_chunks = request.plan.header, request.hashed_chunks
     chunks = [Chunk(len(header), checksum(header))]
@@ -301,7 +300,7 @@ def _log_errors_of(base: BaseFile) -> Generator[None]:
 
 
 def has_equal_begin(request: SaveRequest, chunks: Sequence[Chunk]) -> bool:
-    """Return True if the first chunk of the image of ``request`` after the header is equal to that
+    """Return True if the first chunk after the header is the same in the image of ``request`` and
     in ``chunks``.
     """
     nbytes = request.plan.chunks[1]

@@ -32,7 +32,7 @@ class EarlierSteps:
 
     Args:
         tiers: The durable tiers, nearest first.
-        own_job: The running job, by the name that ``StepRef.job`` gives to a job.
+        own_job: The running job, as ``StepRef.job`` names it.
         patience_seconds: How long ``needed_refs`` waits for the backfill to list the steps.
 
     ``_owed_refs`` are the steps that are owed; None until the backfill has found them.

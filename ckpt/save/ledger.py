@@ -53,7 +53,7 @@ class SaveLedger:
         tiers: The tiers that the saves go to.
 
     Attributes:
-        places: The URL of each tier, by a text that recognizes two URLs of one root.
+        places: The URL of each tier, by a text that is the same for all URLs of one root.
 
     A *rollback* is the record that the run goes on from an older step, and begins a new *branch* of
     it; ``_rollback`` is the one that counts. A step may be tried again on the new branch. ``_refs``

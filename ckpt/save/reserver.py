@@ -20,9 +20,9 @@ _log = logging.getLogger("ckpt")
 class Reserver:
     """Reserves slots for a state, and lays the plan of the state over them.
 
-    A preparation is the save plan of a state, with the leaves, which describe its tensors, and the
-    devices of the tensors. To *warm* slots is to look the places of the tensors in them up ahead of
-    time. The image may grow when the optimizers make their first step.
+    A preparation has the save plan of a state, the leaves that describe its tensors, and their
+    devices. To *warm* slots is to look up the places of the tensors in them ahead of time. The
+    image may grow when the optimizers make their first step.
 
     Args:
         saver: The owner of the slots.

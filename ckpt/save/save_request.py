@@ -136,7 +136,7 @@ class SaveRequests:
             preparation: The save plan, as it was prepared for the state.
             snapshot: The copy of the state into the image.
             collection: The tensors and plain values that the walk over the state has collected.
-            notes: What the manifest's metadata hold beside the user's metadata.
+            notes: Values for the manifest beside the user's metadata.
         """
         if collection.left_out:
             notes = {**notes, LEFT_OUT: collection.left_out}

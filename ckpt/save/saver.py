@@ -191,11 +191,13 @@ class Saver:
     def expect_deltas(self, plan: SavePlan, *, is_whole: bool = False) -> None:
         """Count the host memory that the deltas of saves with ``plan`` take, before the slots are
         made. A delta is the difference of the part ``config.deltas`` of the state to the step
-        before, whose bytes stay in memory for each durable tier that may get steps from images.
+        before. The bytes of that step stay in memory, for each durable tier that may get steps from
+        images.
 
         Raises:
-            ConfigError: The plan ``is_whole``, of the only rank, and has no tensor of the part.
-                Of several ranks, another one may have them, which their first merge decides.
+            ConfigError: The plan ``is_whole``, there is only one rank, and the plan has no tensor
+                of the part. With several ranks, another rank may have such tensors, so the first
+                merge checks this.
         """
         part = self._config.deltas
         if part is not None and is_whole and self._coordinator.world_size == 1:

@@ -90,10 +90,10 @@ class TierQueue(Generic[T]):
     a time. ``_change`` guards all fields, except for ``_serial``, which belongs to the thread that
     calls ``take``. ``_is_closing`` and ``_asks_once`` are set once, and may be read without
     ``_change``. ``_serial`` counts the orders of the leader. After ``_asks_once`` is set, ``take``
-    asks a leader that does not answer no second time. ``_steps`` maps the folder of each step that
-    waits to the step; None keeps the place of an expected step. ``_given_up`` are the folders of
-    steps that were given up, and ``_is_served`` is True while a thread calls ``take``. The leader
-    sets an order once (``set_once``), and the other ranks wait for it (``verdict``).
+    does not ask a silent leader a second time. ``_steps`` maps the folder of each step that waits
+    to the step; None keeps the place of an expected step. ``_given_up`` are the folders of steps
+    that were given up, and ``_is_served`` is True while a thread calls ``take``. The leader sets an
+    order once (``set_once``), and the other ranks wait for it (``verdict``).
     """
 
     def __init__(

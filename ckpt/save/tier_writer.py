@@ -4,9 +4,9 @@ A *fragment* describes what one rank has made durable. With its *vote* a rank te
 its part is durable, or has failed. The *verdict* is the outcome, which is the same on all ranks.
 The quota of a tier with a capacity makes room before a step is written. The pruner removes the
 steps that retention does not keep. An *increment* is a data file without the chunks of frozen
-tensors that the file of an older step, its *base*, has.
-A rank that fails votes too, so that no other rank waits for it. The files of a failed step are
-removed only if the step was aborted for good, and the tier has no manifest of the step.
+tensors that the file of an older step, its *base*, has. A rank that fails votes too, so that no
+other rank waits for it. The files of a failed step are removed only if the step was aborted for
+good, and the tier has no manifest of the step.
 
 To *claim* or to take a root is to become the job that owns it, and the *takeover* is what was on
 the root at that time. Each try of a job at a step is an *attempt*, which a `StepRef` names. A
@@ -137,8 +137,8 @@ class TierWriter:
 
     Attributes:
         in_memory: Whether the tier keeps images in the slots in which they were staged.
-        claim: The claim of the job on the root of the tier: what the job may remove there. The call
-            of its ``take`` makes the job the owner, and lists the root.
+        claim: The claim of the job on the root of the tier, which says what the job may remove
+            there. ``claim.take`` makes the job the owner, and lists the root.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn_lock`` guards ``_retry``, ``_merge_cache``,
@@ -155,10 +155,10 @@ class TierWriter:
     ``_departure`` is set once the agent may work on the steps.
 
     ``_files`` writes the files of this rank. ``_when_full`` calls a write again after it has freed
-    space in a store that is full. ``_retry`` repeats a request in a way that suits the save under
-    way: as ``_patient_retry``, as long as ranks wait for each other, if a nearer tier has the step.
-    ``_leases`` keep the base of increments from being removed. ``_readers`` are the threads with
-    which the leader reads fragments.
+    space in a store that is full. ``_retry`` repeats the requests of the save under way. If its
+    files come from a nearer tier, it is ``_patient_retry``, which repeats them as long as ranks
+    wait for each other. ``_leases`` keep the base of increments from being removed. ``_readers``
+    are the threads with which the leader reads fragments.
     """
 
     def __init__(

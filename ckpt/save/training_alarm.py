@@ -335,8 +335,8 @@ class Suspicions:
 
     The thread ``_waiter`` compares findings, and ``_last_comparison`` is its newest task.
     ``_previous_save`` has the chunk table with which the next save is compared. ``_kept_subjects``
-    are those of the messages that this rank still keeps for the others. ``_scans`` is True if the
-    tensors are scanned for NaN and Inf.
+    are the subjects of the messages that this rank still keeps for the others. ``_scans`` is True
+    if the tensors are scanned for NaN and Inf.
     """
 
     def __init__(

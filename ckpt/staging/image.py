@@ -74,9 +74,9 @@ class Image:
     If the slot is smaller than the image, the slot is a `Ring`. The image then has its pieces in
     other frames in each save.
 
-    ``_leaves`` are the leaves of the plan, and ``_views`` has the whole memory as a tensor of each
-    dtype. ``_is_in_waves`` says whether the slot is a ring for this image, and ``_piece_bytes`` is
-    the size of its pieces, or else of the parts of a large item.
+    ``_views`` has the whole memory as a tensor of each dtype. ``_is_in_waves`` says whether the
+    slot is a ring for this image, and ``_piece_bytes`` is the size of its pieces, or else of the
+    parts of a large item.
     """
 
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], slot: Slot) -> None:

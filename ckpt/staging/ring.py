@@ -87,11 +87,11 @@ class Frame:
 class Spill:
     """The frames that the rings of a pool share.
 
-    ``_most_frames`` is the limit of the budget, and ``_most_kept_frames`` that of what stays
-    without need, which is less if little memory is free. The ``_ranks`` of the node together leave
-    ``_node_reserve_bytes`` free for the training. ``_needed_frames`` says how many frames each of
-    the last saves needed. While ``_is_out_of_memory`` is True, the spill does not grow. To *pin* a
-    frame is to page-lock it for copies from a GPU.
+    ``_most_frames`` is the limit of the budget. ``_most_kept_frames`` is the limit for frames that
+    stay between saves, which is smaller if little memory is free. The ``_ranks`` of the node
+    together leave ``_node_reserve_bytes`` free for the training. ``_needed_frames`` says how many
+    frames each of the last saves needed. While ``_is_out_of_memory`` is True, the spill does not
+    grow. To *pin* a frame is to page-lock it for copies from a GPU.
 
     Args:
         is_wanted: Returns False once no more memory is to be taken (see `Slot`).
@@ -253,8 +253,8 @@ class Spill:
 class Ring(Slot):
     """A slot of images that are larger than it.
 
-    ``_own_frames`` are the frames of the slot, of which ``_free`` are not in use, and
-    ``_spill_frames`` are those that it has borrowed.
+    ``_own_frames`` are the frames of the slot, and ``_free`` are those that are not in use.
+    ``_spill_frames`` are the frames that it has borrowed.
 
     Thread safety: any thread may call ``take`` and ``give_back``. The owner of the slot calls
     ``reclaim`` when no thread uses the image any more. ``spill.change`` guards the frames.

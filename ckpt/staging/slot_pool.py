@@ -116,13 +116,12 @@ class SlotPool:
     The *budget* says for images of one size how many slots there are, how large they are, and
     whether they are files in ``/dev/shm``. A slot that is smaller than its images is a *ring*, and
     ``_spill`` is further memory, which all rings share. To *pin* a slot is to page-lock its memory
-    for copies from a GPU. ``_free`` are the slots that no save uses, and ``_slots`` are all of
-    them. ``slot_files`` names the files of slots and knows those of other ranks of this node, and
-    ``_node_memory`` is the free memory of the node as its first rank has measured it. A *tier in
-    memory* leaves its steps in the slots between two saves, and a slot whose step may be the newest
-    checkpoint is *needed*. ``_make_room`` closes free slots that are too small, and says whether
-    one more may be created. ``_give_back`` ends a request for a slot, and puts its slot among
-    the free ones.
+    for copies from a GPU. ``slot_files`` names the files of slots and knows those of other ranks of
+    this node, and ``_node_memory`` is the free memory of the node as its first rank has measured
+    it. A *tier in memory* leaves its steps in the slots between two saves, and a slot whose step
+    may be the newest checkpoint is *needed*. ``_make_room`` closes free slots that are too small,
+    and says whether one more may be created. ``_give_back`` ends a request for a slot, and puts its
+    slot among the free ones.
 
     Args:
         count: The most slots.
@@ -141,7 +140,7 @@ class SlotPool:
         reservation: The host memory that saves keep outside of slots. Its bytes are known before
             the first slot is made.
 
-    The calls in ``_requests`` are about to create a slot each.
+    Each call in ``_requests`` is about to create a slot.
 
     Thread safety: The training thread may call ``acquire``, ``plan`` and ``release``, a background
     thread may call ``reserve``, the threads that have streamed an image may call ``release``,

@@ -177,9 +177,8 @@ class RingWindow(Window):
 
     Pieces that hold nothing but the header take no frame, since the save plan keeps the header in
     memory. So a header of any length passes. These pieces are the first ``resident_bytes`` of the
-    image, and ``_first_piece`` is the piece after them. ``_frames`` has the frame of each piece
-    that has one, and the frames of ``_passed_pieces`` were given back. ``_uses`` are the bytes that
-    were written, and those that were hashed.
+    image, and ``_first_piece`` is the piece after them. The frames of ``_passed_pieces`` were given
+    back.
 
     ``_frames`` has the frame of each piece that has one now. The copy has had one for each piece
     before ``_next_piece``, and ``reserve`` has taken ``_reserved_frames`` ahead of it.

@@ -7,7 +7,8 @@ witness returns its name. `SampledWitness` reads a small part of each source, an
 reads all bytes.
 
 A *place* is a few bytes of a tensor that are compared. Its *kind* decides which places are read by
-one call. A *placement* is a copy of a batch, with the same copy as it was made in this save.
+one call. A *placement* is a pair: a copy of a batch, and the same copy with the memory that it has
+in this save.
 
 A `Grid` is places at equal distances.
 """
@@ -158,8 +159,8 @@ class Subset:
     references the copies, and because a batch is used only while its sources have the same
     addresses.
 
-    ``_places_and_slices`` has for each copy, by its id, its places and the part of the bytes of all
-    places that is its own. ``_image_views`` are the same places in the image.
+    ``_places_and_slices`` has for each copy, by its id, its places, and the slice of its bytes
+    among the bytes of all places. ``_image_views`` are the same places in the image.
     """
 
     def __init__(self, places: Sequence[tuple[Copy, Places]]) -> None:

@@ -268,8 +268,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
 
 
 def path_to_base(tier: OpenTier) -> str:
-    """Return the path from the root of ``tier`` to that of its ``Tier.base``, which is the root of
-    another run with files that the steps of ``tier`` may share.
+    """Return the path from the root of ``tier`` to its ``Tier.base``. That is the root of another
+    run, whose files the steps of ``tier`` may share.
 
     Raises:
         ConfigError: Each node has a store of its own, or the base is on another store or is the

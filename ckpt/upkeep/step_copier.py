@@ -42,8 +42,8 @@ _log = logging.getLogger("ckpt")
 class _CopyGuard(StepGuard):
     """The guard of a tier while ``ref`` is copied there.
 
-    Steps of the branch, which no rollback has abandoned, must stay if they are newer than ``ref``,
-    and so must the steps of ``guard``.
+    The steps of ``guard`` must stay. So must the steps that are newer than ``ref``, unless a
+    rollback has abandoned them.
     """
 
     target: StorageBackend

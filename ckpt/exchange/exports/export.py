@@ -1,8 +1,8 @@
 """Export a committed step to a file or folder that other programs can read.
 
 Each tensor is written as a whole, even if several ranks have saved its shards. Tensors are written
-one after another, so the step need not fit into memory. Names that are tied stand for one tensor,
-which has one of them as its *stored name*.
+one after another, so the step need not fit into memory. Tied names stand for one tensor. Its bytes
+are stored under one of them, its *stored name*.
 """
 
 from __future__ import annotations

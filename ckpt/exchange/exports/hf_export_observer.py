@@ -1,9 +1,8 @@
 """Folders of Hugging Face beside the checkpoints of a running job.
 
 A *ref* names a step and the attempt at it. A *pin* (or lease) on a step keeps it from being removed
-while it waits for its export. Of `HfFolders`, ``_next_step`` is the step that waits; None if none
-does. ``_last_commit`` is the last step that was committed, and its tier. The thread ``_pinner``
-pins steps, and the thread in ``_workers`` exports them.
+while it waits for its export. Only the newest pinned step waits. `HfFolders` pins steps on one
+thread, and exports them on another.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The folder has the weights in safetensors files, an index if these are several, the configuration,
 and the files of the tokenizer. The configuration comes last, since nothing loads a folder without.
-Names that are tied stand for one tensor, which has one of them as its *stored name*.
+Tied names stand for one tensor. Its bytes are stored under one of them, its *stored name*.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class HfWriter:
 
     Args:
         reader: The reader of the checkpoint.
-        options: The options. Their ``files`` is the folder with the configuration and the files of
-            the tokenizer, which are copied.
+        options: The options. The configuration and the files of the tokenizer are copied from the
+            folder ``options.files``.
         strip: A prefix that is removed from the names.
         most_bytes: The most bytes of one file of weights.
     """

@@ -3,8 +3,8 @@
 A store cannot rename a folder, so the order of the files keeps any half of it from being loaded.
 The weights come first, the index and ``config.json`` come last, and these are removed first. A file
 of weights that ckpt writes is removed here as soon as it is in the store, so only one needs room.
-Until the weights are complete, the folder has a *marker*: a file that shows other exports that this
-one writes there. A ``with errors_of(...)`` block adds the URL of the store to the errors that leave
+Until the weights are complete, the folder has a *marker*: a file that tells other exports that this
+one is under way. A ``with errors_of(...)`` block adds the URL of the store to the errors that leave
 it.
 """
 

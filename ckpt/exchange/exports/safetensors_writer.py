@@ -2,8 +2,8 @@
 Face.
 
 This module does not use the safetensors library, which needs all tensors of a file in memory. Tests
-read the files with the library. Names that are tied stand for one tensor, which has one of them as
-its *stored name*.
+read the files with the library. Tied names stand for one tensor. Its bytes are stored under one of
+them, its *stored name*.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 program, where they are.
 
 The state is read as an import reads it, but no byte of a tensor is copied: each tensor of the state
-stands for places in the foreign files. Each file becomes the data file of one rank of the step.
-Only the records of the step are written, and the few parts that cannot be used where they are (see
-``ckpt.exchange.foreign.own_part``): these are the *own part*, the data file of one more rank. The
-records are a *fragment* for each rank, which describes its data file and the tensors in it, and the
-manifest, which names the fragments. An *attempt* is one adoption of a step, and a `StepFolder` is
-the folder of an attempt in the store.
+stands for places in the foreign files. Each file becomes the data file of one rank of the step. The
+adoption writes the records of the step and its *own part*. The own part is the data file of one
+more rank, with the few parts that cannot be used where they are (see
+``ckpt.exchange.foreign.own_part``). The records are the fragments and the manifest. The *fragment*
+of a rank describes its data file and the tensors in it, and the manifest names all fragments. An
+*attempt* is one adoption of a step, and a `StepFolder` is the folder of an attempt in the store.
 
 A *leaf* describes a tensor of the state, a *box* a rectangular region of it, and a *span* a place
 in a foreign file. A *locator* reads the state, and notes where the elements of its tensors are. A
@@ -220,7 +220,8 @@ class _Adoption:
     Args:
         backend: The store that gets the step.
         ref: The step.
-        locator: What has read the state, and knows where the elements of its tensors are.
+        locator: The locator that has read the state, and knows where the elements of its tensors
+            are.
         report: The report, which the adoption completes.
         old_attempt: The attempt that the step replaces; None if there is none.
     """

@@ -1,8 +1,8 @@
 """Adopt a folder again that was changed or moved since its step was adopted.
 
 The new attempt at the step takes the place of the old one, which no reader can read any more. The
-current *branch* has the steps that the run goes on from. A *ref* names a step and the attempt at
-it. A *location* in a manifest is the path of a file that was adopted.
+current *branch* consists of the steps that no rollback has abandoned. A *ref* names a step and the
+attempt at it. A *location* in a manifest is the path of a file that was adopted.
 """
 
 from __future__ import annotations

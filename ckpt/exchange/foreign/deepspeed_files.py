@@ -29,7 +29,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 _WEIGHT_FILE: Final = "fp32.pt"
 COUNTER_NAMES: Final = ("global_steps", "global_samples", "skipped_steps")
-"""The attributes of an engine that count."""
+"""The names of the counters of an engine."""
 _STATE_KEYS: Final = (
     "module", "optimizer", "lr_scheduler", "buffer_names", "shared_params", "param_shapes",
     "frozen_param_shapes", "frozen_param_fragments",

@@ -90,8 +90,8 @@ class Shaper:
         without_prefix: The modules whose names have lost the prefix of DDP.
         equal: The name of a tensor -> the name of one that is equal to it.
 
-    ``_modules`` has the entries of each module of the state, by its name. A parameter of an
-    optimizer is one of these tensors.
+    ``_modules`` has the entries of each module of the state, by its name. The parameters of
+    optimizers are looked up there.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 ``CheckpointManager.restore`` can load.
 
 The manager saves the objects that ``ckpt.exchange.foreign.foreign_objects`` makes of the state as
-any other state. A *joiner* makes whole tensors of the parts that files have: that of an import, a
-``Copier``, copies the parts to a scratch file.
+any other state. A *joiner* makes whole tensors of the parts that files have. The joiner of an
+import is a ``Copier``, which copies the parts to a scratch file.
 """
 
 from __future__ import annotations

@@ -138,10 +138,10 @@ class Locator:
     Its own tensors have addresses, shapes and strides of their own, and no values: their memory is
     reserved and never used. So they can be named, tied and grouped as any tensor.
 
-    ``_spans`` has the place of the elements that each stand-in stands for, and ``_parts`` the parts
-    of each tensor that ``make`` has made, by the addresses of these tensors. ``_maps`` finds the
-    places of tensors that are mapped from files. ``_block`` is reserved memory that no tensor has
-    yet.
+    ``_spans`` and ``_parts`` are keyed by the addresses of stand-ins. ``_spans`` has the place of
+    the elements of a stand-in that was read as a whole, and ``_parts`` the parts of one that
+    ``make`` has made. ``_maps`` finds the places of tensors that are mapped from files. ``_block``
+    is reserved memory that no tensor has yet.
     """
 
     def __init__(self) -> None:

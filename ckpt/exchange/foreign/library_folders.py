@@ -3,8 +3,8 @@
 ``Trainer`` of transformers writes ``checkpoint-N`` and ``accelerator.save_state()`` writes a folder
 with a file for each object. The names here are those that the integrations of ckpt give to these
 objects: ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``rng``; the second object of a kind
-is ``model_1``. A checkpoint of Lightning is one file, whose parts get the same names. A function
-``read`` returns the state in one file, or in a folder of one state.
+is ``model_1``. A checkpoint of Lightning is one file, whose parts get the same names. The argument
+``read`` is a function that returns the state in one file, or in a folder of one state.
 """
 
 from __future__ import annotations

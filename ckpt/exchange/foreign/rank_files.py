@@ -9,9 +9,9 @@ files do not say which rank has written them, their names must say "rank", or se
 must have the same numbers. A job of one rank has no DTensors, and then all files of the folder end
 in 0.
 
-Files whose names differ only in the number are of one *kind*, and its *stem* is what these names
-begin with. A *joiner* makes whole tensors of their parts, and a *box* is the region of a tensor
-that a part fills.
+Files whose names differ only in the number are of one *kind*. The *stem* of a kind is the common
+prefix of its names. A *joiner* makes whole tensors of their parts, and a *box* is the region of a
+tensor that a part fills.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class _JoinedFiles:
             differ are a list with that of each rank.
         differing_paths: The paths of tensors that are such lists.
 
-    ``_tensors`` are the whole tensors, by their paths, which ``joiner`` fills with the parts.
+    ``joiner`` fills ``_tensors``, the whole tensors by their paths, with the parts.
     """
 
     def __init__(self, parts: Mapping[int, Any], joiner: Joiner) -> None:

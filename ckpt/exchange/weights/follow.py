@@ -5,12 +5,6 @@ attempt at it. After a *rollback*, the run goes on from an older step, on a new 
 ``ChunkRead``) says which chunk of a tensor is read, and where. A *delta* has the differences of the
 chunks of a step from those of an earlier step, and a chain of deltas leads from one step to
 another. A *leaf* describes a tensor.
-
-Of a `Follower`, ``_last_version`` is the last version that was returned, of the step ``_last_ref``
-and in ``_last_memory``. The next one takes ``_spare_memory``, that of the version before.
-``_stores`` are the stores of the tiers, nearest first, and ``_damages`` the steps that could not be
-read. ``_leases`` pins a step while it is read. The threads ``_list_workers`` list the stores, and
-``_read_workers`` read.
 """
 
 from __future__ import annotations
@@ -122,8 +116,9 @@ class Follower(Iterator[Version]):
 
     Close it with ``close`` or a ``with`` block.
 
-    It has the memory of two versions: the last one, and the one before, which is spare for the next
-    one.
+    It has the memory of two versions. ``_last_memory`` holds the last version that was returned,
+    which is of the step ``_last_ref``. The next version is read into ``_spare_memory``.
+    ``_damages`` has the steps that could not be read.
 
     Args:
         roots: The tiers of the run, nearest first.
@@ -333,7 +328,7 @@ class Follower(Iterator[Version]):
         branch meanwhile.
 
         A step whose files are behind a link that leads out of the root (``LinkRefused``) counts as
-        damaged. An error of the format passes, since no later read would succeed.
+        damaged. An error about the format is raised, since no later read would succeed.
         """
         ref = candidate.ref
         stores = [self._stores[position] for position in candidate.reachable]
@@ -414,8 +409,8 @@ class Follower(Iterator[Version]):
         last_memory: VersionMemory | None,
         reads: Sequence[ChunkRead],
     ) -> list[ChunkRead]:
-        """Fill ``memory`` with the chunks that ``last_memory``, that of the last version, has, and
-        with those that deltas make of them. Return the other chunks.
+        """Fill ``memory`` with chunks of the last version, which ``last_memory`` holds, and with
+        chunks that deltas make of them. Return the reads of all other chunks.
         """
         if last_memory is None or self._last_ref is None:
             return list(reads)

@@ -1,6 +1,6 @@
 """Load the values of a checkpoint without a model: the implementation of ``ckpt.load``.
 
-Names that are tied stand for one tensor, which has one of them as its *stored name*.
+Tied names stand for one tensor. Its bytes are stored under one of them, its *stored name*.
 """
 
 from __future__ import annotations

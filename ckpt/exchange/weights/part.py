@@ -1,6 +1,6 @@
 """A part of the state of a checkpoint, and other names for its tensors.
 
-Names that are tied stand for one tensor, which has one of them as its *stored name*.
+Tied names stand for one tensor. Its bytes are stored under one of them, its *stored name*.
 """
 
 from __future__ import annotations

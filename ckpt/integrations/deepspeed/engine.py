@@ -16,7 +16,7 @@ to each rank, so it does not restore on another number of ranks. For such restor
 
 The *tag* is DeepSpeed's name for a checkpoint: its files are in ``folder/TAG``. A *part* of a step
 is the contents of one of these files, and has its name without ``.pt``. The file ``latest`` names
-the newest tag. The *outline* of a step is its manifest, its description, as one tier has it.
+the newest tag. The *outline* of a step is its manifest as one tier has it.
 
 This module does not import deepspeed itself. A save or a load imports deepspeed when it meets a
 value that is no tensor, array, container or plain value (see ``deepspeed.values``).

@@ -137,8 +137,8 @@ class ZeroModel(ModuleStandIn):
         """Return the entries of the module's state dict to save, with the path ``path`` in the
         state. Master weights take the place of trained parameters.
 
-        ``replicas`` of an entry are the ranks with the same value, and another one of them saves an
-        entry that is delegated.
+        The ``replica_ranks`` of an entry are the ranks that have it too. If ``is_delegated`` is
+        True, another one of them saves the entry.
         """
         module = self._zero.engine.module
         views_by_parameter = {

@@ -267,7 +267,7 @@ class CkptCheckpoint(ModelCheckpoint):
 
         All ranks must call this, and all remove the same steps.
         """
-        # A decision is True if that of all ranks is, or with ``all=False`` that of any rank.
+        # A decision is True if it is True on all ranks, or with ``all=False`` on any rank.
         decide, has_lost_step = trainer.strategy.reduce_boolean_decision, False
         for path, pending in list(self._saves_of_best_steps.items()):
             is_over = pending.done()

@@ -12,9 +12,7 @@ box of a larger tensor, such as a parameter of FSDP1. ``name`` is a name in the 
 ``source`` is the name of the same value in the checkpoint. A stand-in is an object that takes the
 place of a module of a framework.
 
-A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
-dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
-its content under "v", or the name of its tensor under "n".
+A node is a saved value in the manifest's tree (see ``match.saved_nodes``).
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ class _ModuleLoader:
     ``remaker`` prepares functions that make saved values again. ``_code`` knows the readers of the
     module. ``_value_makers`` returns the restored values that are no tensors of the module, by
     their keys, and ``_restored_keys`` are the keys of all restored values. ``_size_changes`` are
-    the tensors that were saved in another shape. A module is ``_is_hookless`` if its state dict is
-    what it has without its hooks, which do not run.
+    the tensors that were saved in another shape. ``_is_hookless`` is True if the state dict is
+    taken and loaded without the hooks of the module.
 
     Attributes:
         items: The items of the module.

@@ -11,9 +11,7 @@ optimizer that gets a saved tensor, and a view is the place of a saved tensor in
 is the description of a tensor or a parameter in the checkpoint. A stand-in is an object that takes
 the place of an optimizer of a framework.
 
-A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
-dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
-its content under "v", or the name of its tensor under "n".
+A node is a saved value in the manifest's tree (see ``match.saved_nodes``).
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ the modules inside as an attribute, as ``Module.state_dict`` gives them. An opti
 ``{"state": ..., "param_groups": ...}``. Its parameters have numbers, as in
 ``Optimizer.state_dict``, or names, as in ``torch.distributed.checkpoint``.
 
-A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
-dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
-its content under "v", or the name of its tensor under "n". A wrapper tensor is one whose elements
-are in other tensors.
+A node is a saved value in the manifest's tree (see ``match.saved_nodes``). A wrapper tensor is one
+whose elements are in other tensors.
 
 Each ``_convert`` method returns ``_ABSENT`` if no name in its value is included, and the
 ``_included`` methods leave such values out of their containers.

@@ -9,9 +9,7 @@ present tensors are not filled in place (see ``_state_to_fill``). Plain values r
 values, and the ``load_state_dict`` of objects is called. A value is *live* if it is not plain.
 
 The ``path`` of a value is its name in the state, and its ``source`` is its name in the checkpoint.
-A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
-dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
-its content under "v", or the name of its tensor under "n".
+A node is a saved value in the manifest's tree (see ``match.saved_nodes``).
 
 A stand-in is an object that takes the place of a module or optimizer of a framework, and an adapter
 is a function that returns an object with a ``state_dict()`` for a value that has none.

@@ -6,9 +6,7 @@ regions) that this rank holds. A record is the description of a tensor in the ch
 tensor is one whose elements are in other tensors, and a layer is one wrapper tensor with the
 tensors inside of it.
 
-A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
-dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
-its content under "v", or the name of its tensor under "n".
+A node is a saved value in the manifest's tree (see ``match.saved_nodes``).
 """
 
 from __future__ import annotations
@@ -136,9 +134,9 @@ class Matcher:
 
     ``_open_containers`` maps the source of each container that is matched value by value to its
     names in the state, and ``_missing`` each name that the checkpoint lacks to its source.
-    ``_left_alone`` has the names that the save left out on purpose, as a set in order.
-    ``_names_by_memory`` has the name of each target in the state, and ``_excluded_memory`` that of
-    each tensor that the selection excludes, by their memory.
+    ``_left_alone`` has the names that the save left out on purpose, as a set in order. By their
+    memory, ``_names_by_memory`` has the name of each target in the state, and ``_excluded_memory``
+    the name of each tensor that the selection excludes.
     """
 
     def __init__(

@@ -207,9 +207,9 @@ def fill_slots(
 def _fill_alike(
     group: Sequence[Slot], reused_slot: Slot | None, target: TensorOrShards | None
 ) -> None:
-    """Put one tensor into all slots ``group``, which have the same saved tensor: one with the
-    memory of ``target``, which the restore fills anyway, or that of ``reused_slot``, whose present
-    tensor can be filled in place. A slot that needs another kind of tensor gets one of its own.
+    """Put one tensor into all slots ``group``, which have the same saved tensor. It has the memory
+    of ``target``, which the restore fills anyway, or is the present tensor of ``reused_slot``,
+    which can be filled in place. A slot that needs another kind of tensor gets a new one.
     """
     present = None if reused_slot is None else reused_slot.present
     tensors: list[TensorOrShards] = [] if present is None else [present]
@@ -231,8 +231,9 @@ def _fill_alike(
 def _fill_views(
     group: Sequence[Slot], reused_slot: Slot | None, buffer: torch.Tensor | None
 ) -> None:
-    """Put views of one buffer into the slots ``group``: of ``buffer``, which other views have, of
-    the buffer of ``reused_slot``, whose present tensor can be filled in place, or of a new one.
+    """Put views of one buffer into the slots ``group``. The buffer is ``buffer`` if other views
+    have it, else the buffer of ``reused_slot``, whose present tensor can be filled in place, else a
+    new one.
     """
     views = {slot.record.name: slot.view for slot in group if slot.view is not None}
     forms = {slot.record.name: (slot.record.dtype, slot.record.shape) for slot in group}

@@ -1,9 +1,7 @@
 """Make plain values from the manifest's tree, with the tensors and arrays inside of them.
 
-The tree consists of nodes. The node of a number, a string, a list or a plain dict is that value.
-Any other node is a dict with a tag under "$", which says what it is, and with its content under "v"
-or the name of its tensor under "n". A view is the place of a tensor in a buffer that several saved
-tensors shared.
+The tree consists of nodes (see ``match.saved_nodes``). A view is the place of a tensor in a buffer
+that several saved tensors shared.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ class Remaker:
 
     Attributes:
         buffers: The buffers that were made for tensors, as bytes, by their names.
-
-    ``_new_tensors`` are the tensors that were made so far, by their names.
     """
 
     def __init__(

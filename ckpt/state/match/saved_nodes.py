@@ -1,9 +1,9 @@
 """Find the nodes and the tensors of a checkpoint by their names.
 
 A node is a saved value in the manifest's tree. The node of a number, a string, a list or a plain
-dict is that value. Any other node is a dict with a tag under "$", which says what it is, and with
-its content under "v", or the name of its tensor under "n".
-An entry is an item of a module's state dict.
+dict is that value. Any other node is a dict, whose tag under "$" says what it is. It has its
+content under "v", or the name of its tensor under "n". An entry is an item of a module's state
+dict.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ class SavedState:
         tensors: The tensors of the manifest, by their names.
         names: The names of the tensors, sorted.
 
-    ``_nodes`` are the nodes that were looked up so far, and ``_children`` the children of each
-    container that was. ``_per_rank_nodes`` has the content of each ``PerRank`` value that
-    ``set_per_rank_node`` was called for. ``_stored_names`` maps the names of tensors in dicts that
-    ``read_optimizer_dict`` has replaced to their stored names. ``_patterns`` are those by which the
-    save left names out.
+    ``_per_rank_nodes`` has the content of each ``PerRank`` value that ``set_per_rank_node`` was
+    called for. ``_stored_names`` maps the names of tensors in dicts that ``read_optimizer_dict``
+    has replaced to their stored names. ``_patterns`` are the patterns by which the save left names
+    out.
 
     Raises:
         ManifestCorrupt, LookupError, TypeError, ValueError, AttributeError: Any method may raise

@@ -5,8 +5,7 @@ parameters in their module: ``{"state": {name: {key: value}}, "param_groups": [.
 ``flatten_optimizer_state_dict``, it is a dict with keys such as ``state.0.weight.exp_avg`` and
 ``param_groups.0.weight.lr``.
 
-A node is a saved value in the manifest's tree: a plain value, or a dict with a tag under "$", and
-with its content under "v" or the name of its tensor under "n".
+A node is a saved value in the manifest's tree (see ``match.saved_nodes``).
 """
 
 from __future__ import annotations

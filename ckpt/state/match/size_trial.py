@@ -4,7 +4,7 @@ Some modules resize themselves when they load a state dict, such as the observer
 and others refuse tensors of another size. Only their own code can tell, so it loads the state dict
 into a copy of the module whose tensors have no memory. A tensor without memory is on the meta
 device. Tensors of a single element are zeros in memory instead, since code may read them. No copy
-is made of a module whose hook refers to a module of the state: the hook would change that one.
+is made of a module whose hook refers to a module of the state: the hook would change that module.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 ranks that hold the same boxes. ``leaf_of`` makes the leaf of a tensor from its layout.
 
 A box is a rectangular region of a tensor: offsets and a shape. A leaf describes a tensor without
-its data. The order of a tensor is that of its dimensions in memory, from the largest stride to the
-smallest; it is empty for a row-major tensor. Replicas are ranks that hold the same boxes, and a
-unit is the part of a module that one wrapper, such as DDP, keeps equal on its ranks. A form is the
-layout and the memory that a tensor has at one time. `LocalShards` describe a tensor by the boxes
-that this rank holds, each with its own memory.
+its data. The order of a tensor lists its dimensions from the largest stride to the smallest. It is
+empty for a row-major tensor. Replicas are ranks that hold the same boxes, and a unit is the part of
+a module that one wrapper, such as DDP, keeps equal on its ranks. A form is the layout and the
+memory that a tensor has at one time. `LocalShards` describe a tensor by the boxes that this rank
+holds, each with its own memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
     Operations on the result run no code of a tensor subclass.
     """
-    if type(tensor) in PLAIN_CLASSES:  # By far the most, in many calls for each tensor of a restore
+    if type(tensor) in PLAIN_CLASSES:  # Nearly all tensors; a restore asks often
         return tensor
     return part if is_plain(part := without_dtensor(tensor)) else plain_alias(part)
 

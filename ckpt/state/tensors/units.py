@@ -64,7 +64,7 @@ def _walk(
     """Yield the path and the unit of ``module``, and of all modules inside of it.
 
     ``outer_unit`` is the unit that ``module`` is in, unless a unit begins at ``module`` itself.
-    ``units`` is that of ``_own_unit``.
+    ``units`` is as for ``_own_unit``.
     """
     unit = _own_unit(module, units) or outer_unit
     yield path, unit

@@ -556,7 +556,7 @@ class _Walk:
         among them.
 
         The next walk uses the segment again if its key is equal. ``is_flat`` and ``is_partial`` are
-        those of ``_state_tensors``.
+        as for ``_state_tensors``.
         """
         # The fence does not hold an optimizer that is inside of an object of the state.
         is_late = optimizer in self._optimizers.members and self._optimizers.can_hold(optimizer)

@@ -152,8 +152,8 @@ class LastWalk:
         return record.items
 
     def name_chars(self, tree: Mapping[str, Node]) -> dict[str, float]:
-        """Return the ``name_chars`` of those entries of ``tree`` that are nodes of known dicts: the
-        most characters of all names in the node.
+        """Return the ``name_chars`` of each entry of ``tree`` that is the node of a known dict: the
+        most characters that all names in the node may have together.
         """
         known_dicts = {
             id(known_dict.node): known_dict

@@ -8,8 +8,8 @@ between a save and a restore.
 An entry is an item of a module's state dict. FSDP1 holds several parameters in one flat tensor: the
 *pieces* of such a tensor are its ranges, and its *parts* are the parameters that have pieces there.
 A stand-in is an object that takes the place of a module or optimizer of a framework. A record is
-the description of a tensor in the checkpoint. The order of a tensor is that of its dimensions in
-memory, from the largest stride to the smallest.
+the description of a tensor in the checkpoint. The order of a tensor lists its dimensions from the
+largest stride to the smallest.
 """
 
 from __future__ import annotations
@@ -471,8 +471,6 @@ class Parameters:
         items: The items of each module of the state.
         loose: The identity (``id``) of each parameter that no module holds, and that is in a dict,
             list or tuple of the state -> its path.
-
-    ``_items_by_module_id`` has the items of each module, by its identity.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:

@@ -3,7 +3,8 @@
 A job may restore a step into other tensors than those that it saves, for example to evaluate the
 best model so far. Such a restore does not move the point from which the job continues. States are
 compared by the memory of their tensors. A state whose tensors are gone, or that has none, cannot be
-compared. A mark is what a state is recognized by later. The leader, rank 0, decides for all ranks.
+compared. A mark is a record by which a state is recognized later. The leader, rank 0, decides for
+all ranks.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def refuse_fake_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]
 class StateView:
     """A state, with the nodes of its large plain values.
 
-    Such a value may be large, so a save looks at it once.
+    A save looks at each of these values only once.
 
     Attributes:
         state: The state.

@@ -111,7 +111,7 @@ class Registry:
         is_made: bool = True,
     ) -> Segment:
         """Register a new segment of ``candidates`` at ``path``, and return it. ``key``, ``tensors``
-        and ``is_made`` are those of ``Segment``.
+        and ``is_made`` are as for ``Segment``.
         """
         named_tensors: list[NamedTensor] = []
         ties: dict[str, str] = {}
