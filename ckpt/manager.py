@@ -6,9 +6,9 @@ call has raised it; a save is *kept* once a tier has its step. The *fence* holds
 until the copies of its tensors have ended. The *origin* is the step from which the job continues.
 The *guard* refuses calls that are not possible now. *Listers* are threads that list tiers.
 
-An *attempt* is the id of one run of the job. A run may try a step again: the *trial* is the number
-of such a further try, and 0 for the first try. A ``StepRef`` names a step of one attempt and trial.
-A *plan* says where each tensor stands in the *image*, this rank's part of the state in host memory,
+An *attempt* is one incarnation of the job. It may try a step again: the *trial* is the number of
+such a further try, and 0 for the first try. A ``StepRef`` names a step of one attempt and trial. A
+*plan* says where each tensor stands in the *image*, this rank's part of the state in host memory,
 and a *slot* is a buffer for an image. A *walk* collects the tensors of a state, and the *live* part
 of a state is the part in which it may find some. The *owner* of a root, the folder or URL of a
 tier, is the job that may write to it, and a *claim* is what a job knows of that. If a job goes on

@@ -8,7 +8,7 @@ appears last, and values are stored without pickle. DCP still decides which rank
 and its planner asks the reader for boxes. So a checkpoint loads onto another mesh, as with DCP's
 own storage.
 
-An *attempt* is the id of one run of a job, and a ``StepRef`` names a step of one attempt. A *token*
+An *attempt* is one incarnation of a job, and a ``StepRef`` names a step of one attempt. A *token*
 is a text that no other save or load has. A *leaf* describes a tensor as one rank sees it, with the
 *boxes* (regions) that the rank reads. The *outline* of a step is its manifest as one tier has it,
 which may leave out parts that a reader adds when they are needed.

@@ -12,8 +12,8 @@ A checkpoint has four entries: ``model``, ``optimizers``, ``lightning`` (the loo
 schedulers, precision, hyper-parameters and data module of Lightning's own checkpoints) and ``rng``
 (the random number generators). Each rank saves its own ``lightning`` and ``rng``.
 
-An *attempt* is the step that one run of a job has saved, named by a ``StepRef``. A *loader* is
-Lightning's data loader, and the *generators* are those of random numbers.
+Each try of a job at a step is an *attempt*, which a ``StepRef`` names. A *loader* is Lightning's
+data loader, and the *generators* are those of random numbers.
 
 Importing this module imports Lightning.
 """

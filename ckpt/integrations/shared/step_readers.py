@@ -1,9 +1,9 @@
 """Readers of committed steps, for integrations that load without ``CheckpointManager.restore``.
 
-An *attempt* is the step that one run of a job has saved, named by a ``StepRef``. A *candidate* is a
-committed attempt that a load may choose. The *outline* of a step is its manifest as one tier has
-it, which may lack the chunks of tensors. A *leaf* describes a tensor as one rank sees it, with the
-*boxes* (regions) to read, and a *sink* puts the bytes of a chunk into its targets.
+Each try of a job at a step is an *attempt*, which a ``StepRef`` names. A *candidate* is a committed
+attempt that a load may choose. The *outline* of a step is its manifest as one tier has it, which
+may lack the chunks of tensors. A *leaf* describes a tensor as one rank sees it, with the *boxes*
+(regions) to read, and a *sink* puts the bytes of a chunk into its targets.
 """
 
 from __future__ import annotations
