@@ -412,10 +412,19 @@ def _plain_container_nodes(
     if kind is dict:
         # ``zip`` asks the keys first, so that it takes no item more than the dict has.
         return list(map(dict, map(zip, members, repeat(items))))
-    parts = map(list, map(islice, repeat(items), map(len, members)))
     if kind is tuple and is_compact:
-        return list(map(TupleNode, parts))
+        return list(map(TupleNode, _parts_of_tuples(members, items)))
+    parts = map(list, map(islice, repeat(items), map(len, members)))
     return list(parts) if kind is list else [{"$": "tuple", "v": part} for part in parts]
+
+
+def _parts_of_tuples(members: Sequence[tuple[Any, ...]], items: Iterator[Any]) -> Iterable[Any]:
+    """Yield the nodes of the values inside of each of ``members`` as a list or tuple."""
+    lengths = set(map(len, members))
+    if len(lengths) == 1 and 0 < (length := lengths.pop()) <= _LARGE:
+        # ``islice`` ends before ``zip`` takes an item of another container.
+        return islice(zip(*repeat(items, length), strict=False), len(members))
+    return map(list, map(islice, repeat(items), map(len, members)))
 
 
 def _leaf_nodes(kind: type, values: Sequence[Any], depth: int, encode_leaf: Leaf) -> Sequence[Any]:

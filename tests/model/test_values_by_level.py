@@ -158,6 +158,13 @@ def containers_of(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 trees: st.SearchStrategy[Any] = st.recursive(st.integers(0, 9), containers_of, max_leaves=30)
+with_tuples: st.SearchStrategy[Any] = st.recursive(
+    st.integers(0, 9),
+    lambda inner: st.one_of(
+        containers_of(inner), st.tuples(inner, inner), st.lists(inner, max_size=3).map(tuple)
+    ),
+    max_leaves=30,
+)
 
 
 @given(trees)
@@ -173,6 +180,22 @@ def test_the_json_of_a_tree_bounds_the_characters_of_its_names(tree: Any) -> Non
 
     most = values._most_name_chars_of_json(msgspec.json.encode([tree]))
     assert name_chars([tree]) <= most
+
+
+@given(with_tuples)
+def test_compact_nodes_of_tuples_have_the_same_json(value: Any) -> None:
+    nodes = [
+        values_by_level.node_of(
+            [value],
+            0,
+            values._MAX_DEPTH,
+            values._encode_leaf,
+            values_by_level.WalkSize(is_compact=is_compact),
+        )
+        for is_compact in (True, False)
+    ]
+    compact, plain = map(msgspec.json.encode, nodes)
+    assert compact == plain == dumps(encode([value], "v", refuse), "v")
 
 
 def test_wide_containers_in_themselves_end_the_walk() -> None:
